@@ -1,0 +1,294 @@
+"""Decode and prefill speed on this machine's CPU, float32, beside llama.cpp and transformers.
+
+Each peer is a process of its own, loaded once with random weights of the same shape and then asked in turn for one
+repetition of each measurement, so that a change of the machine's speed meets all of them. Medians, their spread, and the
+ratio of medians within the run are reported; absolute figures depend on the machine and on its other tenants.
+
+    pip install -e ".[parity]"
+    python experiments/bench_generate.py --shapes stories-15m stories-110m tinyllama-1.1b
+
+What is timed:
+  decode   tokens/s of `new_tokens` greedy steps behind a prompt of `prompt_tokens`, batch 1 and batch 8 (sum of rows).
+           llama_jax: the whole public `generate`, with sampling and logprobs. transformers: its model called in a loop
+           with its cache and argmax, which is faster than its `generate`. llama.cpp: `eval` of one token, no sampling.
+  prefill  tokens/s of reading a 256-token prompt, to the logits of its last token.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+Measure = Callable[[], float]
+THREADS = os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare generation speed with llama.cpp and transformers."""
+
+    shapes: tuple[str, ...] = ("stories-15m", "stories-110m", "tinyllama-1.1b")
+    """Presets to measure, random weights."""
+    peers: tuple[str, ...] = ("llama_jax", "llama.cpp", "transformers")
+    """Who takes part; llama.cpp has no batch of 8 here."""
+    repetitions: int = 9
+    """Interleaved repetitions; the first is a warm-up and not counted."""
+    prompt_tokens: int = 64
+    new_tokens: int = 64
+    output: Path = Path("experiments/results/bench_generate_cpu.json")
+
+
+def ours(shape: str, arguments: Arguments) -> dict[str, Measure]:
+    import jax
+
+    import llama_jax
+    from llama_jax.model.cache import init_cache
+
+    config = llama_jax.preset(shape)
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    jax.block_until_ready(params)
+    rng = np.random.default_rng(0)
+
+    def decode(batch: int) -> float:
+        prompts = rng.integers(3, config.vocab_size, (batch, arguments.prompt_tokens)).tolist()
+        pieces = llama_jax.stream(config, params, prompts, max_new_tokens=arguments.new_tokens, turns=1 << 20)
+        next(pieces)
+        start = time.perf_counter()
+        made = sum(int(piece.valid.sum()) for piece in pieces)
+        return made / (time.perf_counter() - start)
+
+    @jax.jit
+    def read(params, tokens):
+        cache = init_cache(config, 1, 256)
+        hidden, cache = llama_jax.forward(config, params, tokens, cache)
+        return llama_jax.unembed(config, params, hidden[:, -1]), cache
+
+    def prefill() -> float:
+        tokens = rng.integers(3, config.vocab_size, (1, 256), dtype=np.int32)
+        start = time.perf_counter()
+        jax.block_until_ready(read(params, tokens))
+        return 256 / (time.perf_counter() - start)
+
+    return {"decode 1": lambda: decode(1), "decode 8": lambda: decode(8), "prefill 256": prefill}
+
+
+def transformers(shape: str, arguments: Arguments) -> dict[str, Measure]:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    import llama_jax
+    from llama_jax.checkpoints.huggingface import config_to_dict
+
+    torch.set_num_threads(THREADS)
+    config = llama_jax.preset(shape)
+    from transformers import LlamaConfig
+
+    with torch.inference_mode():
+        model = LlamaForCausalLM(LlamaConfig(**config_to_dict(config))).eval()
+    rng = np.random.default_rng(0)
+
+    @torch.inference_mode()
+    def decode(batch: int) -> float:
+        tokens = torch.from_numpy(rng.integers(3, config.vocab_size, (batch, arguments.prompt_tokens)))
+        out = model(tokens, use_cache=True, logits_to_keep=1)
+        token, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        start = time.perf_counter()
+        for _ in range(arguments.new_tokens - 1):
+            out = model(token, past_key_values=cache, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+        return batch * (arguments.new_tokens - 1) / (time.perf_counter() - start)
+
+    @torch.inference_mode()
+    def prefill() -> float:
+        tokens = torch.from_numpy(rng.integers(3, config.vocab_size, (1, 256)))
+        start = time.perf_counter()
+        model(tokens, use_cache=True, logits_to_keep=1)
+        return 256 / (time.perf_counter() - start)
+
+    return {"decode 1": lambda: decode(1), "decode 8": lambda: decode(8), "prefill 256": prefill}
+
+
+def llama_cpp(shape: str, arguments: Arguments) -> dict[str, Measure]:
+    from llama_cpp import Llama
+
+    import llama_jax
+
+    config = llama_jax.preset(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_random_gguf(path, config)
+        model = Llama(
+            str(path),
+            n_ctx=512,
+            n_batch=512,
+            n_threads=THREADS,
+            n_threads_batch=THREADS,
+            type_k=0,
+            type_v=0,
+            verbose=False,
+            use_mmap=False,
+        )
+    rng = np.random.default_rng(0)
+
+    def tokens(n: int) -> list[int]:
+        return rng.integers(3, config.vocab_size, n).tolist()
+
+    def decode() -> float:
+        model.reset()
+        model.eval(tokens(arguments.prompt_tokens))
+        steps = tokens(arguments.new_tokens - 1)
+        start = time.perf_counter()
+        for token in steps:
+            model.eval([token])
+        return len(steps) / (time.perf_counter() - start)
+
+    def prefill() -> float:
+        model.reset()
+        prompt = tokens(256)
+        start = time.perf_counter()
+        model.eval(prompt)
+        return 256 / (time.perf_counter() - start)
+
+    return {"decode 1": decode, "prefill 256": prefill}
+
+
+def write_random_gguf(path: Path, config) -> None:
+    """A float32 GGUF file of the shape, so that llama.cpp has something to load; the vocabulary is made up."""
+    import gguf
+
+    c, rng = config, np.random.default_rng(0)
+    file = gguf.GGUFWriter(str(path), "llama")
+    file.add_block_count(c.n_layers)
+    file.add_context_length(c.max_seq_len)
+    file.add_embedding_length(c.dim)
+    file.add_feed_forward_length(c.hidden_dim)
+    file.add_head_count(c.n_heads)
+    file.add_head_count_kv(c.n_kv_heads)
+    file.add_layer_norm_rms_eps(c.norm_eps)
+    file.add_rope_dimension_count(c.head_dim)
+    file.add_vocab_size(c.vocab_size)
+    file.add_tokenizer_model("llama")
+    file.add_token_list([b"<unk>", b"<s>", b"</s>", *(f"t{i}".encode() for i in range(c.vocab_size - 3))])
+    file.add_token_scores([0.0] * c.vocab_size)
+    file.add_token_types([2, 3, 3] + [1] * (c.vocab_size - 3))
+
+    def matrix(name: str, *shape: int) -> None:
+        file.add_tensor(name, 0.02 * rng.standard_normal(shape, dtype=np.float32))
+
+    def ones(name: str) -> None:
+        file.add_tensor(name, np.ones(c.dim, np.float32))
+
+    matrix("token_embd.weight", c.vocab_size, c.dim)
+    ones("output_norm.weight")
+    if not c.tie_embeddings:
+        matrix("output.weight", c.vocab_size, c.dim)
+    for i in range(c.n_layers):
+        ones(f"blk.{i}.attn_norm.weight")
+        ones(f"blk.{i}.ffn_norm.weight")
+        matrix(f"blk.{i}.attn_q.weight", c.n_heads * c.head_dim, c.dim)
+        matrix(f"blk.{i}.attn_k.weight", c.n_kv_heads * c.head_dim, c.dim)
+        matrix(f"blk.{i}.attn_v.weight", c.n_kv_heads * c.head_dim, c.dim)
+        matrix(f"blk.{i}.attn_output.weight", c.dim, c.n_heads * c.head_dim)
+        matrix(f"blk.{i}.ffn_gate.weight", c.hidden_dim, c.dim)
+        matrix(f"blk.{i}.ffn_up.weight", c.hidden_dim, c.dim)
+        matrix(f"blk.{i}.ffn_down.weight", c.dim, c.hidden_dim)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+
+
+PEERS = {"llama_jax": ours, "transformers": transformers, "llama.cpp": llama_cpp}
+
+
+def worker(peer: str, shape: str, arguments: Arguments, pipe) -> None:
+    measures = PEERS[peer](shape, arguments)
+    pipe.send(list(measures))
+    while (name := pipe.recv()) is not None:
+        pipe.send(measures[name]())
+
+
+def measure(shape: str, arguments: Arguments) -> dict[str, dict[str, list[float]]]:
+    """{measurement: {peer: [tokens/s of each counted repetition]}}."""
+    spawn = multiprocessing.get_context("spawn")
+    workers = {}
+    for peer in arguments.peers:
+        mine, theirs = spawn.Pipe()
+        process = spawn.Process(target=worker, args=(peer, shape, arguments, theirs), daemon=True)
+        process.start()
+        workers[peer] = (process, mine, mine.recv())  # one loads at a time
+    results: dict[str, dict[str, list[float]]] = {}
+    for repetition in range(arguments.repetitions):
+        for name in ("decode 1", "decode 8", "prefill 256"):
+            for peer, (_, pipe, names) in workers.items():
+                if name not in names:
+                    continue
+                pipe.send(name)
+                speed = pipe.recv()
+                if repetition:
+                    results.setdefault(name, {}).setdefault(peer, []).append(speed)
+    for process, pipe, _ in workers.values():
+        pipe.send(None)
+        process.join()
+    return results
+
+
+def main(arguments: Arguments) -> None:
+    import jax
+
+    report = {
+        "machine": {"cpu": cpu_name(), "cores": THREADS, "platform": platform.platform()},
+        "versions": versions(),
+        "jax": jax.__version__,
+        "settings": {k: v if not isinstance(v, Path) else str(v) for k, v in vars(arguments).items()},
+        "tokens_per_second": {},
+    }
+    print(f"{'shape':16} {'measurement':12} {'peer':13} {'median':>9} {'min':>9} {'max':>9}  llama_jax / peer")
+    for shape in arguments.shapes:
+        results = measure(shape, arguments)
+        report["tokens_per_second"][shape] = results
+        for name, peers in results.items():
+            own = statistics.median(peers["llama_jax"]) if "llama_jax" in peers else float("nan")
+            for peer, speeds in peers.items():
+                median = statistics.median(speeds)
+                print(
+                    f"{shape:16} {name:12} {peer:13} {median:9.1f} {min(speeds):9.1f} {max(speeds):9.1f}  {own / median:.2f}",
+                    flush=True,
+                )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {arguments.output}")
+
+
+def cpu_name() -> str:
+    try:
+        return next(x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found = {}
+    for package in ("jax", "jaxlib", "torch", "transformers", "llama-cpp-python", "numpy"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,68 @@
+"""Llama in JAX, as pure functions.
+
+The public face, loaded on first use so that importing the package costs nothing:
+
+  load(path)                          -> Checkpoint(config, params, tokenizer)
+  forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits
+  logits(config, params, tokens)      the plain case of both
+  generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
+  LlamaConfig, RopeScaling, preset    what a Llama is
+  Sampling                            how to choose tokens
+  KVCache, init_cache, cache_bytes    the cache, an immutable tree
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Checkpoint": "checkpoints",
+    "load": "checkpoints",
+    "LlamaConfig": "config",
+    "RopeScaling": "config",
+    "preset": "config",
+    "UserError": "errors",
+    "Generation": "inference.generate",
+    "generate": "inference.generate",
+    "stream": "inference.generate",
+    "Sampling": "inference.sampling",
+    "KVCache": "model.cache",
+    "cache_bytes": "model.cache",
+    "grow": "model.cache",
+    "init_cache": "model.cache",
+    "forward": "model.forward",
+    "logits": "model.forward",
+    "rotary_frequencies": "model.forward",
+    "unembed": "model.forward",
+    "Llama": "model.params",
+    "init": "model.params",
+    "parameter_count": "model.params",
+    "stack": "model.params",
+    "unstack": "model.params",
+}
+__all__ = sorted(_HOME)
+
+if TYPE_CHECKING:
+    from llama_jax.checkpoints import Checkpoint, load
+    from llama_jax.config import LlamaConfig, RopeScaling, preset
+    from llama_jax.errors import UserError
+    from llama_jax.inference.generate import Generation, generate, stream
+    from llama_jax.inference.sampling import Sampling
+    from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
+    from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
+    from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'llama_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"llama_jax.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,116 @@
+"""From named tensors to parameters: what every file format shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError
+from llama_jax.model.params import Attention, Block, FeedForward, Llama
+from llama_jax.ops.rotary import half_from_interleaved
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Tensors of one checkpoint by name.
+
+    Attributes:
+      where: the path, for messages.
+      stored: the tensors that must be used up; one left over is an error.
+      names: the format's name of each part, "{}" standing for the layer.
+      get: reads one tensor, as it is stored.
+    """
+
+    where: str
+    stored: set[str]
+    names: Mapping[str, str]
+    get: Callable[[str], np.ndarray]
+
+
+def assemble(config: LlamaConfig, reader: Reader, dtype: jax.typing.DTypeLike | None, *, interleaved: bool) -> Llama:
+    """Parameters with a tuple of blocks, each array made from its tensors and put on the device before the next is read.
+
+    Args:
+      dtype: of all parameters; None takes that of the stored embedding, and mixed files are then cast to it.
+      interleaved: whether the rows of q and k are in the interleaved rotary layout.
+
+    Raises:
+      CheckpointError: a tensor that is missing, left over, misshapen or not finite; the message names it.
+    """
+    c = config
+    unread = set(reader.stored)
+
+    def tensor(part: str, *shape: int, layer: int = 0) -> np.ndarray:
+        name = reader.names[part].format(layer)
+        if name not in reader.stored:
+            raise CheckpointError(f"{reader.where}: tensor {name!r} is missing; the configuration needs it")
+        unread.discard(name)
+        found = reader.get(name)
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{reader.where}: tensor {name!r} has shape {list(found.shape)}, the configuration needs {list(shape)}"
+            )
+        if not jnp.issubdtype(found.dtype, jnp.floating):
+            raise CheckpointError(f"{reader.where}: tensor {name!r} is {found.dtype}; floating-point weights are needed")
+        if not _finite(found):
+            raise CheckpointError(f"{reader.where}: tensor {name!r} holds NaN or infinity; the file is damaged")
+        return found
+
+    def matrix(part: str, rows: int, columns: int, layer: int = 0) -> np.ndarray:
+        return tensor(part, rows, columns, layer=layer)
+
+    def heads(part: str, queries: int, layer: int) -> np.ndarray:
+        """[K, queries, H, D]."""
+        weight = matrix(part, c.n_kv_heads * queries * c.head_dim, c.dim, layer)
+        weight = weight.reshape(c.n_kv_heads, queries, c.head_dim, c.dim)
+        return half_from_interleaved(weight) if interleaved and part in "qk" else weight
+
+    embedding = tensor("embedding", c.vocab_size, c.dim)
+    dtype = jnp.dtype(embedding.dtype if dtype is None else dtype)
+
+    def put(weight: np.ndarray) -> jax.Array:
+        return jnp.asarray(weight.astype(dtype, copy=False))
+
+    def block(i: int) -> Block:
+        parts = [heads("q", c.queries_per_kv_head, i), heads("k", 1, i), heads("v", 1, i)]
+        return Block(
+            attention_norm=put(tensor("attention_norm", c.dim, layer=i)),
+            attention=Attention(
+                qkv=put(np.concatenate(parts, axis=1)),
+                out=put(matrix("out", c.dim, c.n_heads * c.head_dim, i)),
+            ),
+            ffn_norm=put(tensor("ffn_norm", c.dim, layer=i)),
+            feed_forward=FeedForward(
+                gate_up=put(np.stack([matrix(part, c.hidden_dim, c.dim, i) for part in ("gate", "up")], axis=1)),
+                down=put(matrix("down", c.dim, c.hidden_dim, i)),
+            ),
+        )
+
+    blocks = tuple(block(i) for i in range(c.n_layers))
+    final_norm = put(tensor("final_norm", c.dim))
+    head = reader.names["lm_head"]
+    lm_head = None
+    if not c.tie_embeddings:
+        lm_head = put(tensor("lm_head", c.vocab_size, c.dim))
+    elif head in reader.stored and not np.array_equal(tensor("lm_head", c.vocab_size, c.dim), embedding):
+        raise CheckpointError(
+            f"{reader.where}: tie_embeddings is set but {head!r} differs from the embedding; one of the two is wrong"
+        )
+    if unread:
+        raise CheckpointError(
+            f"{reader.where}: tensor {min(unread)!r} is not part of a Llama of this configuration"
+            f" ({len(unread)} such); is config.json that of these weights?"
+        )
+    return Llama(embedding=put(embedding), blocks=blocks, final_norm=final_norm, lm_head=lm_head)
+
+
+def _finite(weight: np.ndarray) -> bool:
+    """Whether no entry is NaN or infinite; by rows, so that no second array of the weight's size is made."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    step = max(1, (1 << 22) // rows.shape[1])
+    return all(bool(np.isfinite(rows[i : i + step]).all()) for i in range(0, len(rows), step))

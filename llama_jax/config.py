@@ -1,0 +1,253 @@
+"""What a Llama is: its sizes, checked once, and the sizes that were published."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from llama_jax.errors import ConfigError
+
+RopeScalingKind = Literal["linear", "llama3"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context that the model was first trained at.
+
+    ``linear`` divides every frequency by ``factor`` (position interpolation, Chen et al. 2023, section 3.2).
+    ``llama3`` keeps the high frequencies, divides the low ones by ``factor`` and blends between
+    (Llama 3.1 reference code, ``apply_scaling``); only this kind reads the last three fields.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ConfigError(f"rope scaling kind={self.kind!r} is not supported; use 'linear' or 'llama3'")
+        _require_number("factor", self.factor, minimum=1.0)
+        if self.kind == "llama3":
+            _require_number("low_freq_factor", self.low_freq_factor, above=0.0)
+            _require_positive_int("original_max_seq_len", self.original_max_seq_len)
+            if not self.high_freq_factor > self.low_freq_factor:
+                raise ConfigError(
+                    f"high_freq_factor={self.high_freq_factor} must be larger than low_freq_factor={self.low_freq_factor}"
+                )
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes and constants of one Llama: frozen, hashable (a static argument of ``jax.jit``) and validated.
+
+    Attributes:
+      vocab_size: V, rows of the embedding.
+      dim: D, width of the residual stream.
+      n_layers: L.
+      n_heads: N, query heads.
+      n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
+      head_dim: H; dim / n_heads unless a checkpoint says otherwise.
+      hidden_dim: F, width of the gated feed-forward; see `ffn_hidden_dim` for Meta's rule.
+      norm_eps: added to the mean square in RMSNorm.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: how the frequencies are stretched, or None.
+      max_seq_len: positions that the model was made for; generation refuses to go beyond.
+      tie_embeddings: the output projection is the embedding.
+
+    Raises:
+      ConfigError: a size that cannot be; the message names it.
+    """
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    max_seq_len: int
+    norm_eps: float
+    rope_theta: float
+    tie_embeddings: bool
+    head_dim: int = 0  # 0 stands for dim // n_heads and is replaced below, so that a reader never sees it
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
+            _require_positive_int(name, getattr(self, name))
+        _require_number("norm_eps", self.norm_eps, above=0.0)
+        _require_number("rope_theta", self.rope_theta, above=1.0)
+        if self.head_dim == 0:
+            if self.dim % self.n_heads:
+                raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+        _require_positive_int("head_dim", self.head_dim)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of features")
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        if not isinstance(self.tie_embeddings, bool):
+            raise ConfigError(f"tie_embeddings={self.tie_embeddings!r} must be True or False")
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ConfigError(f"rope_scaling={self.rope_scaling!r} must be a RopeScaling or None")
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        """G, the query heads that share one key/value head."""
+        return self.n_heads // self.n_kv_heads
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{name}={value!r} must be a positive whole number")
+
+
+def _require_number(name: str, value: object, *, minimum: float = -math.inf, above: float = -math.inf) -> None:
+    bound = f"at least {minimum:g}" if minimum > -math.inf else f"above {above:g}"
+    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not finite or not (value >= minimum and value > above):  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r} must be a finite number {bound}")
+
+
+def ffn_hidden_dim(dim: int, *, multiple_of: int = 256, ffn_dim_multiplier: float | None = None) -> int:
+    """Meta's rule for F: two thirds of 4 * dim, times a multiplier, rounded up to a multiple (Llama 2 reference code).
+
+    The truncation to whole numbers after each step is part of the rule: published sizes depend on it.
+    """
+    hidden = int(2 * (4 * dim) / 3)
+    if ffn_dim_multiplier is not None:
+        hidden = int(ffn_dim_multiplier * hidden)
+    return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
+
+
+def _llama1(dim: int, n_layers: int, n_heads: int, norm_eps: float = 1e-6) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32_000,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        hidden_dim=ffn_hidden_dim(dim),
+        max_seq_len=2048,
+        norm_eps=norm_eps,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    )
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32_000,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        max_seq_len=4096,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    )
+
+
+def _llama3(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    hidden_dim: int,
+    *,
+    rope_factor: float | None = None,
+    tie_embeddings: bool = False,
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128_256,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        hidden_dim=hidden_dim,
+        max_seq_len=8192 if rope_factor is None else 131_072,
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+        tie_embeddings=tie_embeddings,
+        rope_scaling=None if rope_factor is None else RopeScaling("llama3", rope_factor),
+    )
+
+
+def _stories(dim: int, n_layers: int, n_heads: int, max_seq_len: int, n_kv_heads: int, vocab_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        # llama2.c rounds to 32 in its training script; the 260K model was made with 4.
+        hidden_dim=ffn_hidden_dim(dim, multiple_of=32 if dim > 64 else 4),
+        max_seq_len=max_seq_len,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=True,
+    )
+
+
+# Sizes as published: Llama 1 (Touvron et al. 2023a, table 2), Llama 2 (2023b, table 1), Llama 3 (Grattafiori et al. 2024,
+# table 3) with the params.json of each release; TinyLlama (Zhang et al. 2024, table 1); OpenLLaMA 3B; llama2.c's stories.
+PRESETS: dict[str, LlamaConfig] = {
+    "llama-7b": _llama1(4096, 32, 32),
+    "llama-13b": _llama1(5120, 40, 40),
+    "llama-30b": _llama1(6656, 60, 52),
+    "llama-65b": _llama1(8192, 80, 64, norm_eps=1e-5),
+    "llama-2-7b": _llama2(4096, 32, 32, 32, ffn_hidden_dim(4096)),
+    "llama-2-13b": _llama2(5120, 40, 40, 40, ffn_hidden_dim(5120)),
+    "llama-2-70b": _llama2(8192, 80, 64, 8, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)),
+    "llama-3-8b": _llama3(4096, 32, 32, ffn_hidden_dim(4096, multiple_of=1024, ffn_dim_multiplier=1.3)),
+    "llama-3-70b": _llama3(8192, 80, 64, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)),
+    "llama-3.1-8b": _llama3(4096, 32, 32, 14_336, rope_factor=8.0),
+    "llama-3.1-70b": _llama3(8192, 80, 64, 28_672, rope_factor=8.0),
+    "llama-3.1-405b": _llama3(16_384, 126, 128, 53_248, rope_factor=8.0),
+    "llama-3.2-1b": _llama3(2048, 16, 32, 8192, rope_factor=32.0, tie_embeddings=True),
+    "llama-3.2-3b": _llama3(3072, 28, 24, 8192, rope_factor=32.0, tie_embeddings=True),
+    "llama-3.3-70b": _llama3(8192, 80, 64, 28_672, rope_factor=8.0),
+    "tinyllama-1.1b": LlamaConfig(
+        vocab_size=32_000,
+        dim=2048,
+        n_layers=22,
+        n_heads=32,
+        n_kv_heads=4,
+        hidden_dim=5632,
+        max_seq_len=2048,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    ),
+    # 32 heads of 100 features: the published size whose head_dim is not a power of two.
+    "open-llama-3b": LlamaConfig(
+        vocab_size=32_000,
+        dim=3200,
+        n_layers=26,
+        n_heads=32,
+        n_kv_heads=32,
+        hidden_dim=8640,
+        max_seq_len=2048,
+        norm_eps=1e-6,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    ),
+    "stories-260k": _stories(64, 5, 8, 512, n_kv_heads=4, vocab_size=512),
+    "stories-15m": _stories(288, 6, 6, 256, n_kv_heads=6, vocab_size=32_000),
+    "stories-42m": _stories(512, 8, 8, 1024, n_kv_heads=8, vocab_size=32_000),
+    "stories-110m": _stories(768, 12, 12, 1024, n_kv_heads=12, vocab_size=32_000),
+}
+
+
+def preset(name: str) -> LlamaConfig:
+    """The published size of that name.
+
+    Raises:
+      ConfigError: no such name; the message lists those there are.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
+    return PRESETS[name]

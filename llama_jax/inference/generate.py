@@ -1,0 +1,320 @@
+"""Generation: a compiled prefill, then compiled chunks of a scan-based decode loop, for a ragged batch of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError
+from llama_jax.inference.sampling import Sampling, sample
+from llama_jax.model.cache import KVCache, bucket, drop_batch, grow, init_cache, restore_batch
+from llama_jax.model.forward import check_tokens, forward, unembed
+from llama_jax.model.params import Llama
+
+# Tokens per turn of the scan. Early exit and streaming happen between turns: few enough that neither waits long.
+CHUNK = 4
+SMALLEST_PREFILL, LARGEST_PREFILL = 16, 512  # longer prompts are read in pieces, so that scores stay [512, S]
+SMALLEST_CACHE = 256  # below it a step costs the same
+
+
+@struct.dataclass
+class DecodeState:
+    """What the decode loop carries: an immutable tree.
+
+    Attributes:
+      cache: what the model has read.
+      token: int32[B], chosen but not yet read.
+      seen: bool[B, V], tokens in the prompt or the continuation, for the repetition penalty.
+      count: int32[B], tokens generated so far.
+      done: bool[B], the row has met a stop token or its limit.
+    """
+
+    cache: KVCache
+    token: jax.Array
+    seen: jax.Array
+    count: jax.Array
+    done: jax.Array
+
+
+@struct.dataclass
+class Request:
+    """What stays the same during a generation.
+
+    Attributes:
+      sampling: arrays [B].
+      limit: int32[B], tokens to generate at most.
+      stop: int32[any], token ids that end a row, filled up with -1.
+    """
+
+    sampling: Sampling
+    limit: jax.Array
+    stop: jax.Array
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some more tokens of every row, as `stream` yields them.
+
+    Attributes:
+      tokens: int32[B, n].
+      logprobs: float32[B, n], log-probability under the model itself (before penalty, temperature and filters).
+      valid: bool[B, n]; False behind the end of a row.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    valid: np.ndarray
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The continuation of one prompt, without the prompt and without the stop token that ended it."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+def generate(
+    config: LlamaConfig,
+    params: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_tokens: Sequence[int] = (),
+) -> list[Generation]:
+    """Continue each prompt. A row of a batch gets the tokens that it would get alone.
+
+    Args:
+      config, params: the model; a tuple of blocks decodes fastest, see `llama_jax.model.params.unstack`.
+      prompts: one sequence of token ids per row, of any lengths.
+      max_new_tokens: tokens to generate at most.
+      sampling: greedy unless said otherwise; fields may differ per row.
+      stop_tokens: ids that end a row.
+
+    Raises:
+      GenerationError: an empty prompt, an id outside the vocabulary, a length beyond the model's context, or an
+        impossible sampling value.
+    """
+    pieces = list(
+        stream(
+            config,
+            params,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=stop_tokens,
+            turns=1 << 20,
+        )
+    )
+    tokens, logprobs, valid = (
+        np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "logprobs", "valid")
+    )
+    stop = set(stop_tokens)
+    results = []
+    for row in range(len(prompts)):
+        ids, scores = tokens[row][valid[row]].tolist(), logprobs[row][valid[row]].tolist()
+        stopped = ids[-1] in stop
+        end = len(ids) - stopped
+        results.append(Generation(ids[:end], scores[:end], "stop" if stopped else "length"))
+    return results
+
+
+def stream(
+    config: LlamaConfig,
+    params: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_tokens: Sequence[int] = (),
+    turns: int = 1,
+) -> Iterator[Piece]:
+    """Yield the tokens of every row as they come: the first alone, then at most `turns` * `CHUNK` at a time.
+
+    Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
+    A stop token is yielded as the last valid one of its row.
+    """
+    tokens, lengths = _pack(config, prompts, max_new_tokens)
+    batch = len(prompts)
+    check_tokens(config, np.asarray(stop_tokens, np.int64))
+    stop = np.full(bucket(len(stop_tokens), 4), -1, np.int32)
+    stop[: len(stop_tokens)] = stop_tokens
+    request = Request(sampling.per_row(batch), np.full(batch, max_new_tokens, np.int32), stop)
+    return _stream(config, params, tokens, lengths, request, turns)
+
+
+def _stream(
+    config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray, request: Request, turns: int
+) -> Iterator[Piece]:
+    cache, hidden = _read_prompts(config, params, tokens, lengths)
+    state, logprobs = _first_token(config, params, cache, hidden, tokens, lengths, request)
+    yield Piece(*(np.asarray(x)[:, None] for x in (state.token, logprobs, np.ones_like(lengths, bool))))
+
+    filled = int(lengths.max())
+    while not np.asarray(state.done).all():
+        capacity = bucket(filled + CHUNK, SMALLEST_CACHE)
+        if capacity > state.cache.capacity:
+            state = state.replace(cache=_grow(state.cache, capacity))
+        room = (capacity - filled) // CHUNK
+        state, n, *pieces = _decode(config, params, request, state, np.int32(min(room, turns)))
+        steps = int(n) * CHUNK
+        filled += steps
+        yield Piece(*(np.asarray(x)[:, :steps] for x in pieces))
+
+
+def prefill(
+    config: LlamaConfig, params: Llama, cache: KVCache, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array
+) -> tuple[KVCache, jax.Array]:
+    """Read T more tokens of each prompt.
+
+    Args:
+      tokens: int32[B, T], padded on the right.
+      lengths: int32[B], how many of them are real; 0 for a prompt that has ended before.
+      hidden: [B, D], the state of the last token read before.
+
+    Returns:
+      The cache, and the state [B, D] of each row's last token so far.
+    """
+    new_hidden, cache = forward(config, params, tokens, cache, lengths=lengths)
+    last = jnp.take_along_axis(new_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    return cache, jnp.where((lengths > 0)[:, None], last, hidden)
+
+
+def decode(
+    config: LlamaConfig, params: Llama, request: Request, state: DecodeState, turns: jax.Array
+) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Generate up to `turns` chunks of tokens: a `lax.scan` per chunk, leaving early when every row is done.
+
+    The cache must have room for them: `turns` * CHUNK slots behind the longest row.
+
+    Returns:
+      The state; the chunks generated, int32[]; and their tokens, logprobs and validity, [B, S] with the first
+      chunks * CHUNK columns filled.
+    """
+    batch, capacity = state.token.shape[0], state.cache.capacity
+
+    def step(state: DecodeState, _: None) -> tuple[DecodeState, tuple[jax.Array, jax.Array, jax.Array]]:
+        valid = ~state.done
+        hidden, cache = forward(config, params, state.token[:, None], state.cache, lengths=valid.astype(jnp.int32))
+        state, logprobs = choose(config, params, request, state.replace(cache=cache), hidden[:, 0])
+        return state, (state.token, logprobs, valid)
+
+    def turn(carry):
+        state, done, out = carry
+        state, new = lax.scan(step, state, length=CHUNK)
+        out = tuple(lax.dynamic_update_slice(o, n.T, (0, done * CHUNK)) for o, n in zip(out, new, strict=True))
+        return state, done + 1, out
+
+    def unfinished(carry):
+        state, done, _ = carry
+        return (done < turns) & ~jnp.all(state.done)
+
+    out = tuple(jnp.zeros((batch, capacity), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    state = state.replace(cache=drop_batch(state.cache))
+    state, done, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
+    return state.replace(cache=restore_batch(state.cache)), done, *out
+
+
+def choose(
+    config: LlamaConfig, params: Llama, request: Request, state: DecodeState, hidden: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    """The state after one more token, chosen from the hidden states [B, D], and its log-probability float32[B]."""
+    logits = unembed(config, params, hidden)
+    token = sample(logits, request.sampling, state.seen, state.count)
+    token = jnp.where(state.done, state.token, token)
+    rows = jnp.arange(token.shape[0])
+    logprobs = logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)
+    count = state.count + ~state.done
+    stopped = jnp.any(token[:, None] == request.stop, axis=-1)
+    state = state.replace(
+        token=token,
+        seen=state.seen.at[rows, token].set(True),
+        count=count,
+        done=state.done | stopped | (count >= request.limit),
+    )
+    return state, logprobs
+
+
+_prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
+_decode = jax.jit(decode, static_argnums=0, donate_argnums=3)
+_grow = jax.jit(grow, static_argnums=1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _first_token(
+    config: LlamaConfig,
+    params: Llama,
+    cache: KVCache,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    request: Request,
+) -> tuple[DecodeState, jax.Array]:
+    """The decode state after the prompts, with the first token chosen."""
+    batch, width = tokens.shape
+    real = jnp.arange(width) < lengths[:, None]
+    # Padding is sent to a column of its own, V, which is cut off: no id is free to stand for it.
+    seen = jnp.zeros((batch, config.vocab_size + 1), bool)
+    seen = seen.at[jnp.arange(batch)[:, None], jnp.where(real, tokens, config.vocab_size)].set(True)
+    state = DecodeState(
+        cache=cache,
+        token=jnp.zeros(batch, jnp.int32),
+        seen=seen[:, :-1],
+        count=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+    )
+    return choose(config, params, request, state, hidden)
+
+
+def _read_prompts(
+    config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray
+) -> tuple[KVCache, jax.Array]:
+    """Prefill in pieces of at most LARGEST_PREFILL tokens, the cache growing with what is read."""
+    batch, width = tokens.shape
+    dtype = params.embedding.dtype
+    piece = min(width, LARGEST_PREFILL)
+    cache = init_cache(config, batch, piece, dtype, stacked=not isinstance(params.blocks, tuple))
+    hidden = jnp.zeros((batch, config.dim), dtype)
+    for start in range(0, int(lengths.max()), piece):
+        if start + piece > cache.capacity:
+            cache = _grow(cache, bucket(start + piece, piece))
+        new = np.clip(lengths - start, 0, piece)
+        cache, hidden = _prefill(config, params, cache, tokens[:, start : start + piece], new, hidden)
+    return cache, hidden
+
+
+def _pack(
+    config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as tokens int32[B, bucket], padded on the right, and lengths int32[B], after all checks."""
+    if not len(prompts):
+        raise GenerationError("no prompts: give at least one sequence of token ids")
+    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+        raise GenerationError(f"max_new_tokens={max_new_tokens!r} must be a positive whole number")
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    if not lengths.all():
+        raise GenerationError(
+            f"prompt {int(np.argmin(lengths))} is empty: a Llama continues at least one token, such as the tokenizer's bos_id"
+        )
+    longest = int(lengths.max())
+    if longest + max_new_tokens > config.max_seq_len:
+        raise GenerationError(
+            f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the model's context of "
+            f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - longest, 0)}"
+        )
+    tokens = np.zeros((len(prompts), bucket(longest, SMALLEST_PREFILL)), np.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    check_tokens(config, tokens)
+    return tokens.astype(np.int32), lengths

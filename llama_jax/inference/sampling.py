@@ -1,0 +1,178 @@
+"""Choosing the next token: every rule is a per-row array, so that one batch serves requests with different settings.
+
+The order of meaning and the kept sets are those of Hugging Face transformers' processors: repetition penalty, temperature,
+top-k, top-p, min-p. Each of the last three keeps the tokens above some score, so together they are one threshold per row,
+found by bisection over the bits of the scores. Nothing sorts the vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+
+from llama_jax.errors import GenerationError
+
+PerRow = float | int | np.ndarray | jax.Array | list[float] | list[int]
+
+
+@struct.dataclass
+class Sampling:
+    """How to choose tokens; each field one value for all rows, or one per row.
+
+    Attributes:
+      temperature: divides the logits; 0 takes the most probable token (greedy) whatever the other fields say, apart from
+        the repetition penalty.
+      top_k: keep the k most probable tokens (and those tied with the last); 0 keeps all.
+      top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1); 1 keeps all.
+      min_p: keep tokens at least min_p times as probable as the most probable (Nguyen et al. 2024); 0 keeps all.
+      repetition_penalty: logits of tokens already in the row are divided by it where positive and multiplied where
+        negative (Keskar et al. 2019, section 4.1); 1 changes nothing.
+      seed: start of the row's random stream, which depends on nothing else: not on the neighbours in the batch.
+    """
+
+    temperature: PerRow = 0.0
+    top_k: PerRow = 0
+    top_p: PerRow = 1.0
+    min_p: PerRow = 0.0
+    repetition_penalty: PerRow = 1.0
+    seed: PerRow = 0
+
+    def per_row(self, batch: int) -> Sampling:
+        """The same settings as arrays of `batch` values.
+
+        Raises:
+          GenerationError: an impossible value, or a field with another number of rows; the message names the field.
+        """
+
+        def rows(name: str, dtype: type, need: str, valid) -> np.ndarray:
+            value = np.asarray(getattr(self, name))
+            if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
+                raise GenerationError(f"{name}={getattr(self, name)!r} must be a number, {need}")
+            wrong = value[~(np.isfinite(value) & valid(value))]
+            if wrong.size:
+                raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")
+            if value.shape not in ((), (batch,)):
+                raise GenerationError(f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row")
+            return np.broadcast_to(value, (batch,)).astype(dtype)
+
+        def whole(x):
+            return x == np.floor(x)
+
+        return Sampling(
+            temperature=rows("temperature", np.float32, "0 (greedy) or more", lambda x: x >= 0),
+            top_k=rows("top_k", np.int32, "0 (off) or a positive whole number", lambda x: (x >= 0) & (x < 2**31) & whole(x)),
+            top_p=rows("top_p", np.float32, "above 0 and at most 1 (off)", lambda x: (x > 0) & (x <= 1)),
+            min_p=rows("min_p", np.float32, "between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
+            repetition_penalty=rows("repetition_penalty", np.float32, "above 0; 1 is off", lambda x: x > 0),
+            seed=rows("seed", np.uint32, "a whole number from 0 to 2**32 - 1", lambda x: (x >= 0) & (x < 2**32) & whole(x)),
+        )
+
+
+def sample(logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array) -> jax.Array:
+    """Choose one token per row.
+
+    Args:
+      logits: float32[B, V].
+      sampling: arrays [B], from `Sampling.per_row`.
+      seen: bool[B, V], tokens that the row already holds (prompt and continuation).
+      step: int32[B], how many tokens the row has generated: its place in the row's random stream.
+
+    Returns:
+      int32[B].
+    """
+    scores = penalise(logits, sampling.repetition_penalty, seen)
+
+    def draw(scores: jax.Array) -> jax.Array:
+        return jnp.where(sampling.temperature > 0, _draw(scores, sampling, step), _argmax(scores))
+
+    return lax.cond(jnp.any(sampling.temperature > 0), draw, _argmax, scores)
+
+
+def penalise(logits: jax.Array, penalty: jax.Array, seen: jax.Array) -> jax.Array:
+    """Make seen tokens less probable (Keskar et al. 2019): float32[B, V]."""
+    penalty = penalty[:, None]
+    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def threshold(scores: jax.Array, sampling: Sampling) -> jax.Array:
+    """The score float32[B] below which top-k, top-p and min-p drop a token.
+
+    Args:
+      scores: float32[B, V], logits after penalty and temperature.
+    """
+    vocab = scores.shape[-1]
+    order = _ordered_bits(scores)
+    best = jnp.max(scores, axis=-1)
+
+    limits_k = (sampling.top_k > 0) & (sampling.top_k < vocab)
+    limits_p = sampling.top_p < 1
+    k_bits = lax.cond(
+        jnp.any(limits_k),
+        lambda: _largest_threshold(order, jnp.ones_like(scores), sampling.top_k.astype(jnp.float32)),
+        lambda: jnp.zeros(best.shape, jnp.uint32),
+    )
+    k_bits = jnp.where(limits_k, k_bits, 0)
+
+    def nucleus() -> jax.Array:
+        mass = jnp.where(order >= k_bits[:, None], jnp.exp(scores - best[:, None]), 0.0)
+        return _largest_threshold(order, mass, sampling.top_p * jnp.sum(mass, axis=-1))
+
+    p_bits = lax.cond(jnp.any(limits_p), nucleus, lambda: jnp.zeros(best.shape, jnp.uint32))
+    p_bits = jnp.where(limits_p, p_bits, 0)
+    return jnp.maximum(_from_ordered_bits(jnp.maximum(k_bits, p_bits)), best + jnp.log(sampling.min_p))
+
+
+def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:
+    """A token from the softmax over the kept scores, by the Gumbel-max rule (Maddison et al. 2014)."""
+    vocab = scores.shape[-1]
+    scores = scores / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    filtered = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    lowest = lax.cond(
+        filtered, threshold, lambda scores, _: jnp.full(scores.shape[0], -jnp.inf, scores.dtype), scores, sampling
+    )
+
+    def noise(seed: jax.Array, step: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), step), (vocab,), scores.dtype)
+
+    noisy = scores + jax.vmap(noise)(sampling.seed, step)
+    return _argmax(jnp.where(scores >= lowest[:, None], noisy, -jnp.inf))
+
+
+def _argmax(scores: jax.Array) -> jax.Array:
+    """The first index of the largest score: int32[B]. Two plain reductions, which XLA for CPU vectorises; `jnp.argmax` not."""
+    indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(scores == best, indices, scores.shape[-1] - 1), axis=-1)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """uint32 whose order is that of the float32 `x`: the sign bit set for positives, all bits flipped for negatives."""
+    bits = lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0 makes -0 the same as 0
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _from_ordered_bits(bits: jax.Array) -> jax.Array:
+    """Undo `_ordered_bits`; 0, below every float, gives -inf."""
+    x = lax.bitcast_convert_type(jnp.where(bits >> 31 == 1, bits ^ jnp.uint32(1 << 31), ~bits), jnp.float32)
+    return jnp.where(bits == 0, -jnp.inf, x)
+
+
+def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+    """The largest t for which the weights of the entries at or above t sum to `target` or more: uint32[B].
+
+    With ones and k it is the k-th largest entry; with probabilities and p the last entry of the nucleus, because what
+    lies strictly above it sums to less than p.
+
+    Args:
+      order: uint32[B, V]; weight: float32[B, V]; target: float32[B].
+    """
+
+    def try_bit(i: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        total = jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=-1)
+        return jnp.where(total >= target, candidate, found)
+
+    return lax.fori_loop(0, 32, try_bit, jnp.zeros(order.shape[0], jnp.uint32))

@@ -1,0 +1,1 @@
+"""Where the operations meet parameters and cache: the only room that knows the whole model."""

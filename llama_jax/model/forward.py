@@ -1,0 +1,176 @@
+"""The forward pass: one body for training, prefill, chunked prefill and decoding."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax import ops
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError, GenerationError
+from llama_jax.model.cache import KVCache, read, write
+from llama_jax.model.params import Block, Llama
+from llama_jax.ops.rotary import scale_llama3
+
+
+def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians per position of each pair of features, scaled as the configuration says: float32[H/2]."""
+    frequencies = ops.inverse_frequencies(config.head_dim, config.rope_theta)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    elif scaling is not None and scaling.kind == "llama3":
+        frequencies = scale_llama3(
+            frequencies,
+            factor=scaling.factor,
+            low_freq_factor=scaling.low_freq_factor,
+            high_freq_factor=scaling.high_freq_factor,
+            original_max_seq_len=scaling.original_max_seq_len,
+        )
+    return frequencies.astype(np.float32)
+
+
+def forward(
+    config: LlamaConfig,
+    params: Llama,
+    tokens: jax.Array,
+    cache: KVCache | None = None,
+    *,
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, KVCache | None]:
+    """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalised residual stream.
+
+    Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right: a padded token
+    comes after all that a real one may see, so it needs no mask, only a length.
+
+    Args:
+      tokens: int32[B, T], ids in [0, V). Under `jit` an id outside is not noticed; `logits` and `generate` check.
+      cache: what the rows have read before; None starts at position 0 and keeps nothing. Its form follows that of
+        `params.blocks`: a tuple for a tuple, stacked for stacked.
+      lengths: int32[B], how many of the T tokens of each row are real; all when None. Only the cache's length uses it.
+
+    Returns:
+      hidden [B, T, D] in the parameters' dtype, to be given to `unembed` where logits are wanted; and the cache with
+      the new tokens, or None.
+
+    Raises:
+      GenerationError: the tokens do not fit into the cache.
+    """
+    batch, new = tokens.shape
+    if cache is None:
+        positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), tokens.shape)
+    else:
+        _check_room(cache, batch, new)
+        positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
+    cos, sin = ops.rotary_table(positions, rotary_frequencies(config))
+    hidden = params.embedding[tokens]
+    k, v = (None, None) if cache is None else (cache.k, cache.v)
+
+    if isinstance(params.blocks, tuple):
+        written = []
+        for i, block in enumerate(params.blocks):
+            layer_kv = None if cache is None else (k[i], v[i])
+            hidden, layer_kv = _block(config, block, hidden, layer_kv, positions, cos, sin)
+            written.append(layer_kv)
+        k, v = (None, None) if cache is None else (tuple(kv[0] for kv in written), tuple(kv[1] for kv in written))
+    else:
+
+        def layer_step(carry, layer):
+            hidden, kv = carry
+            block, index = layer
+            return _block(config, block, hidden, kv, positions, cos, sin, index), None
+
+        # The cache rides in the carry: as input and output of the scan it would be copied whole at every call.
+        kv = None if cache is None else (k, v)
+        (hidden, kv), _ = lax.scan(layer_step, (hidden, kv), (params.blocks, jnp.arange(config.n_layers)))
+        k, v = (None, None) if kv is None else kv
+
+    hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps)
+    if cache is None:
+        return hidden, None
+    return hidden, KVCache(k=k, v=v, length=cache.length + (new if lengths is None else lengths))
+
+
+def _block(
+    config: LlamaConfig,
+    block: Block,
+    hidden: jax.Array,
+    kv: tuple[jax.Array, jax.Array] | None,
+    positions: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    layer: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """One layer: hidden [B, T, D] in and out, and this layer's keys and values with the new tokens written."""
+    batch, new, _ = hidden.shape
+    normed = ops.rms_norm(hidden, block.attention_norm, config.norm_eps)
+    qkv = ops.linear(normed, block.attention.qkv).swapaxes(1, 2)  # [B, K, T, G + 2, H]
+    turned = ops.apply_rotary(qkv[..., :-1, :], cos[:, None, :, None], sin[:, None, :, None])
+    queries, keys, values = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
+
+    query_positions = positions[:, None]
+    if kv is not None:
+        start = positions[:, 0]
+        kv = write(kv[0], keys, start, layer), write(kv[1], values, start, layer)
+        keys, values = read(kv[0], layer), read(kv[1], layer)
+        if keys.ndim == 3:  # a single row whose batch axis was dropped
+            queries, query_positions = queries[0], query_positions[0]
+    mixed = ops.attention(queries, keys, values, query_positions, scale=config.head_dim**-0.5)
+    mixed = mixed.reshape(batch, config.n_kv_heads, new, -1).swapaxes(1, 2).reshape(batch, new, -1)
+    hidden = hidden + ops.linear(mixed, block.attention.out)
+
+    normed = ops.rms_norm(hidden, block.ffn_norm, config.norm_eps)
+    return hidden + ops.feed_forward(normed, block.feed_forward.gate_up, block.feed_forward.down), kv
+
+
+def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
+    """Logits float32[..., V] of the hidden states [..., D] that `forward` gave.
+
+    Apart from `forward`, so that a prefill projects one position per row onto the vocabulary and not all of them.
+    """
+    head = params.lm_head
+    if (head is None) != config.tie_embeddings:
+        raise ConfigError(
+            f"tie_embeddings={config.tie_embeddings} but the parameters have {'no' if head is None else 'an'} lm_head"
+        )
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    return ops.linear(hidden, params.embedding if head is None else head, out_dtype=wide)
+
+
+def logits(config: LlamaConfig, params: Llama, tokens: jax.Array) -> jax.Array:
+    """Logits float32[B, T, V] of whole sequences, without a cache: the plain case of `forward` and `unembed`.
+
+    Args:
+      tokens: int[B, T], ids in [0, V).
+
+    Raises:
+      GenerationError: an id outside the vocabulary (checked where the values are known, not under `jit`).
+    """
+    check_tokens(config, tokens)
+    hidden, _ = forward(config, params, jnp.asarray(tokens))
+    return unembed(config, params, hidden)
+
+
+def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray) -> None:
+    """Raise GenerationError for an id outside [0, V), which an embedding lookup would silently replace."""
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    ids = np.asarray(tokens)
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if outside.size:
+        raise GenerationError(
+            f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
+        )
+
+
+def _check_room(cache: KVCache, batch: int, new: int) -> None:
+    """Raise where `new` tokens do not fit: XLA would move the write to fit and overwrite what is there."""
+    if cache.length.shape[0] != batch:
+        raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
+    filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
+    if filled + new > cache.capacity:
+        raise GenerationError(
+            f"{new} tokens after {filled} do not fit into a cache of capacity={cache.capacity}; use grow() first"
+        )

@@ -1,0 +1,123 @@
+"""The parameters of a Llama as an immutable tree of arrays."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from llama_jax.config import LlamaConfig
+
+
+@struct.dataclass
+class Attention:
+    """Projections of one attention layer.
+
+    Attributes:
+      qkv: [K, G + 2, H, D]: for each key/value head its G query heads, then the key, then the value.
+      out: [D, N * H].
+    """
+
+    qkv: jax.Array
+    out: jax.Array
+
+
+@struct.dataclass
+class FeedForward:
+    """Projections of one feed-forward layer.
+
+    Attributes:
+      gate_up: [F, 2, D], the gate's row and the up projection's row of each feature.
+      down: [D, F].
+    """
+
+    gate_up: jax.Array
+    down: jax.Array
+
+
+@struct.dataclass
+class Block:
+    """One layer: two normalisations [D], attention and feed-forward."""
+
+    attention_norm: jax.Array
+    attention: Attention
+    ffn_norm: jax.Array
+    feed_forward: FeedForward
+
+
+@struct.dataclass
+class Llama:
+    """All parameters.
+
+    Attributes:
+      embedding: [V, D].
+      blocks: a tuple of L blocks (read from a file, fastest to decode with), or one `Block` whose arrays have a leading
+        axis L (fast to compile, for training); `stack` and `unstack` convert.
+      final_norm: [D].
+      lm_head: [V, D], or None where the output projection is the embedding.
+    """
+
+    embedding: jax.Array
+    blocks: Block | tuple[Block, ...]
+    final_norm: jax.Array
+    lm_head: jax.Array | None
+
+
+def init(config: LlamaConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Llama:
+    """Random parameters with stacked blocks, as modern Llamas start training.
+
+    Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by
+    1 / sqrt(2 L), so that its variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3).
+    """
+    c, layers = config, config.n_layers
+    residual = 0.02 / math.sqrt(2 * layers)
+    keys = iter(jax.random.split(key, 6))
+
+    def normal(std: float, *shape: int) -> jax.Array:
+        return (std * jax.random.normal(next(keys), shape, jnp.float32)).astype(dtype)
+
+    return Llama(
+        embedding=normal(0.02, c.vocab_size, c.dim),
+        blocks=Block(
+            attention_norm=jnp.ones((layers, c.dim), dtype),
+            attention=Attention(
+                qkv=normal(0.02, layers, c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim),
+                out=normal(residual, layers, c.dim, c.n_heads * c.head_dim),
+            ),
+            ffn_norm=jnp.ones((layers, c.dim), dtype),
+            feed_forward=FeedForward(
+                gate_up=normal(0.02, layers, c.hidden_dim, 2, c.dim),
+                down=normal(residual, layers, c.dim, c.hidden_dim),
+            ),
+        ),
+        final_norm=jnp.ones((c.dim,), dtype),
+        lm_head=None if c.tie_embeddings else normal(0.02, c.vocab_size, c.dim),
+    )
+
+
+def unstack(params: Llama) -> Llama:
+    """The same parameters with a tuple of blocks, one per layer; each array is copied out of its stack."""
+    if isinstance(params.blocks, tuple):
+        return params
+    stacked = params.blocks
+    layers = stacked.attention_norm.shape[0]
+    return params.replace(blocks=tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers)))
+
+
+def stack(params: Llama) -> Llama:
+    """The same parameters with one block whose arrays have a leading axis L."""
+    if isinstance(params.blocks, Block):
+        return params
+    return params.replace(blocks=jax.tree.map(lambda *arrays: jnp.stack(arrays), *params.blocks))
+
+
+def count(params: Llama) -> int:
+    """How many numbers the parameters hold; works on the shapes that `jax.eval_shape` gives as well."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """How many parameters a Llama of this configuration has, without allocating any."""
+    return count(jax.eval_shape(lambda key: init(config, key), jax.random.key(0)))

@@ -1,0 +1,22 @@
+"""Arrays in, arrays out: no configuration, no parameters' containers, no files.
+
+Shapes are written in one alphabet: B batch, T query tokens, S cache slots, L layers, D model, N = K * G query heads,
+K key/value heads, G queries per key/value head, H head dim, F feed-forward, V vocabulary.
+"""
+
+from llama_jax.ops.attention import attention
+from llama_jax.ops.feed_forward import feed_forward
+from llama_jax.ops.linear import linear
+from llama_jax.ops.norm import rms_norm
+from llama_jax.ops.rotary import apply_rotary, half_from_interleaved, inverse_frequencies, rotary_table
+
+__all__ = [
+    "apply_rotary",
+    "attention",
+    "feed_forward",
+    "half_from_interleaved",
+    "inverse_frequencies",
+    "linear",
+    "rms_norm",
+    "rotary_table",
+]

@@ -1,0 +1,46 @@
+"""Causal grouped-query attention."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def attention(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, query_positions: jax.Array, *, scale: float
+) -> jax.Array:
+    """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
+
+    The G queries of a group share their key/value head (Ainslie et al. 2023, section 2.2): K = N is multi-head, K = 1
+    multi-query attention. Keys and values are never repeated in memory; the group is an axis of the product.
+
+    Args:
+      queries: [*batch, T, G, H]. The batch axes are B and K, or K alone.
+      keys, values: [*batch, S, H]; slot s holds the token at position s.
+      query_positions: int[*batch, T], axes of size 1 broadcast. Slots after a query's own position are not read:
+        that one comparison is the causal mask and hides the empty or padded end of a cache as well.
+      scale: multiplies the scores; 1 / sqrt(H) in every Llama.
+
+    Returns:
+      [*batch, T, G, H] in the dtype of `queries`; softmax in float32.
+    """
+    precise = jnp.promote_types(queries.dtype, jnp.float32)
+    batch = tuple(range(keys.ndim - 2))
+    last = keys.ndim - 1
+    scores = lax.dot_general(
+        queries.astype(keys.dtype), keys, (((queries.ndim - 1,), (last,)), (batch, batch)), preferred_element_type=precise
+    )  # [*batch, T, G, S]
+    slots = jnp.arange(keys.shape[-2], dtype=query_positions.dtype)
+    visible = slots <= query_positions[..., None]
+    scores = jnp.where(visible[..., None, :], scores * scale, -jnp.inf)
+    # A query sees at least its own slot, so no row is empty and the maximum is finite.
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = lax.dot_general(
+        (weights / total).astype(values.dtype),
+        values,
+        (((queries.ndim - 1,), (last - 1,)), (batch, batch)),
+        preferred_element_type=precise,
+    )  # [*batch, T, G, H]
+    return mixed.astype(queries.dtype)

@@ -1,0 +1,90 @@
+"""Rotary position embedding (RoFormer: Su et al. 2021, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+ArrayLike = TypeVar("ArrayLike", np.ndarray, jax.Array)
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> np.ndarray:
+    """theta ** (-2 i / H) in radians per position, for the H/2 pairs of features: float64[H/2] (RoFormer, equation 15)."""
+    return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+
+
+def scale_llama3(
+    frequencies: np.ndarray,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_seq_len: int,
+) -> np.ndarray:
+    """Stretch the frequencies as Llama 3.1 does (reference code, ``apply_scaling``).
+
+    Pairs that turn more than `high_freq_factor` times within the original context stay, those that turn less than
+    `low_freq_factor` times are slowed by `factor`, and the ones between blend linearly in the number of turns.
+
+    Args:
+      frequencies: [H/2], radians per position.
+    """
+    turns = original_max_seq_len * frequencies / (2 * np.pi)
+    keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / factor)
+
+
+def rotary_table(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position's angles.
+
+    Args:
+      positions: int[...].
+      frequencies: [H/2], radians per position.
+
+    Returns:
+      cos, sin: float32[..., H/2]. Always float32: an angle at position 100,000 has no digits left in bfloat16.
+    """
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rotary(
+    x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: Literal["half", "interleaved"] = "half"
+) -> jax.Array:
+    """Turn each pair of features by its position's angle.
+
+    Args:
+      x: [..., H].
+      cos, sin: [..., H/2], broadcast against `x` on the leading axes.
+      layout: which features form pair i: "half" takes (i, i + H/2), as Hugging Face stores its weights and as this
+        library keeps them; "interleaved" takes (2i, 2i + 1), as Meta's and llama2.c's files do. The two give the same
+        attention scores when the rows of the query and key projections are reordered by `half_from_interleaved`.
+
+    Returns:
+      [..., H] in the dtype of `x`.
+    """
+    wide = x.astype(cos.dtype)
+    if layout == "half":
+        first, second = jnp.split(wide, 2, axis=-1)
+    else:
+        first, second = wide[..., 0::2], wide[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    if layout == "half":
+        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+def half_from_interleaved(weight: ArrayLike) -> ArrayLike:
+    """Reorder the rows of a query or key projection from the interleaved to the half layout.
+
+    Args:
+      weight: [..., H, D], rows of one head on the axis before the last.
+
+    Returns:
+      The same shape: rows (0, 2, 4, ..., 1, 3, 5, ...).
+    """
+    *heads, head_dim, features = weight.shape
+    return weight.reshape(*heads, head_dim // 2, 2, features).swapaxes(-3, -2).reshape(weight.shape)

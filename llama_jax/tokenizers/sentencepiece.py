@@ -1,0 +1,60 @@
+"""SentencePiece vocabularies: Llama 1 and 2, TinyLlama, llama2.c's stories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import sentencepiece
+
+from llama_jax.errors import TokenizerError
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece ``.model`` file."""
+
+    def __init__(self, path: Path) -> None:
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(path.read_bytes())
+            if self._processor.GetPieceSize() < 1:
+                raise RuntimeError("it has no pieces")
+        except RuntimeError as error:
+            raise TokenizerError(f"{path} is not a SentencePiece model ({str(error).strip() or 'damaged'})") from None
+
+    @property
+    def vocab_size(self) -> int:
+        return self._processor.GetPieceSize()
+
+    @property
+    def bos_id(self) -> int:
+        return self._processor.bos_id()
+
+    @property
+    def eos_id(self) -> int:
+        return self._processor.eos_id()
+
+    def encode(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
+        return self._processor.EncodeAsIds(text, add_bos=bos, add_eos=eos)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self._check(*ids)
+        return self._processor.DecodeIds(list(map(int, ids)))
+
+    def token_bytes(self, token: int) -> bytes:
+        self._check(token)
+        if self._processor.IsControl(token):
+            return b""
+        if self._processor.IsUnknown(token):
+            return " \N{DOUBLE QUESTION MARK} ".encode()  # what SentencePiece itself decodes it to
+        piece = self._processor.IdToPiece(token)
+        if self._processor.IsByte(token):
+            return bytes([int(piece[1:-1], 16)])  # "<0x0A>"
+        return piece.replace(SPACE, " ").encode()
+
+    def _check(self, *ids: int) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise TokenizerError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
