@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +14,9 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
 from llama_jax.ops.rotary import half_from_interleaved
+
+
+ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 
 
 @dataclass(frozen=True)
@@ -61,42 +65,37 @@ def assemble(config: LlamaConfig, reader: Reader, dtype: jax.typing.DTypeLike | 
             raise CheckpointError(f"{reader.where}: tensor {name!r} holds NaN or infinity; the file is damaged")
         return found
 
-    def matrix(part: str, rows: int, columns: int, layer: int = 0) -> np.ndarray:
-        return tensor(part, rows, columns, layer=layer)
-
     def heads(part: str, queries: int, layer: int) -> np.ndarray:
         """[K, queries, H, D]."""
-        weight = matrix(part, c.n_kv_heads * queries * c.head_dim, c.dim, layer)
+        weight = tensor(part, c.n_kv_heads * queries * c.head_dim, c.dim, layer=layer)
         weight = weight.reshape(c.n_kv_heads, queries, c.head_dim, c.dim)
         return half_from_interleaved(weight) if interleaved and part in "qk" else weight
 
     embedding = tensor("embedding", c.vocab_size, c.dim)
-    dtype = jnp.dtype(embedding.dtype if dtype is None else dtype)
-
-    def put(weight: np.ndarray) -> jax.Array:
-        return jnp.asarray(weight.astype(dtype, copy=False))
+    target = jnp.dtype(embedding.dtype if dtype is None else dtype)
 
     def block(i: int) -> Block:
-        parts = [heads("q", c.queries_per_kv_head, i), heads("k", 1, i), heads("v", 1, i)]
+        qkv = [heads("q", c.queries_per_kv_head, i), heads("k", 1, i), heads("v", 1, i)]
+        gate_up = [tensor(part, c.hidden_dim, c.dim, layer=i)[:, None] for part in ("gate", "up")]
         return Block(
-            attention_norm=put(tensor("attention_norm", c.dim, layer=i)),
+            attention_norm=place([tensor("attention_norm", c.dim, layer=i)], 0, target),
             attention=Attention(
-                qkv=put(np.concatenate(parts, axis=1)),
-                out=put(matrix("out", c.dim, c.n_heads * c.head_dim, i)),
+                qkv=place(qkv, 1, target),
+                out=place([tensor("out", c.dim, c.n_heads * c.head_dim, layer=i)], 0, target),
             ),
-            ffn_norm=put(tensor("ffn_norm", c.dim, layer=i)),
+            ffn_norm=place([tensor("ffn_norm", c.dim, layer=i)], 0, target),
             feed_forward=FeedForward(
-                gate_up=put(np.stack([matrix(part, c.hidden_dim, c.dim, i) for part in ("gate", "up")], axis=1)),
-                down=put(matrix("down", c.dim, c.hidden_dim, i)),
+                gate_up=place(gate_up, 1, target),
+                down=place([tensor("down", c.dim, c.hidden_dim, layer=i)], 0, target),
             ),
         )
 
     blocks = tuple(block(i) for i in range(c.n_layers))
-    final_norm = put(tensor("final_norm", c.dim))
+    final_norm = place([tensor("final_norm", c.dim)], 0, target)
     head = reader.names["lm_head"]
     lm_head = None
     if not c.tie_embeddings:
-        lm_head = put(tensor("lm_head", c.vocab_size, c.dim))
+        lm_head = place([tensor("lm_head", c.vocab_size, c.dim)], 0, target)
     elif head in reader.stored and not np.array_equal(tensor("lm_head", c.vocab_size, c.dim), embedding):
         raise CheckpointError(
             f"{reader.where}: tie_embeddings is set but {head!r} differs from the embedding; one of the two is wrong"
@@ -106,7 +105,25 @@ def assemble(config: LlamaConfig, reader: Reader, dtype: jax.typing.DTypeLike | 
             f"{reader.where}: tensor {min(unread)!r} is not part of a Llama of this configuration"
             f" ({len(unread)} such); is config.json that of these weights?"
         )
-    return Llama(embedding=put(embedding), blocks=blocks, final_norm=final_norm, lm_head=lm_head)
+    return Llama(embedding=place([embedding], 0, target), blocks=blocks, final_norm=final_norm, lm_head=lm_head)
+
+
+def place(parts: Sequence[np.ndarray], axis: int, dtype: np.dtype) -> jax.Array:
+    """The parts joined along `axis`, cast to `dtype`, as an array on the default device.
+
+    They are written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over and no second
+    copy is made. NumPy asks for huge pages for it, XLA's own allocator does not.
+    """
+    sizes = [part.shape[axis] for part in parts]
+    shape = list(parts[0].shape)
+    shape[axis] = sum(sizes)
+    bytes_needed = math.prod(shape) * dtype.itemsize
+    memory = np.empty(bytes_needed + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    joined = memory[start : start + bytes_needed].view(dtype).reshape(shape)
+    for part, hole in zip(parts, np.split(joined, np.cumsum(sizes)[:-1], axis), strict=True):
+        hole[...] = part
+    return jax.device_put(joined, may_alias=True)
 
 
 def _finite(weight: np.ndarray) -> bool:

@@ -122,7 +122,8 @@ def threshold(scores: jax.Array, sampling: Sampling) -> jax.Array:
 
     p_bits = lax.cond(jnp.any(limits_p), nucleus, lambda: jnp.zeros(best.shape, jnp.uint32))
     p_bits = jnp.where(limits_p, p_bits, 0)
-    return jnp.maximum(_from_ordered_bits(jnp.maximum(k_bits, p_bits)), best + jnp.log(sampling.min_p))
+    floor = jnp.where(sampling.min_p > 0, best + jnp.log(sampling.min_p), -jnp.inf)
+    return jnp.maximum(_from_ordered_bits(jnp.maximum(k_bits, p_bits)), floor)
 
 
 def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:

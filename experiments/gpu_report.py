@@ -1,0 +1,754 @@
+"""Correctness and speed on this machine's accelerator, as one JSON file and one table, in under 8 minutes.
+
+    python experiments/gpu_report.py                                  (PYTHONPATH=. where the package is not installed)
+    python experiments/gpu_report.py --sections yardsticks decode
+
+Sections, in the order of their worth, because the time limit cuts from the end:
+  yardsticks        what the device itself can do: copy and read bandwidth, bfloat16 matrix rate
+  correctness       a small model against the CPU in float32 and bfloat16; generation against repeated `logits`
+  decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
+  prefill           tokens/s of the library's compiled prefill
+  transformers      its decode with a static cache, compiled to CUDA graphs where there is a GPU; one process per shape
+  compiler_options  decode compiled with XLA options that may matter on a GPU
+
+Later work adds a function to SECTIONS: it takes the `Run` and gives rows, plain dicts, one by one. Without an accelerator
+the same code runs small shapes, so that it is always tested; they lie in the CPU's caches and their shares mean nothing.
+The JSON is written anew after every row: a run that is killed leaves what it had. The exit code is 1 if anything failed,
+and 0 if measurements were only skipped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.util
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+# Read when JAX's backend starts: it would otherwise take most of the GPU's memory, and torch, in its own process, would
+# find none left.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import llama_jax
+from llama_jax.checkpoints.huggingface import config_to_dict
+from llama_jax.inference import generate as library
+
+Row = dict[str, Any]
+Section = Callable[["Run"], Iterable[Row]]
+
+GOAL_SHAPE, GOAL_SHARE = "llama-2-7b", 0.85
+FORMULAS = {
+    "copy": "2 * bytes / seconds of `x + 1`: every byte is read once and written once",
+    "read": "bytes / seconds of `sum(x)`",
+    "matrix": "2 * n**3 / seconds of a bfloat16 product with a float32 result",
+    "gb_per_step": "weights (the embedding table only where it is also the head) and the whole capacity of the cache",
+    "share_of_copy": "gb_per_step / seconds per step / copy bandwidth",
+    "tflop": "2 * layer parameters * tokens + 2 * L * N * H * B * T**2 for the causal half of attention; no head",
+    "share_of_matrix": "tflop / seconds / matrix rate",
+    "spread": "(slowest - fastest) / median of the repetitions",
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Check and measure llama_jax on the default device."""
+
+    sections: tuple[str, ...] = ()
+    """Sections to run, all when none is named. The file then holds only these."""
+    time_limit: float = 460.0
+    """Seconds; a measurement that might not end within them is not started."""
+    output_folder: Path = Path("experiments/results")
+    device_json: str = ""
+    """File name in the output folder; by default gpu_report_<device kind>.json."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes to measure with."""
+
+    shapes: dict[str, llama_jax.LlamaConfig]
+    decode_batches: tuple[int, ...]
+    prefills: tuple[tuple[int, int], ...]  # (rows, tokens of each)
+    peer_shapes: tuple[str, ...]  # for transformers
+    options_shape: str  # for the compiler options
+    repetitions: int
+    new_tokens: int
+    copy_bytes: int
+    matrix_size: int
+    capacity: int = 256
+    prompt_tokens: int = 64
+
+
+# The shape of the goal comes first, should the time run out.
+LARGE = Plan(
+    shapes={name: llama_jax.preset(name) for name in (GOAL_SHAPE, "tinyllama-1.1b", "llama-3-8b")},
+    decode_batches=(1, 64),
+    prefills=((1, 512), (64, 128)),
+    peer_shapes=(GOAL_SHAPE, "tinyllama-1.1b"),
+    options_shape="tinyllama-1.1b",
+    repetitions=5,
+    new_tokens=64,
+    copy_bytes=1 << 32,
+    matrix_size=8192,
+)
+SMALL_GQA = llama_jax.LlamaConfig(
+    vocab_size=1000,
+    dim=256,
+    n_layers=4,
+    n_heads=8,
+    n_kv_heads=2,
+    hidden_dim=704,
+    max_seq_len=512,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+)
+SMALL = Plan(
+    shapes={"stories-260k": llama_jax.preset("stories-260k"), "small-gqa": SMALL_GQA},
+    decode_batches=(1, 4),
+    prefills=((1, 64), (4, 32)),
+    peer_shapes=("small-gqa",),
+    options_shape="small-gqa",
+    repetitions=3,
+    new_tokens=16,
+    copy_bytes=1 << 26,
+    matrix_size=512,
+)
+
+
+@dataclass
+class Run:
+    """What every section is given: the device, the sizes, the time left and what has been found so far."""
+
+    device: jax.Device
+    plan: Plan
+    time_limit: float
+    results: dict[str, list[Row]] = field(default_factory=dict)
+    start: float = field(default_factory=time.monotonic)
+    longest: float = 0.0
+
+    def time_left(self) -> float:
+        return self.time_limit - (time.monotonic() - self.start)
+
+    def attempt(self, row: Row, measure: Callable[[], Row]) -> Row:
+        """`row` and what `measure` gives; or why it gives nothing, so that one failure does not cost the other rows.
+
+        Nothing can be interrupted once it has started: a measurement is skipped unless the longest so far would still fit.
+        """
+        if self.time_left() <= self.longest:
+            return row | {"skipped": "time limit"}
+        start = time.monotonic()
+        try:
+            return row | measure()
+        except Exception as error:
+            return row | {"error": describe(error)}
+        finally:
+            self.longest = max(self.longest, time.monotonic() - start)
+
+    def found(self, section: str, key: str, **where: Any) -> float | None:
+        """The value of `key` in the first row of `section` that has it and matches, or None."""
+        for row in self.results.get(section, []):
+            if key in row and all(row.get(name) == value for name, value in where.items()):
+                return row[key]
+        return None
+
+
+# Yardsticks
+
+
+def yardsticks(run: Run) -> Iterator[Row]:
+    """What the device can do with the simplest programs: every share below is a share of these."""
+    repetitions = run.plan.repetitions
+    increment, total = jax.jit(lambda x: x + 1), jax.jit(jnp.sum)
+
+    def bandwidth(program: Callable, size: int, passes: int) -> float:
+        x = jnp.zeros(size // 4, jnp.float32)
+        return passes * size / statistics.median(seconds(lambda: program(x), repetitions, calls=10)) / 1e9
+
+    def matrix() -> Row:
+        n = run.plan.matrix_size
+        a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+        product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+        return {"value": 2 * n**3 / statistics.median(seconds(lambda: product(a, b), repetitions, calls=10)) / 1e12}
+
+    # The best of two sizes: neither is known to be the better one on every device.
+    sizes = (run.plan.copy_bytes // 4, run.plan.copy_bytes)
+    yield run.attempt(
+        {"name": "copy", "unit": "GB/s"}, lambda: {"value": max(bandwidth(increment, size, 2) for size in sizes)}
+    )
+    yield run.attempt({"name": "read", "unit": "GB/s"}, lambda: {"value": max(bandwidth(total, size, 1) for size in sizes)})
+    yield run.attempt({"name": "matrix bf16", "unit": "TFLOP/s"}, matrix)
+
+
+def seconds(program: Callable[[], Any], repetitions: int, calls: int = 1) -> list[float]:
+    """Seconds per call of each repetition. `calls` are queued at once, which hides the cost of launching them."""
+    jax.block_until_ready(program())
+    found = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = program()
+        jax.block_until_ready(result)
+        found.append((time.perf_counter() - start) / calls)
+    return found
+
+
+def spread(times: list[float]) -> float:
+    return (max(times) - min(times)) / statistics.median(times)
+
+
+# Correctness
+
+CHECK_TOKENS = (4, 48)
+FLOAT32_TOLERANCE = 1e-4  # of the largest logit
+# bfloat16 rounds every product to 8 bits, about 0.4 %: four layers of that stay within a few percent of the largest logit.
+BFLOAT16_TOLERANCE = 0.05
+BFLOAT16_AGREEMENT = 0.9  # of the positions; random weights have many near ties
+
+
+def correctness(run: Run) -> Iterator[Row]:
+    """Both ways to run the layers on this device against scanned layers on the CPU, and `generate` against `logits`.
+
+    Where the device is the CPU this still compares unrolled with scanned layers and bfloat16 with float32.
+    """
+    cpu, config = jax.devices("cpu")[0], SMALL_GQA
+
+    @functools.cache  # made by the first check and not before: with no time left nothing is
+    def params(dtype: jnp.dtype) -> llama_jax.Llama:
+        with jax.default_device(cpu):
+            return jax.jit(llama_jax.init, static_argnums=(0, 2))(config, jax.random.key(0), dtype)
+
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, CHECK_TOKENS, dtype=np.int32)
+    program = jax.jit(llama_jax.logits, static_argnums=0)
+
+    def on(device: jax.Device, params: llama_jax.Llama) -> np.ndarray:
+        return np.asarray(program(config, jax.device_put(params, device), jax.device_put(tokens, device)))
+
+    def float32(driver: str) -> Row:
+        # A GPU would otherwise multiply float32 matrices in TensorFloat-32.
+        with jax.default_matmul_precision("highest"):
+            expected, got = on(cpu, params(jnp.float32)), on(run.device, arranged(params(jnp.float32), driver))
+        return compared(got, expected, FLOAT32_TOLERANCE)
+
+    def bfloat16(driver: str) -> Row:
+        with jax.default_matmul_precision("highest"):
+            expected = on(cpu, jax.tree.map(lambda x: x.astype(jnp.float32), params(jnp.bfloat16)))
+        row = compared(on(run.device, arranged(params(jnp.bfloat16), driver)), expected, BFLOAT16_TOLERANCE)
+        row["ok"] = row["ok"] and row["top1_agreement"] >= BFLOAT16_AGREEMENT
+        theirs = compared(on(cpu, params(jnp.bfloat16)), expected, BFLOAT16_TOLERANCE)
+        return row | {"cpu_max_abs_diff": theirs["max_abs_diff"]}
+
+    def greedy(driver: str) -> Row:
+        with jax.default_matmul_precision("highest"):
+            here = jax.device_put(arranged(params(jnp.float32), driver), run.device)
+            return greedy_agreement(config, here, [tokens[0, :5].tolist(), tokens[1, :11].tolist()])
+
+    for check, name in ((float32, "float32 logits"), (bfloat16, "bfloat16 logits"), (greedy, "float32 greedy tokens")):
+        for driver in ("scanned", "unrolled"):
+            yield run.attempt({"check": name, "layers": driver}, lambda check=check, driver=driver: check(driver))
+
+
+def arranged(params: llama_jax.Llama, driver: str) -> llama_jax.Llama:
+    """The parameters in the form that makes `forward` scan over the layers, or unroll them."""
+    return llama_jax.unstack(params) if driver == "unrolled" else llama_jax.stack(params)
+
+
+def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:
+    """How far two sets of logits [B, T, V] are apart; `tolerance` is a share of the largest expected one."""
+    difference, scale = np.abs(got - expected).max(), np.abs(expected).max()
+    return {
+        "ok": bool(difference <= tolerance * scale),
+        "max_abs_diff": number(difference),
+        "allowed": number(tolerance * scale),
+        "max_abs_logit": number(scale),
+        "top1_agreement": float((got.argmax(-1) == expected.argmax(-1)).mean()),
+    }
+
+
+def greedy_agreement(
+    config: llama_jax.LlamaConfig, params: llama_jax.Llama, prompts: list[list[int]], new_tokens: int = 16
+) -> Row:
+    """Whether `generate` gives the tokens that the argmax of `logits` over the growing sequence gives."""
+    program = jax.jit(llama_jax.logits, static_argnums=0)
+    # Padded to one length, so that there is one program: what follows a position cannot change it.
+    padded = np.zeros((len(prompts), max(map(len, prompts)) + new_tokens), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    rows, ends = np.arange(len(prompts)), np.array([len(prompt) for prompt in prompts])
+    for step in range(new_tokens):
+        best = np.asarray(program(config, params, padded)).argmax(-1)
+        padded[rows, ends + step] = best[rows, ends + step - 1]
+    expected = [padded[i, end : end + new_tokens].tolist() for i, end in enumerate(ends)]
+    got = [row.tokens for row in llama_jax.generate(config, params, prompts, max_new_tokens=new_tokens)]
+    same = [a == b for mine, theirs in zip(got, expected, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    return {"ok": all(same), "top1_agreement": sum(same) / len(same)}
+
+
+# Speed of the library
+
+
+def decode(run: Run) -> Iterator[Row]:
+    cases = [{"batch": batch} for batch in run.plan.decode_batches]
+    yield from for_every_shape(run, cases, measure_decode)
+
+
+def prefill(run: Run) -> Iterator[Row]:
+    cases = [{"batch": batch, "tokens": tokens} for batch, tokens in run.plan.prefills]
+    yield from for_every_shape(run, cases, measure_prefill)
+
+
+class Weights:
+    """Random bfloat16 weights of one shape, made on the device when first asked for, scanned before unrolled.
+
+    Unstacking copies, and the stack is freed after it: at most two copies of the weights exist, and later only one.
+    """
+
+    def __init__(self, config: llama_jax.LlamaConfig):
+        self.config = config
+        self.params: llama_jax.Llama | None = None
+
+    def for_layers(self, driver: str) -> llama_jax.Llama:
+        if self.params is None:
+            make = jax.jit(llama_jax.init, static_argnums=(0, 2))
+            self.params = jax.block_until_ready(make(self.config, jax.random.key(0), jnp.bfloat16))
+        if driver == "unrolled":
+            self.params = jax.block_until_ready(llama_jax.unstack(self.params))
+        return self.params
+
+
+def for_every_shape(run: Run, cases: list[Row], measure: Callable[..., Row]) -> Iterator[Row]:
+    """A row for every shape, way to run the layers, and case."""
+    for shape, config in run.plan.shapes.items():
+        weights = Weights(config)
+        for driver in ("scanned", "unrolled"):
+            for case in cases:
+                row = {"shape": shape, "layers": driver, **case}
+                if not fits(run.device, config):
+                    yield row | {"skipped": "two copies of the weights do not fit into the device's memory"}
+                    continue
+                yield run.attempt(
+                    row,
+                    lambda weights=weights, driver=driver, case=case: measure(
+                        run, weights.config, weights.for_layers(driver), **case
+                    ),
+                )
+
+
+def fits(device: jax.Device, config: llama_jax.LlamaConfig) -> bool:
+    limit = memory_limit(device)
+    return limit is None or 2 * 2 * llama_jax.parameter_count(config) < limit
+
+
+def measure_decode(
+    run: Run,
+    config: llama_jax.LlamaConfig,
+    params: llama_jax.Llama,
+    batch: int,
+    compiler_options: dict[str, Any] | None = None,
+) -> Row:
+    """Time `new_tokens` steps of the library's own decode loop."""
+    plan = run.plan
+    state, request = decode_arguments(plan, config, params, batch)
+    turns = np.int32(plan.new_tokens // library.CHUNK)
+    lowered = library._decode.lower(config, params, request, state, turns)
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=compiler_options or {})
+    compile_seconds = time.perf_counter() - start
+
+    times = []
+    for _ in range(plan.repetitions + 1):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, done, *_ = jax.block_until_ready(compiled(params, request, state, turns))
+        times.append((time.perf_counter() - start) / plan.new_tokens)
+        assert int(done) == int(turns), "the decode loop ended early"
+        state = state.replace(cache=state.cache.replace(length=jnp.full(batch, plan.prompt_tokens, jnp.int32)))
+    times = times[1:]  # the first loads the program
+
+    step, read = statistics.median(times), step_bytes(config, batch, plan.capacity)
+    copy = run.found("yardsticks", "value", name="copy")
+    return {
+        "ms_per_step": 1e3 * step,
+        "tokens_per_s": batch / step,
+        "gb_per_step": read / 1e9,
+        **({} if copy is None else {"share_of_copy": read / step / 1e9 / copy}),
+        "spread": spread(times),
+        "compile_s": compile_seconds,
+        **temporary_memory(compiled),
+    }
+
+
+def decode_arguments(
+    plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int
+) -> tuple[library.DecodeState, library.Request]:
+    """What `generate` has after a prompt, without compiling a prefill for it: the speed does not depend on the values.
+
+    The cache holds noise and not zeros, with which a chip draws less power and may clock higher.
+    """
+    stacked = not isinstance(params.blocks, tuple)
+    cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype, stacked=stacked)
+    noise = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))
+    k, v = jax.tree.map(lambda buffer: noise(jax.random.key(0), buffer), (cache.k, cache.v))
+    state = library.DecodeState(
+        cache=cache.replace(k=k, v=v, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
+        token=jnp.ones(batch, jnp.int32),
+        seen=jnp.zeros((batch, config.vocab_size), bool),
+        count=jnp.ones(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+    )
+    limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
+    return state, library.Request(llama_jax.Sampling().per_row(batch), limit, np.full(4, -1, np.int32))
+
+
+def step_bytes(config: llama_jax.LlamaConfig, batch: int, capacity: int) -> int:
+    """What one decode step has to read, in bfloat16."""
+    lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    weights = 2 * (llama_jax.parameter_count(config) - lookup_only)
+    return weights + llama_jax.cache_bytes(config, batch, capacity, jnp.bfloat16)
+
+
+def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, tokens: int) -> Row:
+    """Time the library's own prefill of an empty cache."""
+    stacked = not isinstance(params.blocks, tuple)
+    cache = llama_jax.init_cache(config, batch, tokens, params.embedding.dtype, stacked=stacked)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens), dtype=np.int32))
+    lengths = jnp.full(batch, tokens, jnp.int32)
+    hidden = jnp.zeros((batch, config.dim), params.embedding.dtype)
+    lowered = library._prefill.lower(config, params, cache, ids, lengths, hidden)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    compile_seconds = time.perf_counter() - start
+
+    times = []
+    for _ in range(run.plan.repetitions + 1):
+        cache = jax.block_until_ready(cache.replace(length=jnp.zeros(batch, jnp.int32)))
+        start = time.perf_counter()
+        cache, _ = jax.block_until_ready(compiled(params, cache, ids, lengths, hidden))
+        times.append(time.perf_counter() - start)
+    times = times[1:]
+
+    taken, flop = statistics.median(times), prefill_flop(config, batch, tokens)
+    rate = run.found("yardsticks", "value", name="matrix bf16")
+    return {
+        "ms": 1e3 * taken,
+        "tokens_per_s": batch * tokens / taken,
+        "tflop": flop / 1e12,
+        **({} if rate is None else {"share_of_matrix": flop / taken / 1e12 / rate}),
+        "spread": spread(times),
+        "compile_s": compile_seconds,
+        **temporary_memory(compiled),
+    }
+
+
+def prefill_flop(config: llama_jax.LlamaConfig, batch: int, tokens: int) -> int:
+    tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.dim
+    layers = llama_jax.parameter_count(config) - tables
+    attention = 2 * config.n_layers * config.n_heads * config.head_dim * batch * tokens**2
+    return 2 * layers * batch * tokens + attention
+
+
+def temporary_memory(compiled: Any) -> Row:
+    """Megabytes that the program needs beside its arguments and results: copies of weights or cache show here."""
+    analysis = compiled.memory_analysis()
+    return {} if analysis is None else {"temp_mb": analysis.temp_size_in_bytes / 1e6}
+
+
+# transformers beside it
+
+WORKER = "--transformers-worker"
+
+
+def transformers(run: Run) -> Iterator[Row]:
+    """Decode with batch 1, a process per shape: torch's memory goes back and a crash is only a row."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing or run.device.platform not in ("cpu", "gpu"):
+        yield {"skipped": f"{missing[0]} is not installed" if missing else "only on a GPU or CPU"}
+        return
+    for shape in run.plan.peer_shapes:
+        yield run.attempt({"shape": shape, "batch": 1}, lambda shape=shape: measure_transformers(run, shape))
+
+
+def measure_transformers(run: Run, shape: str) -> Row:
+    plan, config = run.plan, run.plan.shapes[shape]
+    request = {
+        "settings": config_to_dict(config),
+        "use_gpu": run.device.platform == "gpu",
+        **{name: getattr(plan, name) for name in ("capacity", "prompt_tokens", "new_tokens", "repetitions")},
+    }
+    try:
+        worker = subprocess.run(
+            [sys.executable, __file__, WORKER, json.dumps(request)], capture_output=True, text=True, timeout=run.time_left()
+        )
+    except subprocess.TimeoutExpired:
+        return {"skipped": "time limit"}
+    if worker.returncode:
+        raise RuntimeError(f"the worker ended with {worker.returncode}: {worker.stderr.strip()[-400:]}")
+    row = json.loads(worker.stdout.splitlines()[-1])
+    if "skipped" in row:
+        return row
+    step, read = row["ms_per_step"] / 1e3, step_bytes(config, 1, plan.capacity)
+    copy = run.found("yardsticks", "value", name="copy")
+    ours = run.found("decode", "tokens_per_s", shape=shape, layers="unrolled", batch=1)
+    return {
+        **row,
+        **({} if copy is None else {"share_of_copy": read / step / 1e9 / copy}),
+        **({} if ours is None else {"llama_jax_over_it": ours / row["tokens_per_s"]}),
+    }
+
+
+def transformers_worker(
+    settings: dict[str, Any], use_gpu: bool, capacity: int, prompt_tokens: int, new_tokens: int, repetitions: int
+) -> Row:
+    """One step at a time with argmax, which is faster than its `generate`; runs in a process that never starts JAX."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+    if use_gpu and not torch.cuda.is_available():
+        return {"skipped": "this torch has no CUDA"}
+    if not use_gpu:
+        torch.set_num_threads(1)  # the small shapes gain nothing from more, and lose much where others use the cores
+    device = torch.device("cuda" if use_gpu else "cpu")
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+        prompt = torch.randint(0, settings["vocab_size"], (1, prompt_tokens))
+    cache = StaticCache(config=model.config, max_cache_len=capacity)
+
+    def next_token(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        # transformers 4 reads cache_position, 5 only position_ids.
+        out = model(
+            tokens,
+            position_ids=positions[None],
+            cache_position=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1:].argmax(-1)
+
+    # A CUDA graph for the whole step is what makes a step of many small kernels fast.
+    step = torch.compile(next_token, mode="reduce-overhead", fullgraph=True) if use_gpu else next_token
+
+    @torch.no_grad()
+    def once(steps: int) -> float:
+        """Seconds of `steps` steps behind a freshly read prompt."""
+        cache.reset()
+        token = next_token(prompt, torch.arange(prompt_tokens, device=device))
+        positions = torch.arange(prompt_tokens, prompt_tokens + steps, device=device)[:, None]
+        synchronize()
+        start = time.perf_counter()
+        for position in positions:
+            token = step(token, position).clone()  # a CUDA graph overwrites its result at the next call
+        synchronize()
+        return time.perf_counter() - start
+
+    def synchronize() -> None:
+        if use_gpu:
+            torch.cuda.synchronize()
+
+    compile_seconds = once(4)  # traced, compiled, and recorded as a graph at the calls after
+    times = [once(new_tokens) / new_tokens for _ in range(repetitions + 1)][1:]
+    taken = statistics.median(times)
+    return {
+        "ms_per_step": 1e3 * taken,
+        "tokens_per_s": 1 / taken,
+        "spread": spread(times),
+        "compile_s": compile_seconds,
+        "compiled": use_gpu,
+    }
+
+
+# XLA options
+
+# By that name in XLA's debug options. A list replaces the default one, and "+WHILE" is understood only in XLA_FLAGS.
+COMMAND_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL"
+COMPILER_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"xla_gpu_enable_command_buffer": f"{COMMAND_BUFFER},WHILE"},
+    {"xla_gpu_enable_command_buffer": f"{COMMAND_BUFFER},WHILE", "xla_gpu_command_buffer_unroll_loops": True},
+    {"xla_gpu_enable_command_buffer": ""},
+    {"xla_gpu_graph_min_graph_size": 1},
+    {"xla_gpu_enable_triton_gemm": False},
+    {"xla_gpu_enable_dynamic_slice_fusion": True},
+    {"xla_gpu_enable_command_buffer": "+WHILE"},
+)
+
+
+def compiler_options(run: Run) -> Iterator[Row]:
+    """Unrolled decode with batch 1, compiled with other options. They differ between versions: a refusal is a finding."""
+    if run.device.platform != "gpu":
+        yield {"skipped": "only on a GPU"}
+        return
+    config = run.plan.shapes[run.plan.options_shape]
+    weights = Weights(config)
+    for options in COMPILER_OPTIONS:
+        row = {"shape": run.plan.options_shape, "batch": 1, "options": " ".join(f"{k}={v}" for k, v in options.items())}
+        row = run.attempt(
+            row,
+            lambda options=options: measure_decode(run, config, weights.for_layers("unrolled"), 1, compiler_options=options),
+        )
+        if options and "INVALID_ARGUMENT" in row.get("error", ""):
+            row["refused"] = row.pop("error")
+        yield row
+
+
+SECTIONS: dict[str, Section] = {
+    "yardsticks": yardsticks,
+    "correctness": correctness,
+    "decode": decode,
+    "prefill": prefill,
+    "transformers": transformers,
+    "compiler_options": compiler_options,
+}
+
+
+# The report
+
+
+def main(arguments: Arguments) -> int:
+    """Run the sections, write the JSON, print the tables; the exit code."""
+    unknown = [name for name in arguments.sections if name not in SECTIONS]
+    if unknown:
+        print(f"unknown section {unknown[0]!r}; the sections are {', '.join(SECTIONS)}", file=sys.stderr)
+        return 2
+    device = jax.devices()[0]
+    run = Run(device, SMALL if device.platform == "cpu" else LARGE, arguments.time_limit)
+    name = arguments.device_json or f"gpu_report_{re.sub(r'[^0-9A-Za-z]', '_', device.device_kind)}.json"
+    path = arguments.output_folder / name
+    settings = {key: value for key, value in vars(run.plan).items() if isinstance(value, int)}
+    report = {
+        "device": describe_device(device),
+        "versions": versions(),
+        "settings": settings | {"time_limit": arguments.time_limit},
+        "formulas": FORMULAS,
+        "sections": run.results,
+    }
+    print(f"{device.device_kind} ({device.platform}), jax {jax.__version__}")
+
+    for section in arguments.sections or SECTIONS:
+        rows = run.results[section] = []
+        start = time.monotonic()
+        try:
+            for row in SECTIONS[section](run):
+                rows.append(row)
+                write(path, report)
+        except Exception as error:
+            rows.append({"error": describe(error)})
+        print(f"\n{section} ({time.monotonic() - start:.0f} s)\n{table(rows)}", flush=True)
+        write(path, report)
+
+    share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, layers="unrolled", batch=1)
+    if share is not None:
+        report["goal"] = {"shape": GOAL_SHAPE, "batch": 1, "share_of_copy": share, "goal": GOAL_SHARE}
+        reached = "reached" if share >= GOAL_SHARE else "missed"
+        print(f"\ngoal {reached}: {GOAL_SHAPE} with batch 1 runs at {share:.1%} of copy bandwidth, {GOAL_SHARE:.0%} wanted")
+    failures = [row for rows in run.results.values() for row in rows if "error" in row or row.get("ok") is False]
+    report |= {"seconds": time.monotonic() - run.start, "failures": len(failures)}
+    write(path, report)
+    print(f"\n{len(failures)} failures; {report['seconds']:.0f} s; written to {path}")
+    return 1 if failures else 0
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """By another name first, so that the file is whole whenever the process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+REASONS = ("error", "refused", "skipped")
+
+
+def table(rows: list[Row]) -> str:
+    """The rows below one another; a column for every key, and why a row has no numbers at its end."""
+    if not rows:
+        return "nothing"
+    columns = list(dict.fromkeys(key for row in rows for key in row if key not in REASONS))
+    cells = [columns, *([shown(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    for i, row in enumerate(rows, start=1):
+        for reason in REASONS:
+            if reason in row:
+                lines[i] = f"{lines[i]}  {reason}: {row[reason].splitlines()[0][:150]}"
+    return "\n".join(line.strip() for line in lines if line.strip())  # rows of reasons alone have no heading
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def number(value: Any) -> float | str:
+    """A float, or its name where JSON has none for it."""
+    return float(value) if math.isfinite(value) else str(value)
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def describe_device(device: jax.Device) -> Row:
+    return {
+        "kind": device.device_kind,
+        "platform": device.platform,
+        "platform_version": device.client.platform_version,
+        "count": jax.device_count(),
+        "memory_limit_bytes": memory_limit(device),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "host": platform.platform(),
+        "cores": os.cpu_count(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def memory_limit(device: jax.Device) -> int | None:
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "llama_jax": llama_jax.__version__}
+    for package in ("jax", "jaxlib", "flax", "numpy", "torch", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def command_line() -> Arguments:
+    """The arguments given; a borrowed GPU machine without tyro still makes the whole report."""
+    try:
+        import tyro
+    except ImportError:
+        if len(sys.argv) > 1:
+            sys.exit("options need tyro: pip install tyro")
+        return Arguments()
+    return tyro.cli(Arguments, description=__doc__)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [WORKER]:
+        print(json.dumps(transformers_worker(**json.loads(sys.argv[2]))))
+    else:
+        sys.exit(main(command_line()))

@@ -1,0 +1,163 @@
+"""Write what transformers computes on small random models, for the tests to compare with where torch is not installed.
+
+    pip install -e ".[parity]"
+    python experiments/make_goldens.py
+
+The weights are drawn from NumPy's generator and are not stored; only the results are, so the files stay small.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from llama_jax import LlamaConfig, RopeScaling
+from llama_jax.checkpoints.huggingface import NAMES, config_to_dict
+
+GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
+
+
+def _config(**changes) -> LlamaConfig:
+    sizes = dict(
+        vocab_size=96,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=56,
+        max_seq_len=64,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    )
+    return LlamaConfig(**(sizes | changes))
+
+
+# Every way in which published Llamas differ, one at a time.
+KINDS = {
+    "gqa": _config(),
+    "mha": _config(n_kv_heads=4),
+    "mqa": _config(n_kv_heads=1),
+    "tied": _config(tie_embeddings=True),
+    "eps": _config(norm_eps=3e-2),
+    "theta": _config(rope_theta=123_456.0),
+    "head_dim": _config(head_dim=12),
+    "one_head": _config(n_heads=1, n_kv_heads=1),
+    "linear": _config(rope_scaling=RopeScaling("linear", 4.0)),
+    "llama3": _config(
+        rope_theta=500.0,
+        rope_scaling=RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
+    ),
+}
+
+
+def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights by Hugging Face name, float32: large enough that attention and gates are far from uniform."""
+    c, rng = config, np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (0.2 * rng.standard_normal(shape)).astype(np.float32)
+
+    tensors = {NAMES["embedding"]: normal(c.vocab_size, c.dim), NAMES["final_norm"]: 1 + normal(c.dim)}
+    if not c.tie_embeddings:
+        tensors[NAMES["lm_head"]] = normal(c.vocab_size, c.dim)
+    shapes = {
+        "q": (c.n_heads * c.head_dim, c.dim),
+        "k": (c.n_kv_heads * c.head_dim, c.dim),
+        "v": (c.n_kv_heads * c.head_dim, c.dim),
+        "out": (c.dim, c.n_heads * c.head_dim),
+        "gate": (c.hidden_dim, c.dim),
+        "up": (c.hidden_dim, c.dim),
+        "down": (c.dim, c.hidden_dim),
+    }
+    for i in range(c.n_layers):
+        for part, shape in shapes.items():
+            tensors[NAMES[part].format(i)] = normal(*shape)
+        for part in ("attention_norm", "ffn_norm"):
+            tensors[NAMES[part].format(i)] = 1 + normal(c.dim)
+    return tensors
+
+
+def tokens(config: LlamaConfig, batch: int = 2, length: int = 40) -> np.ndarray:
+    return np.random.default_rng(7).integers(0, config.vocab_size, (batch, length), dtype=np.int32)
+
+
+def transformers_model(config: LlamaConfig, tensors: dict[str, np.ndarray]):
+    """The same model in transformers, in evaluation mode, float32."""
+    import torch
+    import transformers
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config_to_dict(config))).eval()
+    state = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    if config.tie_embeddings:
+        state[NAMES["lm_head"]] = state[NAMES["embedding"]]
+    model.load_state_dict(state)
+    return model
+
+
+# (temperature, top_k, top_p, min_p, repetition_penalty) of each row of the sampling golden.
+SETTINGS = np.array(
+    [
+        (1.0, 0, 1.0, 0.0, 1.0),
+        (0.7, 5, 1.0, 0.0, 1.0),
+        (1.3, 0, 0.9, 0.0, 1.0),
+        (1.0, 0, 0.1, 0.0, 1.0),
+        (1.0, 0, 1.0, 0.05, 1.0),
+        (0.5, 40, 0.8, 0.01, 1.3),
+        (2.0, 7, 0.5, 0.2, 0.8),
+        (1.0, 1, 1.0, 0.0, 1.5),
+        (1.5, 200, 0.99, 0.001, 1.1),
+        (0.3, 3, 0.95, 0.3, 1.0),
+    ]
+)
+
+
+def sampling_case(rng: np.random.Generator, rows: int, vocab: int = 200) -> tuple[np.ndarray, np.ndarray]:
+    """Logits float32[rows, vocab] and the ids int64[rows, 12] that each row has already."""
+    return (3 * rng.standard_normal((rows, vocab))).astype(np.float32), rng.integers(0, vocab, (rows, 12))
+
+
+def transformers_scores(logits: np.ndarray, ids: np.ndarray, settings: np.ndarray) -> np.ndarray:
+    """What transformers' processors make of the logits, in its own order; -inf where a token is dropped."""
+    import torch
+    from transformers.generation import logits_process as p
+
+    rows = []
+    for row, have, (temperature, top_k, top_p, min_p, penalty) in zip(logits, ids, settings, strict=True):
+        processors = [p.RepetitionPenaltyLogitsProcessor(float(penalty)), p.TemperatureLogitsWarper(float(temperature))]
+        if top_k:
+            processors.append(p.TopKLogitsWarper(int(top_k)))
+        if top_p < 1:
+            processors.append(p.TopPLogitsWarper(float(top_p)))
+        if min_p:
+            processors.append(p.MinPLogitsWarper(float(min_p)))
+        scores = torch.from_numpy(row[None])
+        for processor in processors:
+            scores = processor(torch.from_numpy(have[None]), scores)
+        rows.append(scores[0].numpy())
+    return np.stack(rows)
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    GOLDENS.mkdir(exist_ok=True)
+    results = {}
+    for name, config in KINDS.items():
+        model = transformers_model(config, random_tensors(config))
+        with torch.inference_mode():
+            results[name] = model(torch.from_numpy(tokens(config)).long()).logits.numpy()
+    version = np.array(f"transformers {transformers.__version__}, torch {torch.__version__}")
+    np.savez_compressed(GOLDENS / "logits.npz", version=version, **results)
+
+    logits, ids = sampling_case(np.random.default_rng(3), len(SETTINGS))
+    scores = transformers_scores(logits, ids, SETTINGS)
+    np.savez_compressed(GOLDENS / "sampling.npz", version=version, scores=scores)
+    for path in sorted(GOLDENS.glob("*.npz")):
+        print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The command line: one file per command. Heavy imports wait until a command runs, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import tyro
+
+from llama_jax.cli.generate import Generate
+from llama_jax.cli.quickstart import Quickstart
+from llama_jax.errors import UserError
+
+Command = (
+    Annotated[Generate, tyro.conf.subcommand("generate", prefix_name=False)]
+    | Annotated[Quickstart, tyro.conf.subcommand("quickstart", prefix_name=False)]
+)
+
+
+def main() -> None:
+    """Run the command that the arguments name. Exit codes: 2 for what the user can mend, 130 for Ctrl-C."""
+    command = tyro.cli(Command, prog="llama-jax", description="Llama in JAX, as pure functions.")  # type: ignore[arg-type]
+    try:
+        command.run()
+    except (UserError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        print(f"llama-jax: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nllama-jax: stopped", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,241 @@
+"""``llama-jax generate``: continue a prompt, streaming the text."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from llama_jax.errors import GenerationError
+
+if TYPE_CHECKING:
+    from llama_jax.checkpoints import Checkpoint
+
+DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a prompt. The text goes to stdout as it comes, statistics to stderr."""
+
+    prompt: tyro.conf.Positional[str]
+    """Text to continue."""
+    model: Path
+    """A Hugging Face folder (config.json and safetensors) or a llama2.c .bin file, or a folder that holds one."""
+    tokenizer: Path | None = None
+    """A SentencePiece .model file; by default the one beside the weights."""
+    max_new_tokens: int | None = None
+    """Tokens to generate at most; by default 256, or less where the model's context ends."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most probable token."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 0.95
+    """Keep the most probable tokens until their probability reaches p; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the most probable; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the text already has less probable; 1 is off."""
+    seed: int | None = None
+    """Start of the random stream; by default taken from the clock and printed."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """End where this text appears (it is not printed); may be given several times."""
+    dtype: DTYPES = "auto"
+    """Of weights and cache; auto keeps that of the file, but float16 and bfloat16 become float32 on a CPU."""
+    json: bool = False
+    """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        from llama_jax.cli.runtime import CompileClock, use_compilation_cache
+
+        use_compilation_cache()
+        compiling = CompileClock()
+        import llama_jax
+
+        # Impossible values are refused before minutes go into loading.
+        seed = time.time_ns() % 2**32 if self.seed is None else self.seed
+        sampling = llama_jax.Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=seed,
+        )
+        sampling.per_row(1)
+        if not self.prompt:
+            raise GenerationError("the prompt is empty; give some text to continue, such as 'Once upon a time'")
+        if any(not text for text in self.stop):
+            raise GenerationError("--stop is empty; give the text at which to end")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise GenerationError(f"max_new_tokens={self.max_new_tokens} must be a positive whole number")
+
+        checkpoint = self._load()
+        tokenizer = self._tokenizer(checkpoint)
+        config, params = checkpoint.config, checkpoint.params
+        prompt = tokenizer.encode(self.prompt)
+        room = config.max_seq_len - len(prompt)
+        if room < 1:
+            raise GenerationError(
+                f"the prompt has {len(prompt)} tokens, the model's context {config.max_seq_len}; shorten the prompt"
+            )
+        new = min(256, room) if self.max_new_tokens is None else self.max_new_tokens
+        # No text holds a second beginning: models of many short texts (llama2.c's stories) say with it that one has ended.
+        stop_ids = sorted({i for i in (tokenizer.eos_id, tokenizer.bos_id) if 0 <= i < config.vocab_size})
+
+        loaded = time.perf_counter()
+        text = _Text(tokenizer, self.stop, echo=not self.json)
+        if not self.json:
+            text.write(self.prompt)
+        pieces = llama_jax.stream(
+            config, params, [prompt], max_new_tokens=new, sampling=sampling, stop_tokens=stop_ids
+        )
+        first = None
+        compiled_first = 0.0
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        reason = "length"
+        try:
+            for piece in pieces:
+                first = first or time.perf_counter()
+                compiled_first = compiled_first or compiling.seconds
+                for token, logprob in zip(piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True):
+                    if int(token) in stop_ids:
+                        reason = "stop"
+                        break
+                    tokens.append(int(token))
+                    logprobs.append(float(logprob))
+                    if text.push(int(token)):
+                        reason = "stop"
+                        break
+                if reason == "stop":
+                    break
+        finally:
+            text.finish()
+        ended = time.perf_counter()
+
+        import jax
+
+        statistics = {
+            "backend": jax.default_backend(),
+            "device": jax.devices()[0].device_kind,
+            "dtype": str(params.embedding.dtype),
+            "attention": "reference",
+            "seed": seed,
+            "load_seconds": round(loaded - started, 3),
+            "compile_seconds": round(compiling.seconds, 3),
+            "prompt_tokens": len(prompt),
+            "new_tokens": len(tokens),
+            "prefill_tokens_per_second": _rate(len(prompt), (first or ended) - loaded - compiled_first),
+            "decode_tokens_per_second": _rate(
+                len(tokens) - 1, ended - (first or ended) - (compiling.seconds - compiled_first)
+            ),
+            "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+            "cache_bytes": llama_jax.cache_bytes(config, 1, _capacity(len(prompt) + len(tokens)), params.embedding.dtype),
+        }
+        if self.json:
+            result = {"prompt": self.prompt, "text": text.shown, "tokens": tokens, "logprobs": logprobs}
+            print(json.dumps(result | {"finish_reason": reason, "statistics": statistics}, ensure_ascii=False))
+        else:
+            print(flush=True)
+            print(_summary(statistics), file=sys.stderr)
+
+    def _load(self) -> Checkpoint:
+        import jax
+        import jax.numpy as jnp
+
+        import llama_jax
+        from llama_jax.checkpoints.load import stored_dtype
+
+        dtype: jax.typing.DTypeLike | None = None if self.dtype == "auto" else jnp.dtype(self.dtype)
+        if self.dtype == "auto" and jax.default_backend() == "cpu" and stored_dtype(self.model) != jnp.float32:
+            # One token at a time, XLA for CPU multiplies 16-bit weights more than ten times slower than float32.
+            dtype = jnp.float32
+            print("llama-jax: 16-bit weights become float32 on this CPU; --dtype bfloat16 keeps them small", file=sys.stderr)
+        return llama_jax.load(self.model, dtype)
+
+    def _tokenizer(self, checkpoint: Checkpoint):
+        if self.tokenizer is not None:
+            from llama_jax.tokenizers import load_tokenizer
+
+            return load_tokenizer(self.tokenizer)
+        if checkpoint.tokenizer is None:
+            raise GenerationError(
+                f"no SentencePiece vocabulary of {checkpoint.config.vocab_size} pieces lies beside {self.model};"
+                " give one with --tokenizer"
+            )
+        return checkpoint.tokenizer
+
+
+class _Text:
+    """Prints text as it comes and ends it at a stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, tokenizer, stop: tuple[str, ...], *, echo: bool) -> None:
+        from llama_jax.tokenizers import TextStream
+
+        self._stream = TextStream(tokenizer)
+        self._stop = stop
+        self._echo = echo
+        self._held = ""
+        self.shown = ""
+        self._ended = False
+
+    def push(self, token: int) -> bool:
+        """Add a token; True when a stop string has been met."""
+        return self._add(self._stream.push(token))
+
+    def finish(self) -> None:
+        """Give out what was held back."""
+        if not self._ended:
+            self._add(self._stream.finish())
+            self._show(self._held)
+            self._held = ""
+
+    def write(self, text: str) -> None:
+        if self._echo:
+            print(text, end="", flush=True)
+
+    def _add(self, text: str) -> bool:
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self._show(self._held[: min(found)])
+            self._held, self._ended = "", True
+            return True
+        keep = max((n for stop in self._stop for n in range(len(stop)) if self._held.endswith(stop[:n])), default=0)
+        ready = len(self._held) - keep
+        self._show(self._held[:ready])
+        self._held = self._held[ready:]
+        return False
+
+    def _show(self, text: str) -> None:
+        self.shown += text
+        self.write(text)
+
+
+def _rate(count: int, seconds: float) -> float:
+    return round(count / seconds, 1) if count > 0 and seconds > 0 else 0.0
+
+
+def _capacity(filled: int) -> int:
+    from llama_jax.inference.generate import SMALLEST_CACHE
+    from llama_jax.model.cache import bucket
+
+    return bucket(filled, SMALLEST_CACHE)
+
+
+def _summary(s: dict) -> str:
+    megabyte = 1e6
+    return (
+        f"{s['backend']} ({s['device']}) · {s['dtype']} · attention {s['attention']} · seed {s['seed']}\n"
+        f"load {s['load_seconds']:.2f} s · compile {s['compile_seconds']:.2f} s"
+        f" · prefill {s['prompt_tokens']} tokens, {s['prefill_tokens_per_second']:.1f}/s"
+        f" · decode {s['new_tokens']} tokens, {s['decode_tokens_per_second']:.1f}/s"
+        f" · weights {s['weight_bytes'] / megabyte:.1f} MB · cache {s['cache_bytes'] / megabyte:.1f} MB"
+    )

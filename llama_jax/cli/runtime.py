@@ -1,0 +1,35 @@
+"""What every command that compiles needs: the persistent compilation cache and the time compiling took."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import platformdirs
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in the user's cache folder, so that a second start does not compile again.
+
+    ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=false`` turns it off.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", platformdirs.user_cache_dir("llama_jax"))
+    # By default only programs that took over a second are kept; a generation needs several smaller ones.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+class CompileClock:
+    """Seconds that JAX has spent tracing, lowering and compiling (or fetching compiled programs) since it was made."""
+
+    EVENTS = frozenset(
+        f"/jax/core/compile/{stage}_duration" for stage in ("jaxpr_trace", "jaxpr_to_mlir_module", "backend_compile")
+    )
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration: float, **_: object) -> None:
+        if event in self.EVENTS:
+            self.seconds += duration

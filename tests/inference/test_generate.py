@@ -1,0 +1,180 @@
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import llama_jax
+from llama_jax import Sampling
+from llama_jax.errors import GenerationError
+from llama_jax.inference import generate as module
+
+NEW = 12
+
+
+jit_logits = jax.jit(llama_jax.logits, static_argnums=0)
+
+
+def plain_greedy(config, params, prompt, new):
+    """The oracle: the whole sequence through the model again for every token, without a cache."""
+    ids = np.zeros((1, 64 if len(prompt) + new <= 64 else 512), np.int32)  # what lies behind cannot be seen
+    ids[0, : len(prompt)] = prompt
+    for n in range(len(prompt), len(prompt) + new):
+        ids[0, n] = int(np.argmax(jit_logits(config, params, ids)[0, n - 1]))
+    return ids[0, len(prompt) : len(prompt) + new].tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random, with sharp logits so that rounding between batch sizes cannot turn an argmax over."""
+    config = replace(llama_jax.preset("stories-260k"), n_layers=2)
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+
+
+PROMPTS = [[1, 5, 7], [1], list(range(40, 62)), [9] * 17]
+
+
+def test_greedy_equals_the_plain_oracle(model):
+    for prompt, result in zip(PROMPTS, llama_jax.generate(*model, PROMPTS, max_new_tokens=NEW), strict=True):
+        assert result.tokens == plain_greedy(*model, prompt, NEW)
+        assert result.finish_reason == "length"
+
+
+def test_stacked_blocks_generate_the_same(model):
+    config, params = model
+    want = llama_jax.generate(config, params, PROMPTS[:2], max_new_tokens=NEW)
+    got = llama_jax.generate(config, llama_jax.stack(params), PROMPTS[:2], max_new_tokens=NEW)
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+
+
+@settings(max_examples=10)
+@given(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=20), min_size=1, max_size=4), st.booleans())
+def test_a_row_is_token_for_token_what_it_is_alone(model, prompts, sampled):
+    sampling = [Sampling(temperature=1.0 if sampled else 0.0, top_p=0.9, seed=i) for i in range(len(prompts))]
+    together = Sampling(
+        temperature=[s.temperature for s in sampling], top_p=0.9, seed=[s.seed for s in sampling]
+    )
+    batch = llama_jax.generate(*model, prompts, max_new_tokens=NEW, sampling=together)
+    for prompt, own, result in zip(prompts, sampling, batch, strict=True):
+        assert llama_jax.generate(*model, [prompt], max_new_tokens=NEW, sampling=own)[0].tokens == result.tokens
+
+
+def test_one_batch_mixes_requests(model):
+    greedy, sampled = llama_jax.generate(
+        *model, [PROMPTS[0]] * 2, max_new_tokens=NEW, sampling=Sampling(temperature=[0.0, 3.0], seed=3)
+    )
+    assert greedy.tokens == plain_greedy(*model, PROMPTS[0], NEW)
+    assert sampled.tokens != greedy.tokens
+
+
+def test_stop_tokens_end_a_row_and_only_that_row(model):
+    free = llama_jax.generate(*model, PROMPTS, max_new_tokens=NEW)
+    stop = free[0].tokens[4], free[2].tokens[7]
+    for row, before in zip(llama_jax.generate(*model, PROMPTS, max_new_tokens=NEW, stop_tokens=stop), free, strict=True):
+        ends = [i for i, token in enumerate(before.tokens) if token in stop]
+        assert row.tokens == before.tokens[: ends[0] if ends else None]
+        assert row.finish_reason == ("stop" if ends else "length")
+
+
+def test_decoding_stops_early_when_every_row_has(model):
+    first = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=NEW)[0].tokens
+    pieces = list(llama_jax.stream(*model, [PROMPTS[0]], max_new_tokens=400, stop_tokens=[first[1]], turns=1 << 20))
+    steps = sum(piece.tokens.shape[1] for piece in pieces)
+    assert steps <= 1 + module.CHUNK * (2 if first[0] != first[1] else 1)
+
+
+def test_any_number_of_new_tokens(model):
+    want = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=NEW)[0]
+    for n in (1, 2, module.CHUNK, module.CHUNK + 1, NEW - 1):
+        got = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=n)[0]
+        assert got.tokens == want.tokens[:n]
+        assert got.logprobs == want.logprobs[:n]
+
+
+def test_logprobs_are_the_models_own(model):
+    result = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=NEW, sampling=Sampling(temperature=2.0, top_k=9))[0]
+    ids = PROMPTS[0] + result.tokens
+    scores = jax.nn.log_softmax(llama_jax.logits(*model, np.array([ids]))[0])
+    want = [float(scores[len(PROMPTS[0]) - 1 + i, token]) for i, token in enumerate(result.tokens)]
+    np.testing.assert_allclose(result.logprobs, want, atol=1e-4)
+
+
+def test_the_penalty_sees_prompt_and_continuation(model):
+    """A huge penalty forbids what was seen: all tokens differ, and none is in the prompt."""
+    result = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=40, sampling=Sampling(repetition_penalty=1e6))[0]
+    positive = len(set(result.tokens))
+    assert positive == 40
+    assert not set(result.tokens) & set(PROMPTS[0])
+
+
+def test_the_cache_grows_through_buckets_and_prompts_are_read_in_pieces(model, monkeypatch):
+    monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
+    monkeypatch.setattr(module, "LARGEST_PREFILL", 8)
+    monkeypatch.setattr(module, "SMALLEST_PREFILL", 4)
+    prompts = [PROMPTS[2], PROMPTS[0], list(range(8))]
+    for prompt, result in zip(prompts, llama_jax.generate(*model, prompts, max_new_tokens=30), strict=True):
+        assert result.tokens == plain_greedy(*model, prompt, 30)
+
+
+def test_streaming_yields_the_same_tokens_in_pieces(model):
+    want = llama_jax.generate(*model, PROMPTS, max_new_tokens=NEW)
+    pieces = list(llama_jax.stream(*model, PROMPTS, max_new_tokens=NEW))
+    assert [piece.tokens.shape[1] for piece in pieces[:2]] == [1, module.CHUNK]
+    tokens, valid = (np.concatenate([getattr(p, name) for p in pieces], axis=1) for name in ("tokens", "valid"))
+    for row, result in enumerate(want):
+        assert tokens[row][valid[row]].tolist() == result.tokens
+
+
+def test_the_number_of_compilations_is_bounded(model):
+    """Prompts of 1 to 60 tokens and any sampling: one prefill per power of two, one decode program for the bucket."""
+    config, params = model
+    before = module._prefill._cache_size(), module._decode._cache_size()
+    for length in range(1, 61, 3):
+        sampling = Sampling(temperature=length / 30, top_k=length, top_p=0.5 + length / 200, seed=length)
+        llama_jax.generate(config, params, [[3] * length], max_new_tokens=3 + length % 4, sampling=sampling)
+    assert module._prefill._cache_size() - before[0] <= 3  # buckets 16, 32, 64
+    assert module._decode._cache_size() - before[1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        ([], {}, "no prompts"),
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[512]], {}, "token id 512 is outside the vocabulary of 512"),
+        ([[-1]], {}, "token id -1 is outside"),
+        ([[2**40]], {}, f"token id {2**40} is outside"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ([[1] * 500], {"max_new_tokens": 13}, "exceed the model's context of 512"),
+        ([[1] * 600], {}, "a prompt of 600 tokens"),
+        ([[1]], {"stop_tokens": [512]}, "token id 512"),
+        ([[1]], {"sampling": Sampling(top_p=2.0)}, "top_p=2.0 must be above 0"),
+        ([[1]], {"sampling": Sampling(seed=[1, 2])}, r"seed has shape \(2,\) for a batch of 1"),
+    ],
+)
+def test_bad_requests_are_refused_before_anything_runs(model, prompts, arguments, message):
+    with pytest.raises(GenerationError, match=message):
+        llama_jax.stream(*model, prompts, **({"max_new_tokens": 4} | arguments))
+
+
+def test_the_last_slot_of_the_context_is_usable(model):
+    result = llama_jax.generate(*model, [[1] * 509], max_new_tokens=3)[0]
+    assert result.tokens == plain_greedy(*model, [1] * 509, 3)
+
+
+def test_stories_260k_greedy_text_is_exactly_what_llama2c_gives(stories, stories_folder):
+    """200 greedy steps from BOS, float32: the real model, file, tokenizer and decode loop at once."""
+    result = llama_jax.generate(stories.config, stories.params, [[stories.tokenizer.bos_id]], max_new_tokens=200)[0]
+    assert stories.tokenizer.decode(result.tokens) == (stories_folder / "expected.txt").read_text()
+
+
+def test_stories_260k_in_bfloat16_agrees_for_a_hundred_tokens(stories, stories_folder):
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), stories.params)
+    want = llama_jax.generate(stories.config, stories.params, [[1]], max_new_tokens=20)[0].tokens
+    got = llama_jax.generate(stories.config, low, [[1]], max_new_tokens=20)[0].tokens
+    assert got == want

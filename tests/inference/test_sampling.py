@@ -1,0 +1,172 @@
+import jax
+import jax.numpy as jnp
+import make_goldens
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_jax import Sampling
+from llama_jax.errors import GenerationError
+from llama_jax.inference.sampling import _argmax, penalise, sample, threshold
+
+jit_sample = jax.jit(sample)
+jit_threshold = jax.jit(threshold)
+
+
+def settings_of(rows) -> Sampling:
+    temperature, top_k, top_p, min_p, penalty = np.asarray(rows).T
+    return Sampling(temperature, top_k.astype(int), top_p, min_p, penalty).per_row(len(rows))
+
+
+def seen_of(ids, vocab):
+    seen = np.zeros((len(ids), vocab), bool)
+    np.put_along_axis(seen, ids, True, axis=1)
+    return seen
+
+
+def our_scores(logits, ids, rows):
+    """Scores after all rules, -inf where a token is dropped, to compare with transformers' processors."""
+    sampling = settings_of(rows)
+    scores = penalise(logits, sampling.repetition_penalty, seen_of(ids, logits.shape[1]))
+    scores = scores / sampling.temperature[:, None]
+    return jnp.where(scores >= jit_threshold(scores, sampling)[:, None], scores, -jnp.inf)
+
+
+def test_kept_sets_and_scores_equal_transformers():
+    with np.load(make_goldens.GOLDENS / "sampling.npz") as file:
+        want = file["scores"]
+    logits, ids = make_goldens.sampling_case(np.random.default_rng(3), len(make_goldens.SETTINGS))
+    got = our_scores(logits, ids, make_goldens.SETTINGS)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@given(st.integers(0, 100_000), st.integers(2, 300), st.integers(1, 320))
+def test_top_k_keeps_the_k_largest_and_ties(seed, vocab, k):
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(-6, 6, (2, vocab)).astype(np.float32)  # many ties
+    sampling = Sampling(temperature=1.0, top_k=k).per_row(2)
+    kept = scores >= np.asarray(threshold(jnp.asarray(scores), sampling))[:, None]
+    for row, mask in zip(scores, kept, strict=True):
+        smallest = np.sort(row)[::-1][min(k, vocab) - 1]
+        np.testing.assert_array_equal(mask, row >= smallest)
+
+
+@given(st.integers(0, 100_000), st.integers(2, 300), st.floats(0.01, 0.999))
+def test_top_p_keeps_the_smallest_set_that_reaches_p(seed, vocab, p):
+    scores = 3 * np.random.default_rng(seed).standard_normal((1, vocab)).astype(np.float32)
+    sampling = Sampling(temperature=1.0, top_p=p).per_row(1)
+    kept = scores[0] >= float(threshold(jnp.asarray(scores), sampling)[0])
+    probability = np.exp(scores[0].astype(np.float64))
+    probability /= probability.sum()
+    mass, smallest = probability[kept].sum(), probability[kept].min()
+    assert mass >= p - 1e-5
+    assert mass - smallest < p + 1e-5
+    assert probability[~kept].max(initial=0) < smallest
+
+
+@given(st.integers(0, 100_000), st.floats(0.001, 1.0))
+def test_min_p_keeps_what_is_probable_enough(seed, min_p):
+    scores = 3 * np.random.default_rng(seed).standard_normal((1, 50)).astype(np.float32)
+    kept = scores[0] >= float(threshold(jnp.asarray(scores), Sampling(temperature=1.0, min_p=min_p).per_row(1))[0])
+    ratio = np.exp(scores[0].astype(np.float64) - scores.max())
+    sure = np.abs(ratio - min_p) > 1e-5
+    np.testing.assert_array_equal(kept[sure], (ratio >= min_p)[sure])
+    assert kept[scores[0].argmax()]
+
+
+@pytest.mark.parametrize("special", [[np.inf, 1, 2], [-np.inf, 1, 2], [0.0, -0.0, -1.0], [-3.0, -2.0, -1e-30], [1e38, -1e38, 5]])
+def test_thresholds_of_extreme_scores(special):
+    scores = jnp.asarray([special], jnp.float32)
+    for k in (1, 2):
+        got = float(threshold(scores, Sampling(temperature=1.0, top_k=k).per_row(1))[0])
+        assert got == np.sort(np.asarray(special, np.float32))[::-1][k - 1]
+
+
+def test_zero_temperature_is_greedy_whatever_else_is_set():
+    logits = jax.random.normal(jax.random.key(0), (3, 100))
+    sampling = Sampling(temperature=[0.0, 0.0, 1.0], top_k=5, top_p=0.5, min_p=0.1, seed=[1, 2, 3]).per_row(3)
+    got = jit_sample(logits, sampling, np.zeros((3, 100), bool), np.zeros(3, np.int32))
+    np.testing.assert_array_equal(got[:2], jnp.argmax(logits, -1)[:2])
+
+
+def test_the_first_of_equal_scores_wins():
+    scores = jnp.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-np.inf, -np.inf, -np.inf]])
+    np.testing.assert_array_equal(_argmax(scores), [1, 0, 0])
+
+
+def test_a_sharp_distribution_follows_its_probabilities():
+    """20,000 draws from four tokens: frequencies within five standard errors of the softmax at the temperature."""
+    logits, temperature, draws = np.array([1.0, 0.0, -1.0, 2.0], np.float32), 0.7, 20_000
+    sampling = Sampling(temperature=temperature, seed=5).per_row(1)
+    many = jax.jit(
+        jax.vmap(lambda step: sample(jnp.asarray(logits)[None], sampling, np.zeros((1, 4), bool), step[None])[0])
+    )
+    counts = np.bincount(many(jnp.arange(draws)), minlength=4)
+    want = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+    np.testing.assert_array_less(np.abs(counts / draws - want), 5 * np.sqrt(want * (1 - want) / draws))
+
+
+def test_only_kept_tokens_are_drawn():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((1, 50)), jnp.float32)
+    top = set(np.argsort(-np.asarray(logits[0]))[:3].tolist())
+    sampling = Sampling(temperature=5.0, top_k=3).per_row(1)
+    draw = jax.jit(jax.vmap(lambda step: sample(logits, sampling, np.zeros((1, 50), bool), step[None])[0]))
+    assert set(np.unique(draw(jnp.arange(500))).tolist()) == top
+
+
+def test_a_row_depends_on_its_own_seed_and_step_alone():
+    logits = jax.random.normal(jax.random.key(0), (1, 100))
+    four = jnp.repeat(logits, 4, axis=0)
+    unseen = np.zeros((4, 100), bool)
+    batch = Sampling(temperature=[2.0, 1.0, 2.0, 2.0], top_k=[0, 3, 0, 0], seed=[7, 8, 7, 9]).per_row(4)
+    steps = np.array([5, 5, 5, 5], np.int32)
+    together = np.asarray(jit_sample(four, batch, unseen, steps))
+    alone = jit_sample(logits, Sampling(temperature=2.0, seed=7).per_row(1), unseen[:1], steps[:1])
+    assert together[0] == together[2] == int(alone[0])
+    streams = [
+        [int(jit_sample(logits, Sampling(temperature=2.0, seed=s).per_row(1), unseen[:1], np.array([i], np.int32))[0]) for i in range(8)]
+        for s in (7, 8)
+    ]
+    assert streams[0] != streams[1]
+    assert len(set(streams[0])) > 2
+
+
+def test_repetition_penalty_makes_seen_tokens_less_probable():
+    logits = jnp.array([[2.0, -2.0, 1.0]])
+    got = penalise(logits, jnp.array([2.0]), jnp.array([[True, True, False]]))
+    np.testing.assert_array_equal(got, [[1.0, -4.0, 1.0]])
+
+
+def test_nothing_sorts_the_vocabulary():
+    sampling = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2).per_row(2)
+    text = jit_sample.lower(np.zeros((2, 500), np.float32), sampling, np.zeros((2, 500), bool), np.zeros(2, np.int32))
+    text = text.compile().as_text()
+    assert " sort(" not in text
+    assert "TopK" not in text
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("seed", -1),
+        ("seed", 2**32),
+        ("top_k", [1, 2, 3]),
+        ("temperature", True),
+    ],
+)
+def test_impossible_values_are_named(field, value):
+    with pytest.raises(GenerationError, match=field):
+        Sampling(**{field: value}).per_row(2)

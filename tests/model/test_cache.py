@@ -1,0 +1,140 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llama_jax
+from llama_jax import LlamaConfig, cache_bytes, preset
+from llama_jax.errors import GenerationError
+from llama_jax.inference.generate import DecodeState, Request, decode
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.cache import bucket, drop_batch, grow, init_cache, restore_batch, write
+
+
+def test_published_sizes():
+    assert cache_bytes(preset("tinyllama-1.1b"), 1, 2048, jnp.float32) == 92_274_688
+    seventy = preset("llama-2-70b")
+    assert (seventy.n_layers, seventy.n_kv_heads, seventy.head_dim) == (80, 8, 128)
+    assert cache_bytes(seventy, 1, 8192, jnp.bfloat16) == 2_684_354_560
+
+
+@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([jnp.float32, jnp.bfloat16]), st.booleans())
+def test_bytes_are_those_of_the_arrays(batch, length, dtype, stacked):
+    config = preset("stories-260k")
+    cache = init_cache(config, batch, length, dtype, stacked=stacked)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((cache.k, cache.v)))
+    assert held == cache_bytes(config, batch, length, dtype)
+    assert cache.capacity == length
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(["rows", "stacked", "dropped"]), st.integers(0, 1000))
+def test_write_puts_rows_where_they_belong_and_nothing_else(batch, new, form, seed):
+    rng = np.random.default_rng(seed)
+    layers, heads, slots, width = 3, 2, 9, 4
+    batch = 1 if form == "dropped" else batch
+    rows = rng.standard_normal((batch, heads, new, width)).astype(np.float32)
+    start = rng.integers(0, slots - new + 1, batch).astype(np.int32)
+    whole = rng.standard_normal((layers, batch, heads, slots, width)).astype(np.float32)
+    want = whole.copy()
+    for b in range(batch):
+        want[1, b, :, start[b] : start[b] + new] = rows[b]
+    if form == "stacked":
+        got = write(jnp.asarray(whole), rows, jnp.asarray(start), jnp.int32(1))
+        np.testing.assert_array_equal(got, want)
+    elif form == "rows":
+        np.testing.assert_array_equal(write(jnp.asarray(whole[1]), rows, jnp.asarray(start)), want[1])
+    else:
+        np.testing.assert_array_equal(write(jnp.asarray(whole[1, 0]), rows, jnp.asarray(start)), want[1, 0])
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_grow_keeps_what_is_there(stacked):
+    cache = jax.tree.map(lambda a: a + 1, init_cache(preset("stories-260k"), 2, 5, stacked=stacked))
+    larger = grow(cache, 8)
+    assert larger.capacity == 8
+    for a, b in zip(jax.tree.leaves(larger.k), jax.tree.leaves(cache.k), strict=True):
+        np.testing.assert_array_equal(a[..., :5, :], b)
+    np.testing.assert_array_equal(larger.length, cache.length)
+    with pytest.raises(GenerationError, match="cannot shrink to capacity=7"):
+        grow(larger, 7)
+
+
+def test_dropping_the_batch_axis_is_undone():
+    for batch, stacked in [(1, False), (2, False), (1, True)]:
+        cache = init_cache(preset("stories-260k"), batch, 5, stacked=stacked)
+        back = restore_batch(drop_batch(cache))
+        assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, cache)
+    assert drop_batch(init_cache(preset("stories-260k"), 1, 5)).k[0].ndim == 3
+
+
+@given(st.integers(1, 10_000))
+def test_buckets_are_few_and_large_enough(length):
+    size = bucket(length, 16)
+    assert size >= max(length, 16)
+    assert size == 16 or size < 2 * length
+    assert size & (size - 1) == 0
+
+
+def decode_program(batch: int, stacked: bool = False):
+    """The compiled decode loop of a model whose cache is far larger than anything else that it could copy."""
+    config = LlamaConfig(
+        vocab_size=64,
+        dim=32,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        hidden_dim=64,
+        max_seq_len=8192,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_embeddings=True,
+    )
+    params = jax.eval_shape(lambda key: llama_jax.init(config, key), jax.random.key(0))
+    if not stacked:
+        params = jax.eval_shape(llama_jax.unstack, params)
+    state = DecodeState(
+        cache=jax.eval_shape(lambda: init_cache(config, batch, 8192, stacked=stacked)),
+        token=jax.ShapeDtypeStruct((batch,), jnp.int32),
+        seen=jax.ShapeDtypeStruct((batch, 64), bool),
+        count=jax.ShapeDtypeStruct((batch,), jnp.int32),
+        done=jax.ShapeDtypeStruct((batch,), bool),
+    )
+    request = Request(Sampling().per_row(batch), np.zeros(batch, np.int32), np.zeros(4, np.int32))
+    step = jax.jit(decode, static_argnums=0, donate_argnums=3)
+    return cache_bytes(config, batch, 8192, jnp.float32), step.lower(config, params, request, state, np.int32(1)).compile()
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_decoding_copies_no_cache(batch):
+    """In place: the whole cache is aliased, nothing of a layer's size is temporary, and no such copy is in the program."""
+    size, program = decode_program(batch)
+    memory = program.memory_analysis()
+    layer = size // 6  # keys or values of one layer
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < layer
+    text = program.as_text()
+    for shape in re.findall(r"= \w+\[([\d,]+)\][^ ]* copy\(", text):
+        assert 4 * np.prod([int(n) for n in shape.split(",")]) < layer, f"a copy of [{shape}]"
+
+
+def test_scanned_decoding_copies_one_layer_at_most():
+    """A scan reads one layer's keys and values out of the stack: temporaries of that size, however many layers there are."""
+    size, program = decode_program(1, stacked=True)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < 2.5 * size / 6
+
+
+def test_the_copy_test_can_fail():
+    """A window cut out of a larger cache shows up in the temporaries: what the design avoids is what the test sees."""
+
+    def windowed(cache, q):
+        return jnp.einsum("kh,ksh->ks", q, cache[:, :4096]), cache
+
+    shapes = jax.ShapeDtypeStruct((2, 8192, 8), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.float32)
+    program = jax.jit(windowed, donate_argnums=0).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes >= 2 * 4096 * 8 * 4

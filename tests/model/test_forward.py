@@ -1,0 +1,212 @@
+"""The model against transformers' results, and one forward pass for every use."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import make_goldens
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llama_jax
+from llama_jax.errors import ConfigError, GenerationError
+from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
+
+KINDS = list(make_goldens.KINDS)
+TOKENS = make_goldens.tokens(make_goldens.KINDS["gqa"])
+jit_forward = jax.jit(forward, static_argnums=0)
+jit_logits = jax.jit(logits, static_argnums=0)
+
+
+def cached_logits(config, params, tokens, pieces, stacked=False):
+    """Logits of the same tokens read in pieces of the given sizes."""
+    cache = llama_jax.init_cache(config, len(tokens), sum(pieces), stacked=stacked)
+    out, start = [], 0
+    for size in pieces:
+        hidden, cache = jit_forward(config, params, tokens[:, start : start + size], cache)
+        out.append(unembed(config, params, hidden))
+        start += size
+    np.testing.assert_array_equal(cache.length, [start] * len(tokens))
+    return jnp.concatenate(out, axis=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(kind, models, goldens):
+    config, params = models[kind]
+    np.testing.assert_allclose(jit_logits(config, params, TOKENS), goldens[kind], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_through_the_cache_equal_transformers(kind, models, goldens):
+    config, params = models[kind]
+    got = cached_logits(config, params, TOKENS, [17, 1, 1, 21])
+    np.testing.assert_allclose(got, goldens[kind], atol=1e-4, rtol=0)
+
+
+def test_goldens_can_fail(models, goldens):
+    """A wrong theta, eps or rotary layout is far outside the tolerance."""
+    config, params = models["gqa"]
+    for wrong in (replace(config, rope_theta=5000.0), replace(config, norm_eps=1e-2)):
+        assert np.abs(jit_logits(wrong, params, TOKENS) - goldens["gqa"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
+    config, params = models[kind]
+    stacked = llama_jax.stack(params)
+    tokens = TOKENS[:batch]
+    want = jit_logits(config, params, tokens)
+    np.testing.assert_allclose(jit_logits(config, stacked, tokens), want, atol=1e-5)
+    np.testing.assert_allclose(cached_logits(config, stacked, tokens, [30, 10], stacked=True), want, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(llama_jax.unstack(stacked)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3))
+def test_any_split_into_chunks_gives_the_same_logits(models, pieces, batch):
+    config, params = models["gqa"]
+    tokens = np.resize(TOKENS, (batch, sum(pieces)))
+    want = jit_logits(config, params, tokens)
+    np.testing.assert_allclose(cached_logits(config, params, tokens, pieces), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models, stacked):
+    config, params = models["gqa"]
+    params = llama_jax.stack(params) if stacked else params
+    lengths, more = np.array([3, 11, 7]), 4
+    texts = [TOKENS.reshape(-1)[20 * i : 20 * i + n + more] for i, n in enumerate(lengths)]
+    padded = np.zeros((3, 11), np.int32)
+    for row, text, n in zip(padded, texts, lengths, strict=True):
+        row[:n] = text[:n]
+        row[n:] = 95  # whatever lies in the padding
+    cache = llama_jax.init_cache(config, 3, 16, stacked=stacked)
+    hidden, cache = jit_forward(config, params, padded, cache, lengths=jnp.asarray(lengths))
+    np.testing.assert_array_equal(cache.length, lengths)
+    got = [[unembed(config, params, hidden[i, :n])] for i, n in enumerate(lengths)]
+    for step in range(more):
+        token = np.array([[text[n + step]] for text, n in zip(texts, lengths, strict=True)])
+        hidden, cache = jit_forward(config, params, token, cache)
+        for i in range(3):
+            got[i].append(unembed(config, params, hidden[i]))
+    for i, text in enumerate(texts):
+        np.testing.assert_allclose(np.concatenate(got[i]), logits(config, params, text[None])[0], atol=1e-5)
+
+
+def test_a_future_token_cannot_change_a_past_logit(models):
+    config, params = models["gqa"]
+    want = jit_logits(config, params, TOKENS)
+    for t in (1, 17, 39):
+        changed = TOKENS.copy()
+        changed[:, t:] = (changed[:, t:] + 1) % config.vocab_size
+        got = jit_logits(config, params, changed)
+        np.testing.assert_array_equal(got[:, :t], want[:, :t])
+        assert (got[:, t:] != want[:, t:]).any()
+
+
+def test_no_gradient_reaches_a_future_token(models):
+    """d logits[t] / d embedding of token s is zero exactly where s > t."""
+    config, params = models["gqa"]
+    length = 8
+    positions = np.arange(length)
+
+    def at(t, rows):
+        return jnp.sum(jnp.sin(logits(config, params.replace(embedding=rows), positions[None])[0, t]))
+
+    rows = params.embedding
+    influence = jnp.stack([jnp.abs(jax.grad(at, argnums=1)(t, rows)[:length]).sum(-1) for t in range(length)])
+    np.testing.assert_array_equal(influence > 0, np.tril(np.ones((length, length), bool)))
+
+
+def test_no_gradient_flows_into_the_cache(models):
+    """The keys' and values' projections get no gradient through what is read from the cache."""
+    config, params = models["gqa"]
+
+    def loss(params):
+        cache = llama_jax.init_cache(config, 2, 40)
+        hidden, cache = forward(config, params, TOKENS, cache)
+        return jnp.sum(jnp.sin(hidden)), cache
+
+    grads, cache = jax.grad(loss, has_aux=True)(params)
+    for block in grads.blocks:
+        np.testing.assert_array_equal(block.attention.qkv[:, -2:], 0)
+        assert np.abs(block.attention.qkv[:, :-2]).max() > 0
+    through = jax.grad(lambda params: jnp.sum(loss(params)[1].k[1]))(params)
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(through))
+
+
+def test_float64_oracle(models):
+    """In float64 cache and no cache agree to 1e-12: what is left in float32 is rounding, not a mistake."""
+    with jax.enable_x64(True):
+        for kind in ("gqa", "mqa", "llama3"):
+            config, params = models[kind]
+            wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), params)
+            tokens = TOKENS[:1]
+            cache = llama_jax.init_cache(config, 1, 40, jnp.float64)
+            first, cache = forward(config, wide, tokens[:, :30], cache)
+            second, cache = forward(config, wide, tokens[:, 30:], cache)
+            hidden, _ = forward(config, wide, tokens)
+            np.testing.assert_allclose(jnp.concatenate([first, second], 1), hidden, atol=1e-12)
+
+
+def test_bfloat16_follows_float32(models):
+    config, params = models["gqa"]
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    high = jax.tree.map(lambda a: a.astype(jnp.float32), low)
+    got, want = jit_logits(config, low, TOKENS), jit_logits(config, high, TOKENS)
+    assert got.dtype == jnp.float32
+    # bfloat16 keeps 8 bits: the residual stream is rounded some 10 times, each time to 0.4 %.
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+def test_a_token_outside_the_vocabulary_is_named(models):
+    config, params = models["gqa"]
+    for bad in (96, -1):
+        with pytest.raises(GenerationError, match=f"token id {bad} is outside the vocabulary of 96"):
+            logits(config, params, np.array([[1, bad]]))
+
+
+def test_a_full_cache_is_an_error_before_anything_runs(models):
+    config, params = models["gqa"]
+    cache = llama_jax.init_cache(config, 2, 8)
+    _, cache = forward(config, params, TOKENS[:, :6], cache)
+    with pytest.raises(GenerationError, match="3 tokens after 6 do not fit into a cache of capacity=8"):
+        forward(config, params, TOKENS[:, 6:9], cache)
+    with pytest.raises(GenerationError, match="9 tokens after 0"):
+        jit_forward(config, params, TOKENS[:, :9], cache)
+    with pytest.raises(GenerationError, match="batch=1 but the cache has 2 rows"):
+        forward(config, params, TOKENS[:1, :1], cache)
+    hidden, cache = forward(config, params, TOKENS[:, 6:8], cache)
+    np.testing.assert_array_equal(cache.length, [8, 8])
+
+
+def test_parameters_that_do_not_fit_the_configuration_are_refused(models):
+    config, params = models["tied"]
+    with pytest.raises(ConfigError, match="tie_embeddings=False but the parameters have no lm_head"):
+        logits(replace(config, tie_embeddings=False), params, TOKENS)
+
+
+def test_rotary_frequencies_follow_the_scaling(models):
+    plain = rotary_frequencies(make_goldens.KINDS["gqa"])
+    np.testing.assert_allclose(rotary_frequencies(make_goldens.KINDS["linear"]), plain / 4)
+    llama31 = llama_jax.preset("llama-3.1-8b")
+    got = rotary_frequencies(llama31)
+    assert got.dtype == np.float32
+    assert got.shape == (64,)
+    assert got[0] == 1.0
+    np.testing.assert_allclose(got[-1], rotary_frequencies(replace(llama31, rope_scaling=None))[-1] / 8)
+
+
+def test_published_sizes_trace_without_memory():
+    """405 billion parameters, shapes only."""
+    config = llama_jax.preset("llama-3.1-405b")
+    params = jax.eval_shape(lambda key: llama_jax.init(config, key, jnp.bfloat16), jax.random.key(0))
+    cache = jax.eval_shape(lambda: llama_jax.init_cache(config, 1, 256, jnp.bfloat16, stacked=True))
+    tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    hidden, cache = jax.eval_shape(lambda *a: forward(config, *a), params, tokens, cache)
+    assert hidden.shape == (1, 16, 16_384)
+    assert jax.eval_shape(lambda p, h: unembed(config, p, h), params, hidden).shape == (1, 16, 128_256)
+    assert cache.k.shape == (126, 1, 8, 256, 128)

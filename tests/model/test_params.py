@@ -1,0 +1,49 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import llama_jax
+from llama_jax import preset
+from llama_jax.model.params import count
+
+
+def test_initialisation():
+    config = preset("stories-260k")
+    params = llama_jax.init(config, jax.random.key(0))
+    blocks = params.blocks
+    residual = 0.02 / np.sqrt(2 * config.n_layers)
+    for array, std in [
+        (params.embedding, 0.02),
+        (blocks.attention.qkv, 0.02),
+        (blocks.feed_forward.gate_up, 0.02),
+        (blocks.attention.out, residual),
+        (blocks.feed_forward.down, residual),
+    ]:
+        np.testing.assert_allclose(np.std(array), std, rtol=0.03)
+        assert abs(np.mean(array)) < std / 20
+    for norm in (blocks.attention_norm, blocks.ffn_norm, params.final_norm):
+        np.testing.assert_array_equal(norm, 1)
+    assert params.lm_head is None
+    first, second = blocks.attention.qkv[:2]
+    assert (first != second).any()
+
+
+def test_the_key_and_the_dtype_decide():
+    config = preset("stories-260k")
+    a, b, c = (llama_jax.init(config, jax.random.key(i)) for i in (0, 0, 1))
+    np.testing.assert_array_equal(a.embedding, b.embedding)
+    assert (a.embedding != c.embedding).any()
+    low = llama_jax.init(config, jax.random.key(0), jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_stack_and_unstack_undo_each_other():
+    params = llama_jax.init(preset("stories-260k"), jax.random.key(0))
+    loose = llama_jax.unstack(params)
+    assert isinstance(loose.blocks, tuple)
+    assert len(loose.blocks) == 5
+    assert count(loose) == count(params) == 260_032
+    for a, b in zip(jax.tree.leaves(llama_jax.stack(loose)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert llama_jax.stack(params) is params
+    assert llama_jax.unstack(loose) is loose

@@ -1,0 +1,206 @@
+"""Each operation against its definition in float64, and the properties that the papers promise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_jax import ops
+from llama_jax.ops.rotary import scale_llama3
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+sizes = st.integers(1, 5)
+seeds = st.integers(0, 10_000)
+
+
+class TestLinear:
+    @given(sizes, sizes, sizes, seeds)
+    def test_is_a_product_with_each_row(self, batch, time, out, seed):
+        x, w = normal(seed, batch, time, 6), normal(seed + 1, out, 2, 6)
+        np.testing.assert_allclose(ops.linear(x, w), np.einsum("btd,ocd->btoc", x, w), rtol=1e-5, atol=1e-5)
+
+    def test_accumulates_in_float32(self):
+        x = jnp.full((1, 4096), 1 / 64, jnp.bfloat16)
+        w = jnp.full((1, 4096), 1 / 64, jnp.bfloat16)
+        assert ops.linear(x, w) == 1.0  # a bfloat16 sum stops growing at 256 terms
+        assert ops.linear(x, w).dtype == jnp.bfloat16
+        assert ops.linear(x, w, out_dtype=jnp.float32).dtype == jnp.float32
+
+    def test_leaves_no_copy_of_the_weight(self):
+        """A weight of several axes must not be transposed into a copy: that cost half of the decoding speed."""
+        weight = jax.ShapeDtypeStruct((512, 2, 256), jnp.float32)
+        program = jax.jit(ops.linear).lower(jax.ShapeDtypeStruct((1, 256), jnp.float32), weight).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 512 * 2 * 256
+
+
+class TestNorm:
+    @given(st.integers(2, 40), seeds, st.sampled_from([1e-6, 1e-5, 0.1]))
+    def test_definition(self, dim, seed, eps):
+        x, w = normal(seed, 3, dim), normal(seed + 1, dim)
+        wide = x.astype(np.float64)
+        want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * w
+        np.testing.assert_allclose(ops.rms_norm(x, w, eps), want, rtol=1e-5, atol=1e-6)
+
+    @given(st.integers(8, 64), seeds, st.floats(0.1, 100))
+    def test_does_not_see_the_scale_of_its_input(self, dim, seed, scale):
+        x, w = normal(seed, 2, dim), np.ones(dim, np.float32)
+        np.testing.assert_allclose(ops.rms_norm(x * scale, w, 1e-12), ops.rms_norm(x, w, 1e-12), rtol=1e-4, atol=1e-5)
+
+    def test_takes_the_mean_in_float32(self):
+        x = jnp.full((1, 8192), 0.1, jnp.bfloat16)
+        got = ops.rms_norm(x, jnp.ones(8192, jnp.bfloat16), 0.0)
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float32), 1.0, rtol=0.01)
+
+
+def rotate(x, positions, theta=100.0, layout="half"):
+    cos, sin = ops.rotary_table(jnp.asarray(positions), ops.inverse_frequencies(x.shape[-1], theta))
+    return ops.apply_rotary(jnp.asarray(x), cos, sin, layout=layout)
+
+
+class TestRotary:
+    @given(st.integers(1, 8), seeds, st.sampled_from(["half", "interleaved"]))
+    def test_keeps_norms(self, pairs, seed, layout):
+        x = normal(seed, 5, 2 * pairs)
+        turned = rotate(x, np.arange(5) * 3, layout=layout)
+        np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
+
+    @given(st.integers(1, 8), seeds, st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
+    @pytest.mark.parametrize("layout", ["half", "interleaved"])
+    def test_scores_depend_on_the_distance_only(self, layout, pairs, seed, p, q, shift):
+        a, b = normal(seed, 2 * pairs), normal(seed + 1, 2 * pairs)
+        score = [
+            float(rotate(a, p + s, layout=layout) @ rotate(b, q + s, layout=layout)) for s in (0, shift)
+        ]
+        assert score[0] == pytest.approx(score[1], abs=2e-4)
+
+    def test_position_zero_changes_nothing(self):
+        x = normal(0, 3, 8)
+        np.testing.assert_array_equal(rotate(x, np.zeros(3, int)), x)
+
+    @given(st.integers(1, 6), seeds)
+    def test_the_two_layouts_are_one_up_to_the_order_of_rows(self, pairs, seed):
+        head = 2 * pairs
+        x, w, positions = normal(seed, 4, 10), normal(seed + 1, head, 10), np.arange(4)
+        interleaved = rotate(x @ w.T, positions, layout="interleaved")
+        half = rotate(x @ ops.half_from_interleaved(w).T, positions)
+        reordered = jnp.concatenate([interleaved[:, 0::2], interleaved[:, 1::2]], axis=-1)
+        np.testing.assert_allclose(half, reordered, rtol=1e-5, atol=1e-5)
+
+    @given(st.integers(1, 6), seeds)
+    def test_is_a_complex_product(self, pairs, seed):
+        """RoFormer, equation 12: pair i times exp(1j * position * theta_i)."""
+        x, positions = normal(seed, 7, 2 * pairs), np.arange(7) * 5
+        angles = positions[:, None] * ops.inverse_frequencies(2 * pairs, 100.0)
+        want = (x[:, :pairs] + 1j * x[:, pairs:]) * np.exp(1j * angles)
+        np.testing.assert_allclose(rotate(x, positions), np.concatenate([want.real, want.imag], -1), rtol=1e-4, atol=1e-4)
+
+    def test_frequencies(self):
+        np.testing.assert_allclose(ops.inverse_frequencies(4, 10_000.0), [1.0, 0.01])
+
+    def test_llama3_scaling_keeps_high_divides_low_and_blends_between(self):
+        frequencies = ops.inverse_frequencies(128, 500_000.0)
+        scaled = scale_llama3(
+            frequencies, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+        )
+        turns = 8192 * frequencies / (2 * np.pi)
+        np.testing.assert_array_equal(scaled[turns > 4], frequencies[turns > 4])
+        np.testing.assert_allclose(scaled[turns < 1], frequencies[turns < 1] / 8)
+        between = (turns > 1) & (turns < 4)
+        assert between.any()
+        assert (np.diff(scaled) < 0).all()
+        assert (scaled[between] < frequencies[between]).all()
+        assert (scaled[between] > frequencies[between] / 8).all()
+
+
+def plain_attention(q, k, v, positions, scale):
+    """[B, K, T, G, H] by loops over everything, float64: the definition."""
+    batch, heads, time, group, _ = q.shape
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        for h in range(heads):
+            for t in range(time):
+                seen = positions[b, t] + 1
+                for g in range(group):
+                    scores = k[b, h, :seen].astype(np.float64) @ q[b, h, t, g] * scale
+                    weights = np.exp(scores - scores.max())
+                    out[b, h, t, g] = weights / weights.sum() @ v[b, h, :seen]
+    return out
+
+
+class TestAttention:
+    @given(sizes, sizes, sizes, sizes, st.integers(0, 6), seeds)
+    def test_definition(self, batch, heads, time, group, before, seed):
+        slots = before + time + 2  # two slots that nobody may see
+        q, k, v = normal(seed, batch, heads, time, group, 4), normal(seed + 1, batch, heads, slots, 4), None
+        v = normal(seed + 2, batch, heads, slots, 4)
+        start = np.random.default_rng(seed).integers(0, before + 1, batch)
+        positions = start[:, None] + np.arange(time)
+        got = ops.attention(q, k, v, jnp.asarray(positions)[:, None], scale=0.5)
+        np.testing.assert_allclose(got, plain_attention(q, k, v, positions, 0.5), rtol=1e-4, atol=1e-5)
+
+    @given(sizes, seeds)
+    def test_one_query_per_head_is_multi_head_attention(self, heads, seed):
+        """G = 1 equals the textbook's attention with N heads."""
+        time, width = 6, 4
+        q, k, v = (normal(seed + i, heads, time, width) for i in range(3))
+        scores = np.einsum("nth,nsh->nts", q, k).astype(np.float64) / 2
+        scores = np.where(np.tril(np.ones((time, time), bool)), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        want = np.einsum("nts,nsh->nth", weights / weights.sum(-1, keepdims=True), v)
+        got = ops.attention(q[None, :, :, None], k[None], v[None], jnp.arange(time)[None, None], scale=0.5)
+        np.testing.assert_allclose(got[0, :, :, 0], want, rtol=1e-4, atol=1e-5)
+
+    @given(st.integers(1, 3), st.integers(1, 4), seeds)
+    def test_a_group_equals_repeated_keys_and_values(self, heads, group, seed):
+        q, k, v = normal(seed, 1, heads, 5, group, 4), normal(seed + 1, 1, heads, 5, 4), normal(seed + 2, 1, heads, 5, 4)
+        positions = jnp.arange(5)[None, None]
+        grouped = ops.attention(q, k, v, positions, scale=0.5)
+        alone = ops.attention(
+            q.transpose(0, 1, 3, 2, 4).reshape(1, heads * group, 5, 1, 4),
+            np.repeat(k, group, axis=1),
+            np.repeat(v, group, axis=1),
+            positions,
+            scale=0.5,
+        )
+        want = alone.reshape(1, heads, group, 5, 4).transpose(0, 1, 3, 2, 4)
+        np.testing.assert_allclose(grouped, want, rtol=1e-5, atol=1e-6)
+
+    def test_repeats_nothing_in_memory(self):
+        """The temporaries of 32 queries on one key/value head stay below a single repetition of the keys."""
+        slots, group, width = 4096, 32, 128
+        shapes = [(1, 1, 1, group, width), (1, 1, slots, width), (1, 1, slots, width)]
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        program = jax.jit(lambda q, k, v, p: ops.attention(q, k, v, p, scale=1.0))
+        compiled = program.lower(*arrays, jax.ShapeDtypeStruct((1, 1, 1), jnp.int32)).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 4 * slots * width + 8 * 4 * slots * group
+
+    def test_a_dropped_batch_axis_changes_nothing(self):
+        q, k, v = normal(0, 1, 2, 3, 2, 4), normal(1, 1, 2, 9, 4), normal(2, 1, 2, 9, 4)
+        positions = jnp.array([[[4, 5, 6]]])
+        whole = ops.attention(q, k, v, positions, scale=0.5)
+        np.testing.assert_allclose(ops.attention(q[0], k[0], v[0], positions[0], scale=0.5), whole[0], rtol=1e-6, atol=1e-6)
+
+    def test_bfloat16_is_close_and_stays_bfloat16(self):
+        q, k, v = normal(0, 2, 2, 3, 2, 8), normal(1, 2, 2, 3, 8), normal(2, 2, 2, 3, 8)
+        low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+        positions = jnp.arange(3)[None, None]
+        got = ops.attention(*low, positions, scale=0.3)
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float32), ops.attention(q, k, v, positions, scale=0.3), atol=0.05)
+
+
+class TestFeedForward:
+    @given(sizes, sizes, seeds)
+    def test_definition(self, dim, hidden, seed):
+        x, gate, up, down = (normal(seed + i, *s) for i, s in enumerate([(3, dim), (hidden, dim), (hidden, dim), (dim, hidden)]))
+        g = (x @ gate.T).astype(np.float64)
+        want = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
+        got = ops.feed_forward(x, np.stack([gate, up], axis=1), down)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

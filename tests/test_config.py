@@ -1,0 +1,118 @@
+from dataclasses import replace
+
+import pytest
+
+from llama_jax import LlamaConfig, RopeScaling, parameter_count, preset
+from llama_jax.config import PRESETS, ffn_hidden_dim
+from llama_jax.errors import ConfigError
+
+# As published: model cards, or the number of values in the released files.
+PUBLISHED = {
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "tinyllama-1.1b": 1_100_048_384,
+    "open-llama-3b": 3_426_473_600,
+    "stories-260k": 260_032,
+    "stories-15m": 15_191_712,
+    "stories-42m": 41_689_600,
+    "stories-110m": 109_529_856,
+}
+
+
+def test_every_preset_has_a_published_count():
+    assert PRESETS.keys() == PUBLISHED.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts(name):
+    assert parameter_count(preset(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("dim", "multiple_of", "multiplier", "hidden"),
+    [
+        (4096, 256, None, 11_008),  # 7B
+        (5120, 256, None, 13_824),  # 13B
+        (6656, 256, None, 17_920),  # 30B
+        (8192, 256, None, 22_016),  # 65B
+        (8192, 4096, 1.3, 28_672),  # Llama 2 and 3 70B
+        (4096, 1024, 1.3, 14_336),  # Llama 3 8B
+        (16_384, 4096, 1.2, 53_248),  # Llama 3.1 405B
+        (2048, 256, 1.5, 8192),  # Llama 3.2 1B
+        (3072, 256, 1.0, 8192),  # Llama 3.2 3B
+        (288, 32, None, 768),  # stories 15M
+    ],
+)
+def test_ffn_rule_gives_the_published_sizes(dim, multiple_of, multiplier, hidden):
+    assert ffn_hidden_dim(dim, multiple_of=multiple_of, ffn_dim_multiplier=multiplier) == hidden
+
+
+SMALL = preset("stories-260k")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 65, "head_dim": 0}, "dim=65 must be a multiple of n_heads=8"),
+        ({"n_kv_heads": 3}, "n_heads=8 must be a multiple of n_kv_heads=3"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"vocab_size": 0}, "vocab_size=0 must be a positive whole number"),
+        ({"n_layers": 2.0}, "n_layers=2.0"),
+        ({"n_layers": True}, "n_layers=True"),
+        ({"dim": "64"}, "dim='64'"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan"),
+        ({"rope_theta": 1.0}, "rope_theta=1.0"),
+        ({"tie_embeddings": 1}, "tie_embeddings=1"),
+        ({"rope_scaling": {"factor": 8}}, "rope_scaling="),
+        ({"head_dim": -2}, "head_dim=-2"),
+    ],
+)
+def test_impossible_sizes_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("yarn", 2.0), "kind='yarn' is not supported"),
+        (("linear", 0.5), "factor=0.5"),
+        (("llama3", 8.0, 4.0, 4.0), "high_freq_factor=4.0 must be larger than low_freq_factor=4.0"),
+        (("llama3", 8.0, 0.0, 4.0), "low_freq_factor=0.0"),
+        (("llama3", 8.0, 1.0, 4.0, 0), "original_max_seq_len=0"),
+    ],
+)
+def test_impossible_scalings_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        RopeScaling(*arguments)
+
+
+def test_a_config_is_hashable_and_frozen():
+    assert hash(SMALL) == hash(replace(SMALL))
+    with pytest.raises(AttributeError):
+        SMALL.dim = 1
+
+
+def test_head_dim_follows_from_dim_unless_given():
+    assert SMALL.head_dim == 8
+    assert replace(SMALL, head_dim=10).head_dim == 10
+    assert isinstance(SMALL, LlamaConfig)
+
+
+def test_unknown_preset_lists_those_there_are():
+    with pytest.raises(ConfigError, match=r"unknown preset 'llama-9b'.*llama-2-7b"):
+        preset("llama-9b")

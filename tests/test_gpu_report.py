@@ -1,0 +1,180 @@
+"""experiments/gpu_report.py: that it measures, and that neither a failure nor the clock costs more than one row."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import llama_jax
+
+SCRIPT = Path(__file__).parents[1] / "experiments" / "gpu_report.py"
+
+
+@pytest.fixture
+def report(monkeypatch):
+    """The script as a module; small shapes on every device, so that a GPU machine's test run stays short."""
+    spec = importlib.util.spec_from_file_location("gpu_report", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_report", module)  # where dataclasses look up the names in annotations
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the import would set, undone after the test
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "LARGE", module.SMALL)
+    return module
+
+
+def run_main(report, folder: Path, **arguments) -> tuple[int, dict]:
+    code = report.main(report.Arguments(output_folder=folder, device_json="report.json", **arguments))
+    assert [path.name for path in folder.iterdir()] == ["report.json"]
+    return code, json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
+
+
+@pytest.mark.slow
+def test_every_section_measures(report, tmp_path, capsys):
+    code, found = run_main(report, tmp_path)
+    assert code == 0, capsys.readouterr().out
+    sections = found["sections"]
+    assert list(sections) == list(report.SECTIONS)
+    assert all(row["value"] > 0 for row in sections["yardsticks"])
+    assert len(sections["correctness"]) == 6
+    assert all(row["ok"] for row in sections["correctness"])
+    for name in ("decode", "prefill"):
+        assert len(sections[name]) == 2 * 2 * 2  # shapes, ways to run the layers, cases
+        assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])
+    assert all(row["share_of_copy"] > 0 for row in sections["decode"])
+    assert all(row["share_of_matrix"] > 0 for row in sections["prefill"])
+    (peer,) = sections["transformers"]
+    assert "skipped" in peer or peer["llama_jax_over_it"] > 0
+    assert found["device"]["platform"] == jax.devices()[0].platform
+    numbers = [x for rows in sections.values() for row in rows for x in row.values() if isinstance(x, float)]
+    assert all(math.isfinite(x) and x >= 0 for x in numbers)
+
+
+def test_failures_are_rows_and_the_rest_goes_on(report, monkeypatch, tmp_path, capsys):
+    def breaks(run):
+        yield {"shape": "a", "value": 1.5}
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand a long story")
+
+    def one_row_fails(run):
+        yield run.attempt({"shape": "b"}, lambda: 1 / 0)
+        yield run.attempt({"shape": "c"}, lambda: {"value": 123456.0})
+
+    monkeypatch.setattr(
+        report, "SECTIONS", {"breaks": breaks, "one": one_row_fails, "list": lambda run: [{"check": "x", "ok": True}]}
+    )
+    code, found = run_main(report, tmp_path)
+    assert code == 1
+    assert found["failures"] == 2
+    assert found["sections"] == {
+        "breaks": [
+            {"shape": "a", "value": 1.5},
+            {"error": "RuntimeError: RESOURCE_EXHAUSTED: out of memory\nand a long story"},
+        ],
+        "one": [{"shape": "b", "error": "ZeroDivisionError: division by zero"}, {"shape": "c", "value": 123456.0}],
+        "list": [{"check": "x", "ok": True}],
+    }
+    printed = capsys.readouterr().out
+    assert "error: RuntimeError: RESOURCE_EXHAUSTED: out of memory\n" in printed
+    assert "123,456" in printed
+
+
+def test_what_was_found_is_on_disk_before_the_end(report, monkeypatch, tmp_path):
+    def killed(run):
+        yield {"value": 1}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "SECTIONS", {"killed": killed})
+    with pytest.raises(KeyboardInterrupt):
+        run_main(report, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["sections"] == {"killed": [{"value": 1}]}
+
+
+def test_failed_check_gives_exit_code_1(report, monkeypatch, tmp_path):
+    monkeypatch.setattr(report, "SECTIONS", {"check": lambda run: [{"ok": False}], "other": lambda run: []})
+    assert run_main(report, tmp_path)[0] == 1
+    code, found = run_main(report, tmp_path, sections=("other",))
+    assert (code, found["sections"]) == (0, {"other": []})
+
+
+def test_unknown_section(report, tmp_path, capsys):
+    assert report.main(report.Arguments(sections=("decoding",), output_folder=tmp_path)) == 2
+    assert "unknown section 'decoding'" in capsys.readouterr().err
+
+
+def test_no_time_left_skips_everything(report, tmp_path):
+    code, found = run_main(report, tmp_path, time_limit=0)
+    assert code == 0
+    assert list(found["sections"]) == list(report.SECTIONS)
+    assert all("skipped" in row for rows in found["sections"].values() for row in rows)
+    assert len(found["sections"]["decode"]) == 8
+
+
+def test_measurement_that_may_not_fit_is_not_started(report):
+    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100)
+    run.longest = 200.0
+    assert run.attempt({"a": 1}, lambda: pytest.fail("started")) == {"a": 1, "skipped": "time limit"}
+
+
+def test_goal_is_judged_by_unrolled_batch_1(report, monkeypatch, tmp_path, capsys):
+    rows = [
+        {"shape": report.GOAL_SHAPE, "layers": layers, "batch": 1, "share_of_copy": share}
+        for layers, share in (("scanned", 0.5), ("unrolled", 0.9))
+    ]
+    monkeypatch.setattr(report, "SECTIONS", {"decode": lambda run: rows})
+    assert run_main(report, tmp_path)[1]["goal"]["share_of_copy"] == 0.9
+    assert "goal reached" in capsys.readouterr().out
+
+
+def test_refused_compiler_option_is_a_finding(report, monkeypatch):
+    def compile_something(*_, compiler_options):
+        return {"compiled": str(jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=compiler_options))}
+
+    monkeypatch.setattr(report, "COMPILER_OPTIONS", ({}, {"xla_no_such_option": True}))
+    monkeypatch.setattr(report, "measure_decode", compile_something)
+    monkeypatch.setattr(report.Weights, "for_layers", lambda self, driver: None)
+    run = report.Run(SimpleNamespace(platform="gpu"), report.SMALL, time_limit=100)
+    usual, refused = report.compiler_options(run)
+    assert "compiled" in usual
+    assert "xla_no_such_option" in refused["refused"]
+    assert "error" not in refused
+
+
+def test_transformers_is_optional(report, monkeypatch):
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100)
+    assert list(report.transformers(run)) == [{"skipped": "torch is not installed"}]
+
+
+def test_logits_that_differ_or_are_not_finite_fail(report):
+    expected = np.linspace(-1, 1, 12, dtype=np.float32).reshape(1, 2, 6)
+    assert report.compared(expected + 1e-5, expected, 1e-4)["ok"]
+    assert not report.compared(expected + 1e-3, expected, 1e-4)["ok"]
+    broken = report.compared(expected * np.float32("nan"), expected, 1e-4)
+    assert (broken["ok"], broken["max_abs_diff"]) == (False, "nan")
+
+
+def test_bytes_and_operations_counted_by_hand(report):
+    config = llama_jax.LlamaConfig(
+        vocab_size=10,
+        dim=4,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        hidden_dim=6,
+        max_seq_len=8,
+        norm_eps=1e-5,
+        rope_theta=1e4,
+        tie_embeddings=False,
+    )
+    layer = 4 * (2 + 2 * 1) * 2 + 4 * 4 + 3 * 4 * 6 + 2 * 4  # qkv, output, feed-forward, two normalisations
+    cache = 2 * 2 * 3 * 1 * 5 * 2  # keys and values, layers, rows, heads, slots, features
+    assert report.step_bytes(config, 3, 5) == 2 * (2 * layer + 4 + 10 * 4) + 2 * cache
+    attention = 2 * 2 * (2 * 3 * 2 * 2) * 5 * 5 // 2  # two products, a multiply and an add each, halved by causality
+    assert report.prefill_flop(config, 3, 5) == 2 * (2 * layer + 4) * 15 + attention

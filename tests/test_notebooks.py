@@ -1,0 +1,75 @@
+"""The notebooks run from first cell to last, with trained weights and without, and are committed with their pictures."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("matplotlib")
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def _read(path):
+    return nbformat.read(path, as_version=4)
+
+
+def _code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@each_notebook
+def test_is_committed_with_its_outputs(path):
+    cells = _code_cells(_read(path))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "not executed in order, in one go"
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@each_notebook
+def test_names_no_folder_of_this_machine(path):
+    notebook = _read(path)
+    for cell in _code_cells(notebook):
+        for output in cell.outputs:
+            output.get("data", {}).pop("image/png", None)  # base64 may spell anything
+    text = nbformat.writes(notebook)
+    assert not [root for root in ("/home/", "/Users/", "/tmp/", "/work/", "site-packages", str(FOLDER)) if root in text]
+
+
+@each_notebook
+def test_imports_the_library_and_defines_nothing(path):
+    defined = [
+        node.name
+        for cell in _code_cells(_read(path))
+        for node in ast.walk(ast.parse(cell.source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    ]
+    assert not defined
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["found", "absent"])
+@each_notebook
+def test_runs(path, weights, tmp_path, monkeypatch):
+    if weights == "absent":  # from a folder where no weights lie; they must then be replaced by random ones
+        monkeypatch.delenv("LLAMA_JAX_MODEL", raising=False)
+    folder = FOLDER if weights == "found" else tmp_path
+    client = nbclient.NotebookClient(
+        _read(path), timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.create_kernel_manager()
+    assert client.km.format_kernel_cmd()[0] == sys.executable, "the kernel is not that of the running interpreter"
+    executed = client.execute()  # a cell that fails raises CellExecutionError with its traceback
+    printed = "".join(output.get("text", "") for cell in _code_cells(executed) for output in cell.outputs)
+    assert weights == "found" or "random parameters" in printed

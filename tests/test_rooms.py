@@ -1,0 +1,53 @@
+"""Imports only go down: a file may use the floors below its own, and files of its own room."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import llama_jax
+
+PACKAGE = Path(llama_jax.__file__).parent
+FLOOR = {
+    "errors": 0,
+    "config": 0,
+    "ops": 0,
+    "model": 1,
+    "inference": 2,
+    "tokenizers": 3,
+    "checkpoints": 3,
+    "cli": 4,
+}
+# On floor 0 nothing knows the configuration but the configuration; checkpoints find the tokenizer beside the weights.
+ALLOWED_SIDEWAYS = {("config", "errors"), ("checkpoints", "tokenizers")}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def imports(path: Path) -> set[str]:
+    """Rooms of this package that a file names in an import, wherever in the file it stands."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module] if node.module != "llama_jax" else [f"llama_jax.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("llama_jax.")}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    for used in imports(path) - {room}:
+        assert FLOOR[used] < FLOOR[room] or (room, used) in ALLOWED_SIDEWAYS, f"{room} (floor {FLOOR[room]}) uses {used}"
+
+
+def test_the_public_face_is_what_it_says():
+    for name in llama_jax.__all__:
+        assert getattr(llama_jax, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'lama'"):
+        llama_jax.lama  # noqa: B018
+    assert set(llama_jax.__all__) <= set(dir(llama_jax))
