@@ -21,7 +21,7 @@ class KVCache:
       k, v: a tuple of L arrays [B, K, S, H] (for a tuple of blocks) or one array [L, B, K, S, H] (for stacked blocks).
         Head-major, so that the product with a query reads it as it lies.
       length: int32[B]. Slots [0, length) of each row are valid, slot s holding the token at position s; what lies behind
-        is never read. Rows may have different lengths.
+        has weight zero in every product. Rows may have different lengths.
 
     The capacity S is also what a step reads and pays for. It is therefore kept close to the filled length and enlarged
     with `grow`: a window cut out of a larger cache would be copied before every product.
@@ -75,8 +75,8 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
 def write(buffer: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array | None = None) -> jax.Array:
     """Put T new tokens of each row into a buffer of keys or values, in place where XLA owns the buffer.
 
-    No gradient flows into the cache. Positions are not checked here (`forward` does): an update that does not fit would
-    be moved to fit, silently.
+    No gradient flows into the cache. Positions are not checked here (`forward` does where it can): of an update that does
+    not fit nothing good can come, XLA moves it to fit or drops it.
 
     Args:
       buffer: [B, K, S, H]; or [K, S, H] for a single row, see `drop_batch`; or [L, B, K, S, H] with `layer`.
@@ -103,7 +103,7 @@ def write(buffer: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array
             ),
             indices_are_sorted=True,
             unique_indices=True,
-            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+            mode=lax.GatherScatterMode.FILL_OR_DROP,
         )
     return flat.reshape(buffer.shape)
 

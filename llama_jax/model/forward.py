@@ -56,13 +56,14 @@ def forward(
       the new tokens, or None.
 
     Raises:
-      GenerationError: the tokens do not fit into the cache.
+      GenerationError: the tokens do not fit into the cache, or its form is not that of the blocks. Under `jit` the filled
+        length is not known, and only tokens that an empty cache could not take are noticed: count as `generate` does.
     """
     batch, new = tokens.shape
     if cache is None:
         positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), tokens.shape)
     else:
-        _check_room(cache, batch, new)
+        _check_cache(params, cache, batch, new)
         positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
     cos, sin = ops.rotary_table(positions, rotary_frequencies(config))
     hidden = params.embedding[tokens]
@@ -165,8 +166,13 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray) -> None:
         )
 
 
-def _check_room(cache: KVCache, batch: int, new: int) -> None:
+def _check_cache(params: Llama, cache: KVCache, batch: int, new: int) -> None:
     """Raise where `new` tokens do not fit: XLA would move the write to fit and overwrite what is there."""
+    if isinstance(params.blocks, tuple) != isinstance(cache.k, tuple):
+        forms = ("a tuple", "stacked") if isinstance(params.blocks, tuple) else ("stacked", "a tuple")
+        raise GenerationError(
+            f"the blocks are {forms[0]}, the cache is {forms[1]}; give init_cache stacked=True for stacked blocks only"
+        )
     if cache.length.shape[0] != batch:
         raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
     filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())

@@ -15,7 +15,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-sizes = st.integers(1, 5)
+sizes = st.sampled_from([1, 2, 5])  # few shapes: each compiles
 seeds = st.integers(0, 10_000)
 
 
@@ -40,14 +40,14 @@ class TestLinear:
 
 
 class TestNorm:
-    @given(st.integers(2, 40), seeds, st.sampled_from([1e-6, 1e-5, 0.1]))
+    @given(st.sampled_from([2, 40]), seeds, st.sampled_from([1e-6, 1e-5, 0.1]))
     def test_definition(self, dim, seed, eps):
         x, w = normal(seed, 3, dim), normal(seed + 1, dim)
         wide = x.astype(np.float64)
         want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * w
         np.testing.assert_allclose(ops.rms_norm(x, w, eps), want, rtol=1e-5, atol=1e-6)
 
-    @given(st.integers(8, 64), seeds, st.floats(0.1, 100))
+    @given(st.sampled_from([8, 64]), seeds, st.floats(0.1, 100))
     def test_does_not_see_the_scale_of_its_input(self, dim, seed, scale):
         x, w = normal(seed, 2, dim), np.ones(dim, np.float32)
         np.testing.assert_allclose(ops.rms_norm(x * scale, w, 1e-12), ops.rms_norm(x, w, 1e-12), rtol=1e-4, atol=1e-5)
@@ -65,13 +65,13 @@ def rotate(x, positions, theta=100.0, layout="half"):
 
 
 class TestRotary:
-    @given(st.integers(1, 8), seeds, st.sampled_from(["half", "interleaved"]))
+    @given(st.sampled_from([1, 8]), seeds, st.sampled_from(["half", "interleaved"]))
     def test_keeps_norms(self, pairs, seed, layout):
         x = normal(seed, 5, 2 * pairs)
         turned = rotate(x, np.arange(5) * 3, layout=layout)
         np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
 
-    @given(st.integers(1, 8), seeds, st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
+    @given(st.sampled_from([1, 8]), seeds, st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
     @pytest.mark.parametrize("layout", ["half", "interleaved"])
     def test_scores_depend_on_the_distance_only(self, layout, pairs, seed, p, q, shift):
         a, b = normal(seed, 2 * pairs), normal(seed + 1, 2 * pairs)
@@ -84,7 +84,7 @@ class TestRotary:
         x = normal(0, 3, 8)
         np.testing.assert_array_equal(rotate(x, np.zeros(3, int)), x)
 
-    @given(st.integers(1, 6), seeds)
+    @given(st.sampled_from([1, 6]), seeds)
     def test_the_two_layouts_are_one_up_to_the_order_of_rows(self, pairs, seed):
         head = 2 * pairs
         x, w, positions = normal(seed, 4, 10), normal(seed + 1, head, 10), np.arange(4)
@@ -93,7 +93,7 @@ class TestRotary:
         reordered = jnp.concatenate([interleaved[:, 0::2], interleaved[:, 1::2]], axis=-1)
         np.testing.assert_allclose(half, reordered, rtol=1e-5, atol=1e-5)
 
-    @given(st.integers(1, 6), seeds)
+    @given(st.sampled_from([1, 6]), seeds)
     def test_is_a_complex_product(self, pairs, seed):
         """RoFormer, equation 12: pair i times exp(1j * position * theta_i)."""
         x, positions = normal(seed, 7, 2 * pairs), np.arange(7) * 5
@@ -135,7 +135,7 @@ def plain_attention(q, k, v, positions, scale):
 
 
 class TestAttention:
-    @given(sizes, sizes, sizes, sizes, st.integers(0, 6), seeds)
+    @given(sizes, sizes, sizes, sizes, st.sampled_from([0, 6]), seeds)
     def test_definition(self, batch, heads, time, group, before, seed):
         slots = before + time + 2  # two slots that nobody may see
         q, k, v = normal(seed, batch, heads, time, group, 4), normal(seed + 1, batch, heads, slots, 4), None

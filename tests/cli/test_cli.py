@@ -1,0 +1,181 @@
+"""The program as a user meets it: a process, its output, its exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import make_goldens
+import pytest
+from conftest import write_hf_folder
+
+from llama_jax.cli.generate import _Text
+
+PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """A compilation cache that the tests of this file share, and no accelerator."""
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "200",
+    }
+
+
+@pytest.fixture(scope="module")
+def run(environment):
+    def run(*arguments, **options):
+        return subprocess.run(
+            [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, **options
+        )
+
+    return run
+
+
+def test_quickstart(run):
+    done = run("quickstart")
+    assert (done.returncode, done.stdout) == (0, "(2, 16, 1000)\n")
+
+
+def test_help_imports_nothing_heavy(environment):
+    """The start of --help is quick because of what it does not import; seconds would depend on the machine."""
+    code = (
+        "import sys; sys.argv[1:] = ['generate', '--help']\n"
+        "from llama_jax.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'jax', 'numpy', 'flax', 'orbax', 'optax', 'sentencepiece', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "--max-new-tokens" in done.stdout
+
+
+def test_generate_streams_text_and_statistics(run, stories_folder):
+    done = run("generate", "Once upon a time", "--model", stories_folder, "--temperature", 0, "--max-new-tokens", 40)
+    assert done.returncode == 0, done.stderr
+    expected = (stories_folder / "expected.txt").read_text()
+    assert done.stdout.startswith("Once upon a time, there was a little girl named Lily.")
+    assert expected.startswith(done.stdout.rstrip("\n"))
+    for word in ("cpu", "float32", "attention", "compile", "prefill", "decode", "weights 1.0 MB", "cache"):
+        assert word in done.stderr
+
+
+def test_generate_as_json(run, stories_folder):
+    arguments = ["generate", "Once", "--model", stories_folder / "stories260K.bin", "--max-new-tokens", 9, "--json"]
+    done = run(*arguments, "--seed", 3, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--repetition-penalty", 1.1)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["prompt"] == "Once"
+    assert len(result["tokens"]) == len(result["logprobs"]) == 9
+    assert result["finish_reason"] == "length"
+    assert result["statistics"]["seed"] == 3
+    assert result["statistics"]["weight_bytes"] == 260_032 * 4
+    again = run(*arguments, "--seed", 3, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--repetition-penalty", 1.1)
+    assert json.loads(again.stdout)["tokens"] == result["tokens"]
+
+
+def test_generate_ends_at_a_stop_string(run, stories_folder):
+    done = run("generate", "Once upon a time", "--model", stories_folder, "--temperature", 0, "--stop", "park", "--json")
+    result = json.loads(done.stdout)
+    assert result["text"].endswith("outside in the ")
+    assert result["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "--model", "MODEL"], "the prompt is empty"),
+        (["Once", "--model", "nowhere"], "nowhere does not exist"),
+        (["Once", "--model", "MODEL", "--temperature", "-1"], "temperature=-1.0"),
+        (["Once", "--model", "MODEL", "--top-p", "0"], "top_p=0.0"),
+        (["Once", "--model", "MODEL", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["Once", "--model", "MODEL", "--max-new-tokens", "600"], "exceed the model's context of 512"),
+        (["Once " * 600, "--model", "MODEL"], "the model's context 512"),
+        (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
+        (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
+        (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(run, stories_folder, arguments, message):
+    done = run("generate", *(a.replace("MODEL", str(stories_folder)) for a in arguments))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert done.stderr.startswith("llama-jax: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_model_without_tokenizer_says_what_to_give(run, tmp_path):
+    folder = write_hf_folder(tmp_path / "model", make_goldens.KINDS["gqa"])
+    done = run("generate", "Once", "--model", folder)
+    assert done.returncode == 2
+    assert "give one with --tokenizer" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "x", "--modle", "y"], ["serve"], []])
+def test_wrong_usage_exits_with_2_and_no_traceback(run, arguments):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("end", ["interrupt", "closed pipe"])
+def test_ctrl_c_and_a_closed_pipe_end_cleanly(stories_folder, environment, end):
+    arguments = ["generate", "Once upon a time", "--model", str(stories_folder), "--max-new-tokens", "500"]
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, bufsize=0
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(4) == b"Once"
+    if end == "interrupt":
+        process.send_signal(signal.SIGINT)
+    else:
+        process.stdout.close()
+    _, errors = process.communicate(timeout=120) if end == "interrupt" else (None, process.stderr.read())
+    assert b"Traceback" not in errors
+    assert process.wait(120) in ({130} if end == "interrupt" else {0, 1})
+
+
+def test_a_second_start_finds_its_programs_compiled(stories_folder, tmp_path, environment):
+    environment = environment | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    arguments = ["generate", "Once", "--model", str(stories_folder), "--max-new-tokens", "5", "--seed", "1"]
+    counts = []
+    for _ in range(2):
+        subprocess.run([*PROGRAM, *arguments], capture_output=True, check=True, env=environment)
+        counts.append(len([p for p in Path(tmp_path / "cache").iterdir() if p.name.endswith("-cache")]))
+    assert counts[0] > 0
+    assert counts[1] == counts[0]
+
+
+class Letters:
+    """Each token is the letter of its number."""
+
+    def token_bytes(self, token):
+        return bytes([token])
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("hello world", ("wor",), "hello "),
+        ("aab", ("ab",), "a"),
+        ("aaab aab", ("aab",), "a"),
+        ("abcabd", ("abd",), "abc"),
+        ("no end", ("x", "yz"), "no end"),
+        ("one two", ("two", "on"), ""),
+        ("almos", ("almost",), "almos"),
+    ],
+)
+def test_stop_strings_across_tokens(text, stop, shown):
+    out = _Text(Letters(), stop, echo=False)
+    for letter in text.encode():
+        if out.push(letter):
+            break
+    out.finish()
+    assert out.shown == shown
