@@ -262,10 +262,8 @@ def main(arguments: Arguments) -> None:
             own = statistics.median(peers["llama_jax"]) if "llama_jax" in peers else float("nan")
             for peer, speeds in peers.items():
                 median = statistics.median(speeds)
-                print(
-                    f"{shape:16} {name:12} {peer:13} {median:9.1f} {min(speeds):9.1f} {max(speeds):9.1f}  {own / median:.2f}",
-                    flush=True,
-                )
+                spread = f"{median:9.1f} {min(speeds):9.1f} {max(speeds):9.1f}"
+                print(f"{shape:16} {name:12} {peer:13} {spread}  {own / median:.2f}", flush=True)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {arguments.output}")

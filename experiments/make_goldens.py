@@ -19,7 +19,7 @@ GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 
 
 def _config(**changes) -> LlamaConfig:
-    sizes = dict(
+    sizes: dict = dict(
         vocab_size=96,
         dim=32,
         n_layers=2,

@@ -43,7 +43,31 @@ _HOME = {
     "stack": "model.params",
     "unstack": "model.params",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "Checkpoint",
+    "Generation",
+    "KVCache",
+    "Llama",
+    "LlamaConfig",
+    "RopeScaling",
+    "Sampling",
+    "UserError",
+    "cache_bytes",
+    "forward",
+    "generate",
+    "grow",
+    "init",
+    "init_cache",
+    "load",
+    "logits",
+    "parameter_count",
+    "preset",
+    "rotary_frequencies",
+    "stack",
+    "stream",
+    "unembed",
+    "unstack",
+]
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints import Checkpoint, load

@@ -11,12 +11,11 @@ import make_goldens
 import numpy as np
 import pytest
 from hypothesis import settings
-from llama_jax.checkpoints.assemble import Reader, assemble
-from llama_jax.checkpoints.huggingface import NAMES
 from safetensors.numpy import save_file
 
 import llama_jax
-from llama_jax.checkpoints.huggingface import config_to_dict
+from llama_jax.checkpoints.assemble import Reader, assemble
+from llama_jax.checkpoints.huggingface import NAMES, config_to_dict
 
 # Compiling is most of the time of a test, so an example may be slow without the code being slow.
 settings.register_profile("llama_jax", deadline=None, max_examples=25, derandomize=True)
@@ -27,6 +26,7 @@ def shared_data(name: str) -> Path:
     """A file or folder of ../shared/data; skips the test in a clone that has none beside it."""
     path = Path(os.environ.get("LLAMA_JAX_TEST_DATA", Path(__file__).parents[2] / "shared" / "data")) / name
     if not path.exists():
+        assert "LLAMA_JAX_NO_SKIP" not in os.environ, f"{path} is missing, and here no test may skip"
         pytest.skip(f"needs test data that is not beside this clone: {path}")
     return path
 
@@ -57,8 +57,7 @@ def params_of(config, tensors: dict[str, np.ndarray], dtype=None):
 def models() -> dict[str, tuple]:
     """{kind: (config, params)} of the small random models of every kind, the same as the goldens'."""
     return {
-        kind: (config, params_of(config, make_goldens.random_tensors(config)))
-        for kind, config in make_goldens.KINDS.items()
+        kind: (config, params_of(config, make_goldens.random_tensors(config))) for kind, config in make_goldens.KINDS.items()
     }
 
 

@@ -1,5 +1,5 @@
 """Files in: `load` recognises what a path holds."""
 
-from llama_jax.checkpoints.load import Checkpoint, load
+from llama_jax.checkpoints.loading import Checkpoint, load
 
 __all__ = ["Checkpoint", "load"]

@@ -15,7 +15,6 @@ from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
 from llama_jax.ops.rotary import half_from_interleaved
 
-
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 
 

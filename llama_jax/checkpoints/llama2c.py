@@ -43,7 +43,9 @@ def read_config(path: Path) -> LlamaConfig:
     """The configuration in the header. llama2.c fixes what the file does not say: norm_eps 1e-5, theta 10,000."""
     layout = _layout(path)
     if layout is None:
-        raise CheckpointError(f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again")
+        raise CheckpointError(
+            f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
+        )
     return layout[0]
 
 
@@ -86,9 +88,7 @@ def _layout(path: Path) -> tuple[LlamaConfig, int] | None:
         )
     except ConfigError:
         return None
-    numbers = sum(
-        math.prod(shape) * (n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config).items()
-    )
+    numbers = sum(math.prod(shape) * (n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config).items())
     size = header.nbytes + 4 * numbers
     return (config, size) if path.stat().st_size == size else None
 

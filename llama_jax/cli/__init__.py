@@ -20,7 +20,7 @@ Command = (
 
 def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can mend, 130 for Ctrl-C."""
-    command = tyro.cli(Command, prog="llama-jax", description="Llama in JAX, as pure functions.")  # type: ignore[arg-type]
+    command = tyro.cli(Command, prog="llama-jax", description="Llama in JAX, as pure functions.")
     try:
         command.run()
     except (UserError, OSError) as error:

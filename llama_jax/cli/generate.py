@@ -52,7 +52,8 @@ class Generate:
 
     def run(self) -> None:
         started = time.perf_counter()
-        from llama_jax.cli.runtime import CompileClock, use_compilation_cache
+        from llama_jax.cli.runtime import Clock, CompileClock, use_compilation_cache
+        from llama_jax.cli.text import Text
 
         use_compilation_cache()
         compiling = CompileClock()
@@ -89,36 +90,31 @@ class Generate:
         # No text holds a second beginning: models of many short texts (llama2.c's stories) say with it that one has ended.
         stop_ids = sorted({i for i in (tokenizer.eos_id, tokenizer.bos_id) if 0 <= i < config.vocab_size})
 
+        pieces = llama_jax.stream(config, params, [prompt], max_new_tokens=new, sampling=sampling, stop_tokens=stop_ids)
         loaded = time.perf_counter()
-        text = _Text(tokenizer, self.stop, echo=not self.json)
+        text = Text(tokenizer, self.stop, write=_discard if self.json else _print)
         if not self.json:
-            text.write(self.prompt)
-        pieces = llama_jax.stream(
-            config, params, [prompt], max_new_tokens=new, sampling=sampling, stop_tokens=stop_ids
-        )
-        first = None
-        compiled_first = 0.0
+            _print(self.prompt)
+        clock = Clock(compiling)
         tokens: list[int] = []
         logprobs: list[float] = []
-        reason = "length"
+        stopped = False
         try:
             for piece in pieces:
-                first = first or time.perf_counter()
-                compiled_first = compiled_first or compiling.seconds
+                clock.piece()
                 for token, logprob in zip(piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True):
-                    if int(token) in stop_ids:
-                        reason = "stop"
+                    stopped = int(token) in stop_ids
+                    if stopped:
                         break
                     tokens.append(int(token))
                     logprobs.append(float(logprob))
-                    if text.push(int(token)):
-                        reason = "stop"
+                    stopped = text.push(int(token))
+                    if stopped:
                         break
-                if reason == "stop":
+                if stopped:
                     break
         finally:
             text.finish()
-        ended = time.perf_counter()
 
         import jax
 
@@ -132,16 +128,21 @@ class Generate:
             "compile_seconds": round(compiling.seconds, 3),
             "prompt_tokens": len(prompt),
             "new_tokens": len(tokens),
-            "prefill_tokens_per_second": _rate(len(prompt), (first or ended) - loaded - compiled_first),
-            "decode_tokens_per_second": _rate(
-                len(tokens) - 1, ended - (first or ended) - (compiling.seconds - compiled_first)
-            ),
+            "prefill_tokens_per_second": _rate(len(prompt), clock.prefill_seconds),
+            "decode_tokens_per_second": _rate(len(tokens) - 1, clock.decode_seconds),
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
             "cache_bytes": llama_jax.cache_bytes(config, 1, _capacity(len(prompt) + len(tokens)), params.embedding.dtype),
         }
         if self.json:
-            result = {"prompt": self.prompt, "text": text.shown, "tokens": tokens, "logprobs": logprobs}
-            print(json.dumps(result | {"finish_reason": reason, "statistics": statistics}, ensure_ascii=False))
+            result = {
+                "prompt": self.prompt,
+                "text": text.shown,
+                "tokens": tokens,
+                "logprobs": logprobs,
+                "finish_reason": "stop" if stopped else "length",
+                "statistics": statistics,
+            }
+            print(json.dumps(result, ensure_ascii=False))
         else:
             print(flush=True)
             print(_summary(statistics), file=sys.stderr)
@@ -151,7 +152,7 @@ class Generate:
         import jax.numpy as jnp
 
         import llama_jax
-        from llama_jax.checkpoints.load import stored_dtype
+        from llama_jax.checkpoints.loading import stored_dtype
 
         dtype: jax.typing.DTypeLike | None = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         if self.dtype == "auto" and jax.default_backend() == "cpu" and stored_dtype(self.model) != jnp.float32:
@@ -173,50 +174,12 @@ class Generate:
         return checkpoint.tokenizer
 
 
-class _Text:
-    """Prints text as it comes and ends it at a stop string, holding back what may be the beginning of one."""
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
 
-    def __init__(self, tokenizer, stop: tuple[str, ...], *, echo: bool) -> None:
-        from llama_jax.tokenizers import TextStream
 
-        self._stream = TextStream(tokenizer)
-        self._stop = stop
-        self._echo = echo
-        self._held = ""
-        self.shown = ""
-        self._ended = False
-
-    def push(self, token: int) -> bool:
-        """Add a token; True when a stop string has been met."""
-        return self._add(self._stream.push(token))
-
-    def finish(self) -> None:
-        """Give out what was held back."""
-        if not self._ended:
-            self._add(self._stream.finish())
-            self._show(self._held)
-            self._held = ""
-
-    def write(self, text: str) -> None:
-        if self._echo:
-            print(text, end="", flush=True)
-
-    def _add(self, text: str) -> bool:
-        self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self._show(self._held[: min(found)])
-            self._held, self._ended = "", True
-            return True
-        keep = max((n for stop in self._stop for n in range(len(stop)) if self._held.endswith(stop[:n])), default=0)
-        ready = len(self._held) - keep
-        self._show(self._held[:ready])
-        self._held = self._held[ready:]
-        return False
-
-    def _show(self, text: str) -> None:
-        self.shown += text
-        self.write(text)
+def _discard(text: str) -> None:
+    pass
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import jax
 import platformdirs
@@ -30,6 +31,29 @@ class CompileClock:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration: float, **_: object) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event in self.EVENTS:
-            self.seconds += duration
+            self.seconds += duration_secs
+
+
+class Clock:
+    """Seconds of prefill and of decoding, compiling left out."""
+
+    def __init__(self, compiling: CompileClock) -> None:
+        self._compiling = compiling
+        self._times = [self._now()]
+
+    def piece(self) -> None:
+        """Call as each piece of a stream comes: the first ends the prefill."""
+        self._times.append(self._now())
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._compiling.seconds
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self._times[min(1, len(self._times) - 1)] - self._times[0]
+
+    @property
+    def decode_seconds(self) -> float:
+        return self._times[-1] - self._times[min(1, len(self._times) - 1)]

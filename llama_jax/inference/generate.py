@@ -26,8 +26,7 @@ SMALLEST_PREFILL, LARGEST_PREFILL = 16, 512  # longer prompts are read in pieces
 SMALLEST_CACHE = 256  # below it a step costs the same
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """What the decode loop carries: an immutable tree.
 
     Attributes:
@@ -45,8 +44,7 @@ class DecodeState:
     done: jax.Array
 
 
-@struct.dataclass
-class Request:
+class Request(struct.PyTreeNode):
     """What stays the same during a generation.
 
     Attributes:
@@ -150,7 +148,7 @@ def stream(
     check_tokens(config, np.asarray(stop_tokens, np.int64))
     stop = np.full(bucket(len(stop_tokens), 4), -1, np.int32)
     stop[: len(stop_tokens)] = stop_tokens
-    request = Request(sampling.per_row(batch), np.full(batch, max_new_tokens, np.int32), stop)
+    request = Request(sampling.per_row(batch), jnp.full(batch, max_new_tokens, jnp.int32), jnp.asarray(stop))
     return _stream(config, params, tokens, lengths, request, turns)
 
 
@@ -277,9 +275,7 @@ def _first_token(
     return choose(config, params, request, state, hidden)
 
 
-def _read_prompts(
-    config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray
-) -> tuple[KVCache, jax.Array]:
+def _read_prompts(config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray) -> tuple[KVCache, jax.Array]:
     """Prefill in pieces of at most LARGEST_PREFILL tokens, the cache growing with what is read."""
     batch, width = tokens.shape
     dtype = params.embedding.dtype
@@ -294,9 +290,7 @@ def _read_prompts(
     return cache, hidden
 
 
-def _pack(
-    config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _pack(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as tokens int32[B, bucket], padded on the right, and lengths int32[B], after all checks."""
     if not len(prompts):
         raise GenerationError("no prompts: give at least one sequence of token ids")
@@ -305,7 +299,7 @@ def _pack(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if not lengths.all():
         raise GenerationError(
-            f"prompt {int(np.argmin(lengths))} is empty: a Llama continues at least one token, such as the tokenizer's bos_id"
+            f"prompt {int(np.argmin(lengths))} is empty: give at least one token, such as the tokenizer's bos_id"
         )
     longest = int(lengths.max())
     if longest + max_new_tokens > config.max_seq_len:

@@ -7,6 +7,8 @@ found by bisection over the bits of the scores. Nothing sorts the vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,18 +17,18 @@ from jax import lax
 
 from llama_jax.errors import GenerationError
 
-PerRow = float | int | np.ndarray | jax.Array | list[float] | list[int]
+PerRow = Any  # a number, or an array or sequence of one number per row
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
     """How to choose tokens; each field one value for all rows, or one per row.
 
     Attributes:
       temperature: divides the logits; 0 takes the most probable token (greedy) whatever the other fields say, apart from
         the repetition penalty.
       top_k: keep the k most probable tokens (and those tied with the last); 0 keeps all.
-      top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1); 1 keeps all.
+      top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1); 1
+        keeps all.
       min_p: keep tokens at least min_p times as probable as the most probable (Nguyen et al. 2024); 0 keeps all.
       repetition_penalty: logits of tokens already in the row are divided by it where positive and multiplied where
         negative (Keskar et al. 2019, section 4.1); 1 changes nothing.
@@ -55,7 +57,9 @@ class Sampling:
             if wrong.size:
                 raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")
             if value.shape not in ((), (batch,)):
-                raise GenerationError(f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row")
+                raise GenerationError(
+                    f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row"
+                )
             return np.broadcast_to(value, (batch,)).astype(dtype)
 
         def whole(x):
@@ -143,7 +147,7 @@ def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:
 
 
 def _argmax(scores: jax.Array) -> jax.Array:
-    """The first index of the largest score: int32[B]. Two plain reductions, which XLA for CPU vectorises; `jnp.argmax` not."""
+    """The first index of the largest score: int32[B]. XLA for CPU vectorises two plain reductions, but not argmax."""
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     best = jnp.max(scores, axis=-1, keepdims=True)
     return jnp.min(jnp.where(scores == best, indices, scores.shape[-1] - 1), axis=-1)

@@ -13,8 +13,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Keys and values of the tokens that the model has read.
 
     Attributes:

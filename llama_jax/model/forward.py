@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +41,7 @@ def forward(
     cache: KVCache | None = None,
     *,
     lengths: jax.Array | None = None,
-) -> tuple[jax.Array, KVCache | None]:
+) -> tuple[jax.Array, Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalised residual stream.
 
     Training, prefill, chunked prefill and decoding differ only in `cache` and T. Padding is on the right: a padded token
@@ -67,30 +69,27 @@ def forward(
         positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
     cos, sin = ops.rotary_table(positions, rotary_frequencies(config))
     hidden = params.embedding[tokens]
-    k, v = (None, None) if cache is None else (cache.k, cache.v)
 
     if isinstance(params.blocks, tuple):
-        written = []
+        layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))
         for i, block in enumerate(params.blocks):
-            layer_kv = None if cache is None else (k[i], v[i])
-            hidden, layer_kv = _block(config, block, hidden, layer_kv, positions, cos, sin)
-            written.append(layer_kv)
-        k, v = (None, None) if cache is None else (tuple(kv[0] for kv in written), tuple(kv[1] for kv in written))
+            hidden, layers[i] = _block(config, block, hidden, layers[i], positions, cos, sin)
+        buffers: Any = None if cache is None else tuple(zip(*layers, strict=True))
     else:
 
         def layer_step(carry, layer):
-            hidden, kv = carry
+            hidden, buffers = carry
             block, index = layer
-            return _block(config, block, hidden, kv, positions, cos, sin, index), None
+            return _block(config, block, hidden, buffers, positions, cos, sin, index), None
 
         # The cache rides in the carry: as input and output of the scan it would be copied whole at every call.
-        kv = None if cache is None else (k, v)
-        (hidden, kv), _ = lax.scan(layer_step, (hidden, kv), (params.blocks, jnp.arange(config.n_layers)))
-        k, v = (None, None) if kv is None else kv
+        buffers = None if cache is None else (cache.k, cache.v)
+        (hidden, buffers), _ = lax.scan(layer_step, (hidden, buffers), (params.blocks, jnp.arange(config.n_layers)))
 
     hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps)
     if cache is None:
         return hidden, None
+    k, v = buffers
     return hidden, KVCache(k=k, v=v, length=cache.length + (new if lengths is None else lengths))
 
 

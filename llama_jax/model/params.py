@@ -11,8 +11,7 @@ from flax import struct
 from llama_jax.config import LlamaConfig
 
 
-@struct.dataclass
-class Attention:
+class Attention(struct.PyTreeNode):
     """Projections of one attention layer.
 
     Attributes:
@@ -24,8 +23,7 @@ class Attention:
     out: jax.Array
 
 
-@struct.dataclass
-class FeedForward:
+class FeedForward(struct.PyTreeNode):
     """Projections of one feed-forward layer.
 
     Attributes:
@@ -37,8 +35,7 @@ class FeedForward:
     down: jax.Array
 
 
-@struct.dataclass
-class Block:
+class Block(struct.PyTreeNode):
     """One layer: two normalisations [D], attention and feed-forward."""
 
     attention_norm: jax.Array
@@ -47,8 +44,7 @@ class Block:
     feed_forward: FeedForward
 
 
-@struct.dataclass
-class Llama:
+class Llama(struct.PyTreeNode):
     """All parameters.
 
     Attributes:

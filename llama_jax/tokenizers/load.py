@@ -42,7 +42,8 @@ def find_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     found = [(path, tokenizer) for path, tokenizer in _vocabularies(folder) if tokenizer.vocab_size == vocab_size]
     if len(found) > 1:
         raise TokenizerError(
-            f"{folder} holds several vocabularies of {vocab_size} ({', '.join(p.name for p, _ in found)}); remove all but one"
+            f"{folder} holds several vocabularies of {vocab_size} pieces"
+            f" ({', '.join(p.name for p, _ in found)}); remove all but one"
         )
     return found[0][1] if found else None
 

@@ -11,7 +11,7 @@ import make_goldens
 import pytest
 from conftest import write_hf_folder
 
-from llama_jax.cli.generate import _Text
+from llama_jax.cli.text import Text
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 
@@ -128,18 +128,19 @@ def test_wrong_usage_exits_with_2_and_no_traceback(run, arguments):
 @pytest.mark.parametrize("end", ["interrupt", "closed pipe"])
 def test_ctrl_c_and_a_closed_pipe_end_cleanly(stories_folder, environment, end):
     arguments = ["generate", "Once upon a time", "--model", str(stories_folder), "--max-new-tokens", "500"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [*PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, bufsize=0
-    )
-    assert process.stdout is not None
-    assert process.stdout.read(4) == b"Once"
-    if end == "interrupt":
-        process.send_signal(signal.SIGINT)
-    else:
-        process.stdout.close()
-    _, errors = process.communicate(timeout=120) if end == "interrupt" else (None, process.stderr.read())
-    assert b"Traceback" not in errors
-    assert process.wait(120) in ({130} if end == "interrupt" else {0, 1})
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(4) == b"Once"
+        if end == "interrupt":
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+        else:
+            process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+    assert process.returncode in ({130} if end == "interrupt" else {0, 1})
 
 
 def test_a_second_start_finds_its_programs_compiled(stories_folder, tmp_path, environment):
@@ -173,9 +174,10 @@ class Letters:
     ],
 )
 def test_stop_strings_across_tokens(text, stop, shown):
-    out = _Text(Letters(), stop, echo=False)
+    written = []
+    out = Text(Letters(), stop, written.append)
     for letter in text.encode():
         if out.push(letter):
             break
     out.finish()
-    assert out.shown == shown
+    assert out.shown == "".join(written) == shown

@@ -55,9 +55,7 @@ def test_stacked_blocks_generate_the_same(model):
 @given(st.lists(st.lists(st.integers(0, 511), min_size=1, max_size=20), min_size=1, max_size=4), st.booleans())
 def test_a_row_is_token_for_token_what_it_is_alone(model, prompts, sampled):
     sampling = [Sampling(temperature=1.0 if sampled else 0.0, top_p=0.9, seed=i) for i in range(len(prompts))]
-    together = Sampling(
-        temperature=[s.temperature for s in sampling], top_p=0.9, seed=[s.seed for s in sampling]
-    )
+    together = Sampling(temperature=[s.temperature for s in sampling], top_p=0.9, seed=[s.seed for s in sampling])
     batch = llama_jax.generate(*model, prompts, max_new_tokens=NEW, sampling=together)
     for prompt, own, result in zip(prompts, sampling, batch, strict=True):
         assert llama_jax.generate(*model, [prompt], max_new_tokens=NEW, sampling=own)[0].tokens == result.tokens

@@ -76,7 +76,9 @@ def test_min_p_keeps_what_is_probable_enough(seed, min_p):
     assert kept[scores[0].argmax()]
 
 
-@pytest.mark.parametrize("special", [[np.inf, 1, 2], [-np.inf, 1, 2], [0.0, -0.0, -1.0], [-3.0, -2.0, -1e-30], [1e38, -1e38, 5]])
+@pytest.mark.parametrize(
+    "special", [[np.inf, 1, 2], [-np.inf, 1, 2], [0.0, -0.0, -1.0], [-3.0, -2.0, -1e-30], [1e38, -1e38, 5]]
+)
 def test_thresholds_of_extreme_scores(special):
     scores = jnp.asarray([special], jnp.float32)
     for k in (1, 2):
@@ -100,9 +102,7 @@ def test_a_sharp_distribution_follows_its_probabilities():
     """20,000 draws from four tokens: frequencies within five standard errors of the softmax at the temperature."""
     logits, temperature, draws = np.array([1.0, 0.0, -1.0, 2.0], np.float32), 0.7, 20_000
     sampling = Sampling(temperature=temperature, seed=5).per_row(1)
-    many = jax.jit(
-        jax.vmap(lambda step: sample(jnp.asarray(logits)[None], sampling, np.zeros((1, 4), bool), step[None])[0])
-    )
+    many = jax.jit(jax.vmap(lambda step: sample(jnp.asarray(logits)[None], sampling, np.zeros((1, 4), bool), step[None])[0]))
     counts = np.bincount(many(jnp.arange(draws)), minlength=4)
     want = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
     np.testing.assert_array_less(np.abs(counts / draws - want), 5 * np.sqrt(want * (1 - want) / draws))
@@ -126,7 +126,10 @@ def test_a_row_depends_on_its_own_seed_and_step_alone():
     alone = jit_sample(logits, Sampling(temperature=2.0, seed=7).per_row(1), unseen[:1], steps[:1])
     assert together[0] == together[2] == int(alone[0])
     streams = [
-        [int(jit_sample(logits, Sampling(temperature=2.0, seed=s).per_row(1), unseen[:1], np.array([i], np.int32))[0]) for i in range(8)]
+        [
+            int(jit_sample(logits, Sampling(temperature=2.0, seed=s).per_row(1), unseen[:1], np.array([i], np.int32))[0])
+            for i in range(8)
+        ]
         for s in (7, 8)
     ]
     assert streams[0] != streams[1]

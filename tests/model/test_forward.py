@@ -131,7 +131,7 @@ def test_no_gradient_flows_into_the_cache(models):
         hidden, cache = forward(config, params, TOKENS, cache)
         return jnp.sum(jnp.sin(hidden)), cache
 
-    grads, cache = jax.grad(loss, has_aux=True)(params)
+    grads, _ = jax.grad(loss, has_aux=True)(params)
     for block in grads.blocks:
         np.testing.assert_array_equal(block.attention.qkv[:, -2:], 0)
         assert np.abs(block.attention.qkv[:, :-2]).max() > 0
@@ -180,7 +180,7 @@ def test_a_full_cache_is_an_error_before_anything_runs(models):
         jit_forward(config, params, TOKENS[:, :9], cache)
     with pytest.raises(GenerationError, match="batch=1 but the cache has 2 rows"):
         forward(config, params, TOKENS[:1, :1], cache)
-    hidden, cache = forward(config, params, TOKENS[:, 6:8], cache)
+    _, cache = forward(config, params, TOKENS[:, 6:8], cache)
     np.testing.assert_array_equal(cache.length, [8, 8])
 
 

@@ -75,9 +75,7 @@ class TestRotary:
     @pytest.mark.parametrize("layout", ["half", "interleaved"])
     def test_scores_depend_on_the_distance_only(self, layout, pairs, seed, p, q, shift):
         a, b = normal(seed, 2 * pairs), normal(seed + 1, 2 * pairs)
-        score = [
-            float(rotate(a, p + s, layout=layout) @ rotate(b, q + s, layout=layout)) for s in (0, shift)
-        ]
+        score = [float(rotate(a, p + s, layout=layout) @ rotate(b, q + s, layout=layout)) for s in (0, shift)]
         assert score[0] == pytest.approx(score[1], abs=2e-4)
 
     def test_position_zero_changes_nothing(self):
@@ -106,9 +104,7 @@ class TestRotary:
 
     def test_llama3_scaling_keeps_high_divides_low_and_blends_between(self):
         frequencies = ops.inverse_frequencies(128, 500_000.0)
-        scaled = scale_llama3(
-            frequencies, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
-        )
+        scaled = scale_llama3(frequencies, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
         turns = 8192 * frequencies / (2 * np.pi)
         np.testing.assert_array_equal(scaled[turns > 4], frequencies[turns > 4])
         np.testing.assert_allclose(scaled[turns < 1], frequencies[turns < 1] / 8)
@@ -199,7 +195,9 @@ class TestAttention:
 class TestFeedForward:
     @given(sizes, sizes, seeds)
     def test_definition(self, dim, hidden, seed):
-        x, gate, up, down = (normal(seed + i, *s) for i, s in enumerate([(3, dim), (hidden, dim), (hidden, dim), (dim, hidden)]))
+        x, gate, up, down = (
+            normal(seed + i, *s) for i, s in enumerate([(3, dim), (hidden, dim), (hidden, dim), (dim, hidden)])
+        )
         g = (x @ gate.T).astype(np.float64)
         want = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
         got = ops.feed_forward(x, np.stack([gate, up], axis=1), down)

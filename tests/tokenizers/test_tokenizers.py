@@ -20,7 +20,9 @@ def small(tmp_path_factory):
     """A vocabulary of our own with byte pieces, so that these tests run in any clone."""
     folder = tmp_path_factory.mktemp("vocabulary")
     words = random.Random(0)
-    lines = [" ".join(words.choice(["once", "upon", "a", "time", "léger", "día", "tree"]) for _ in range(8)) for _ in range(300)]
+    lines = [
+        " ".join(words.choice(["once", "upon", "a", "time", "léger", "día", "tree"]) for _ in range(8)) for _ in range(300)
+    ]
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(lines),
         model_prefix=str(folder / "small"),

@@ -83,7 +83,9 @@ def _recognise(path: Path) -> Path:
             return path.parent
         raise CheckpointError(f"{path} is a safetensors file; its config.json must lie beside it")
     if path.suffix == ".bin" and start[:4] not in (b"GGUF", b"ak42") and start[:2] != b"PK":
-        raise CheckpointError(f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again")
+        raise CheckpointError(
+            f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
+        )
     raise CheckpointError(
         f"{path} is not a model of a supported format: a Hugging Face safetensors folder or a legacy llama2.c .bin file"
     )

@@ -1,0 +1,47 @@
+"""Text as it comes, ended by stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llama_jax.tokenizers import TextStream, Tokenizer
+
+
+class Text:
+    """Turns tokens into text and ends at a stop string, holding back what may be the beginning of one."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], write: Callable[[str], None]) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stop = stop
+        self._write = write
+        self._held = ""
+        self._ended = False
+        self.shown = ""
+
+    def push(self, token: int) -> bool:
+        """Add a token; True when a stop string has been met."""
+        self._add(self._stream.push(token))
+        return self._ended
+
+    def finish(self) -> None:
+        """Give out what was held back, now that nothing follows."""
+        if not self._ended:
+            self._add(self._stream.finish())
+            self._show(self._held)
+            self._held = ""
+
+    def _add(self, text: str) -> None:
+        self._held += text
+        found = [at for at in map(self._held.find, self._stop) if at >= 0]
+        self._ended = bool(found)
+        if found:
+            ready = min(found)
+        else:
+            starts = (stop[:n] for stop in self._stop for n in range(len(stop)))
+            ready = len(self._held) - max((len(start) for start in starts if self._held.endswith(start)), default=0)
+        self._show(self._held[:ready])
+        self._held = self._held[ready:]
+
+    def _show(self, text: str) -> None:
+        self.shown += text
+        self._write(text)

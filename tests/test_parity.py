@@ -1,0 +1,148 @@
+"""Live comparison with transformers, where torch is installed: more models than the goldens hold, and its own files."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import make_goldens
+import numpy as np
+import pytest
+from conftest import params_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import llama_jax
+from llama_jax import Sampling
+from llama_jax.checkpoints.huggingface import config_from_dict
+from llama_jax.inference.sampling import penalise, threshold
+from llama_jax.model.forward import forward, logits, unembed
+
+pytestmark = [
+    pytest.mark.parity,
+    # transformers and torch warn about themselves
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+jit_forward = jax.jit(forward, static_argnums=0)
+jit_logits = jax.jit(logits, static_argnums=0)
+
+
+@pytest.fixture(autouse=True)
+def needs_torch():
+    pytest.importorskip("torch", reason="needs the parity extra")
+    pytest.importorskip("transformers", reason="needs the parity extra")
+
+
+def theirs(config, tensors, tokens):
+    import torch
+
+    model = make_goldens.transformers_model(config, tensors)
+    with torch.inference_mode():
+        return model(torch.from_numpy(np.asarray(tokens)).long()).logits.numpy()
+
+
+@st.composite
+def configs(draw):
+    heads = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    kv = draw(st.sampled_from([k for k in (1, 2, 3, 4, 8) if heads % k == 0]))
+    width = draw(st.sampled_from([2, 6, 8, 16]))
+    return replace(
+        make_goldens.KINDS[draw(st.sampled_from(["gqa", "linear", "llama3"]))],
+        vocab_size=draw(st.sampled_from([50, 129])),
+        dim=heads * width,
+        n_layers=draw(st.integers(1, 3)),
+        n_heads=heads,
+        n_kv_heads=kv,
+        head_dim=draw(st.sampled_from([width, 4, 10])),
+        hidden_dim=draw(st.sampled_from([24, 40])),
+        norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-3])),
+        rope_theta=draw(st.sampled_from([100.0, 10_000.0, 500_000.0])),
+        tie_embeddings=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(configs(), st.integers(0, 1000))
+def test_random_models(config, seed):
+    tensors = make_goldens.random_tensors(config, seed)
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 33), dtype=np.int32)
+    params = params_of(config, tensors)
+    want = theirs(config, tensors, tokens)
+    np.testing.assert_allclose(jit_logits(config, params, tokens), want, atol=1e-4, rtol=0)
+
+    cache = llama_jax.init_cache(config, 2, 33)
+    first, cache = jit_forward(config, params, tokens[:, :20], cache)
+    second, cache = jit_forward(config, params, tokens[:, 20:], cache)
+    cached = unembed(config, params, jnp.concatenate([first, second], axis=1))
+    np.testing.assert_allclose(cached, want, atol=1e-4, rtol=0)
+
+
+def test_ragged_batch_equals_each_row_alone_in_transformers():
+    config = make_goldens.KINDS["gqa"]
+    tensors = make_goldens.random_tensors(config)
+    params = params_of(config, tensors)
+    lengths = np.array([4, 13, 9])
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (3, 13), dtype=np.int32)
+    hidden, cache = jit_forward(config, params, tokens, llama_jax.init_cache(config, 3, 16), lengths=jnp.asarray(lengths))
+    following = np.array([[5], [6], [7]], np.int32)
+    step, _ = jit_forward(config, params, following, cache)
+    for i, n in enumerate(lengths):
+        want = theirs(config, tensors, np.concatenate([tokens[i, :n], following[i]])[None])[0]
+        got = unembed(config, params, jnp.concatenate([hidden[i, :n], step[i]]))
+        np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
+
+
+def test_greedy_generation_equals_transformers():
+    import torch
+
+    config = make_goldens.KINDS["llama3"]
+    tensors = make_goldens.random_tensors(config)
+    prompt = [5, 9, 17, 3]
+    model = make_goldens.transformers_model(config, tensors)
+    want = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
+    got = llama_jax.generate(config, params_of(config, tensors), [prompt], max_new_tokens=30)[0].tokens
+    assert got == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3"])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_folders_that_transformers_saves(kind, shard, dtype, tmp_path):
+    import torch
+
+    config = make_goldens.KINDS[kind]
+    tensors = make_goldens.random_tensors(config)
+    model = make_goldens.transformers_model(config, tensors).to(getattr(torch, dtype))
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
+    found, params, _ = llama_jax.load(tmp_path)
+    assert found == config == config_from_dict(json.loads((tmp_path / "config.json").read_text()))
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(params_of(config, tensors, jnp.dtype(dtype))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(0, 100_000),
+    st.floats(0.2, 3.0),
+    st.sampled_from([0, 1, 2, 10, 50, 199, 500]),
+    st.sampled_from([1.0, 0.99, 0.9, 0.5, 0.05]),
+    st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
+    st.sampled_from([1.0, 1.3, 0.7]),
+)
+def test_kept_sets(seed, temperature, top_k, top_p, min_p, penalty):
+    values, ids = make_goldens.sampling_case(np.random.default_rng(seed), 1)
+    row = np.array([(temperature, top_k, top_p, min_p, penalty)])
+    want = make_goldens.transformers_scores(values, ids, row)
+    seen = np.zeros(values.shape, bool)
+    np.put_along_axis(seen, ids, True, axis=1)
+    sampling = Sampling(temperature, top_k, top_p, min_p, penalty).per_row(1)
+    scores = penalise(values, sampling.repetition_penalty, seen) / sampling.temperature[:, None]
+    lowest = float(threshold(scores, sampling)[0])
+    kept, wanted = np.asarray(scores[0]) >= lowest, np.isfinite(want[0])
+    # A token within rounding of a limit may fall on either side.
+    probability = np.exp(np.float64(scores[0]) - np.float64(scores[0]).max())
+    edge = np.isclose(probability, probability[wanted].min(), rtol=1e-4)
+    np.testing.assert_array_equal(kept[~edge], wanted[~edge])
+    np.testing.assert_allclose(np.asarray(scores[0])[kept & wanted], want[0][kept & wanted], rtol=1e-5)
