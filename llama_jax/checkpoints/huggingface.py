@@ -168,15 +168,6 @@ def load_params(folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike |
     return assemble(config, Reader(where, set(stored) - ignored, NAMES, get), dtype, interleaved=False)
 
 
-def stored_dtype(folder: Path) -> np.dtype:
-    """The dtype of the embedding, from its first row."""
-    for path in _files(folder).values():
-        file = _open(path)
-        if NAMES["embedding"] in file.keys():
-            return file.get_slice(NAMES["embedding"])[:1].dtype
-    raise CheckpointError(f"{folder}: tensor {NAMES['embedding']!r} is missing; the configuration needs it")
-
-
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")

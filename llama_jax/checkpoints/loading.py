@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from llama_jax.checkpoints import huggingface, llama2c
 from llama_jax.config import LlamaConfig
@@ -48,12 +47,6 @@ def load(path: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None
         params = llama2c.load_params(source, config, dtype)
         folder = source.parent
     return Checkpoint(config, params, find_tokenizer(folder, config.vocab_size))
-
-
-def stored_dtype(path: str | os.PathLike[str]) -> np.dtype:
-    """The dtype of the weights at a path, without reading them."""
-    source = _recognise(_existing(path))
-    return huggingface.stored_dtype(source) if source.is_dir() else np.dtype(np.float32)
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:

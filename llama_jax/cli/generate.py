@@ -46,7 +46,7 @@ class Generate:
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """End where this text appears (it is not printed); may be given several times."""
     dtype: DTYPES = "auto"
-    """Of weights and cache; auto keeps that of the file, but float16 and bfloat16 become float32 on a CPU."""
+    """Of weights and cache; auto keeps that of the file."""
     json: bool = False
     """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
 
@@ -148,17 +148,11 @@ class Generate:
             print(_summary(statistics), file=sys.stderr)
 
     def _load(self) -> Checkpoint:
-        import jax
         import jax.numpy as jnp
 
         import llama_jax
-        from llama_jax.checkpoints.loading import stored_dtype
 
-        dtype: jax.typing.DTypeLike | None = None if self.dtype == "auto" else jnp.dtype(self.dtype)
-        if self.dtype == "auto" and jax.default_backend() == "cpu" and stored_dtype(self.model) != jnp.float32:
-            # One token at a time, XLA for CPU multiplies 16-bit weights more than ten times slower than float32.
-            dtype = jnp.float32
-            print("llama-jax: 16-bit weights become float32 on this CPU; --dtype bfloat16 keeps them small", file=sys.stderr)
+        dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         return llama_jax.load(self.model, dtype)
 
     def _tokenizer(self, checkpoint: Checkpoint):

@@ -38,9 +38,10 @@ def attention(
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     mixed = lax.dot_general(
-        (weights / total).astype(values.dtype),
+        weights.astype(values.dtype),
         values,
         (((queries.ndim - 1,), (last - 1,)), (batch, batch)),
         preferred_element_type=precise,
     )  # [*batch, T, G, H]
-    return mixed.astype(queries.dtype)
+    # Divided here and not before the product: H numbers per query instead of S.
+    return (mixed / total).astype(queries.dtype)

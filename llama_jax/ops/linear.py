@@ -24,11 +24,28 @@ def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = Non
     features = weight.shape[-1]
     rows, outputs = math.prod(x.shape[:-1]), math.prod(weight.shape[:-1])
     # Both operands go in as matrices: given a weight of more axes, XLA for CPU transposes a copy of it at every call.
-    product = lax.dot_general(
-        x.astype(weight.dtype).reshape(rows, features),
-        weight.reshape(outputs, features),
+    matrices = x.astype(weight.dtype).reshape(rows, features), weight.reshape(outputs, features)
+    if rows == 1 and weight.dtype.itemsize == 2:
+        product = lax.platform_dependent(*matrices, cpu=_product_of_one_row, default=_product)
+    else:
+        product = _product(*matrices)
+    return product.reshape(x.shape[:-1] + weight.shape[:-1]).astype(out_dtype or x.dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[rows, features] times [outputs, features], contracted on the last axis of both."""
+    return lax.dot_general(
+        x,
+        weight,
         (((1,), (1,)), ((), ())),
         # Without it XLA for CPU converts whole bfloat16 weights to float32 before multiplying.
         preferred_element_type=jnp.promote_types(weight.dtype, jnp.float32),
     )
-    return product.reshape(x.shape[:-1] + weight.shape[:-1]).astype(out_dtype or x.dtype)
+
+
+def _product_of_one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The same for one row of 16-bit numbers on a CPU, twenty times faster.
+
+    XLA for CPU has kernels for 16-bit products from two rows on; for one row it converts the whole weight to float32.
+    """
+    return _product(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
