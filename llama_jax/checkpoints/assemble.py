@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +15,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
 from llama_jax.ops.rotary import half_from_interleaved
 
+Progress = Callable[[Sequence[int]], Iterable[int]]
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 
 
@@ -35,12 +36,20 @@ class Reader:
     get: Callable[[str], np.ndarray]
 
 
-def assemble(config: LlamaConfig, reader: Reader, dtype: jax.typing.DTypeLike | None, *, interleaved: bool) -> Llama:
+def assemble(
+    config: LlamaConfig,
+    reader: Reader,
+    dtype: jax.typing.DTypeLike | None,
+    *,
+    interleaved: bool,
+    progress: Progress | None = None,
+) -> Llama:
     """Parameters with a tuple of blocks, each array made from its tensors and put on the device before the next is read.
 
     Args:
       dtype: of all parameters; None takes that of the stored embedding, and mixed files are then cast to it.
       interleaved: whether the rows of q and k are in the interleaved rotary layout.
+      progress: wraps the sequence of layers, as `tqdm.tqdm` does, to see them go by.
 
     Raises:
       CheckpointError: a tensor that is missing, left over, misshapen or not finite; the message names it.
@@ -89,7 +98,8 @@ def assemble(config: LlamaConfig, reader: Reader, dtype: jax.typing.DTypeLike | 
             ),
         )
 
-    blocks = tuple(block(i) for i in range(c.n_layers))
+    layers = range(c.n_layers)
+    blocks = tuple(block(i) for i in (progress(layers) if progress else layers))
     final_norm = place([tensor("final_norm", c.dim)], 0, target)
     head = reader.names["lm_head"]
     lm_head = None

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.checkpoints.assemble import Reader, assemble
+from llama_jax.checkpoints.assemble import Progress, Reader, assemble
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.params import Llama
@@ -152,7 +152,9 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def load_params(folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike | None) -> Llama:
+def load_params(
+    folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike | None, progress: Progress | None = None
+) -> Llama:
     """The parameters in a folder's safetensors, cast to `dtype` (None keeps what is stored)."""
     files = {name: _open(path) for name, path in _files(folder).items()}
     stored = {tensor: file for file in files.values() for tensor in file.keys()}
@@ -165,7 +167,7 @@ def load_params(folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike |
             raise CheckpointError(f"{where}: tensor {name!r} cannot be read ({error})") from None
 
     ignored = {name for name in stored if IGNORED.fullmatch(name)}
-    return assemble(config, Reader(where, set(stored) - ignored, NAMES, get), dtype, interleaved=False)
+    return assemble(config, Reader(where, set(stored) - ignored, NAMES, get), dtype, interleaved=False, progress=progress)
 
 
 def _open(path: Path) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.assemble import Reader, assemble
+from llama_jax.checkpoints.assemble import Progress, Reader, assemble
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import rotary_frequencies
@@ -49,7 +49,9 @@ def read_config(path: Path) -> LlamaConfig:
     return layout[0]
 
 
-def load_params(path: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike | None) -> Llama:
+def load_params(
+    path: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike | None, progress: Progress | None = None
+) -> Llama:
     """The parameters, from a memory map, cast to `dtype` (None keeps float32)."""
     numbers = np.memmap(path, "<f4", mode="r", offset=HEADER[1] * HEADER[0].itemsize)
     tensors: dict[str, np.ndarray] = {}
@@ -62,7 +64,7 @@ def load_params(path: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike | N
             offset += size
     _check_rotary(path, config, tensors.pop(NAMES["cos"]), tensors.pop(NAMES["sin"]))
     reader = Reader(str(path), set(tensors), NAMES, tensors.__getitem__)
-    return assemble(config, reader, dtype, interleaved=True)
+    return assemble(config, reader, dtype, interleaved=True, progress=progress)
 
 
 def _layout(path: Path) -> tuple[LlamaConfig, int] | None:

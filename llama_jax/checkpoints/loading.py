@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 
 from llama_jax.checkpoints import huggingface, llama2c
+from llama_jax.checkpoints.assemble import Progress
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
@@ -23,13 +24,16 @@ class Checkpoint(NamedTuple):
     tokenizer: Tokenizer | None
 
 
-def load(path: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None) -> Checkpoint:
+def load(
+    path: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None, *, progress: Progress | None = None
+) -> Checkpoint:
     """Read a model, recognised by its content, and the tokenizer beside it.
 
     Args:
       path: a Hugging Face folder (``config.json`` and safetensors, single or sharded), one of its safetensors files, a
         llama2.c ``.bin`` file, or a folder that holds one.
       dtype: of the parameters; None keeps that of the file.
+      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does.
 
     Returns:
       The configuration, the parameters with one block per layer, and the tokenizer.
@@ -40,11 +44,11 @@ def load(path: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None
     source = _recognise(_existing(path))
     if source.is_dir():
         config = huggingface.read_config(source)
-        params = huggingface.load_params(source, config, dtype)
+        params = huggingface.load_params(source, config, dtype, progress)
         folder = source
     else:
         config = llama2c.read_config(source)
-        params = llama2c.load_params(source, config, dtype)
+        params = llama2c.load_params(source, config, dtype, progress)
         folder = source.parent
     return Checkpoint(config, params, find_tokenizer(folder, config.vocab_size))
 

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -149,11 +150,14 @@ class Generate:
 
     def _load(self) -> Checkpoint:
         import jax.numpy as jnp
+        from tqdm import tqdm
 
         import llama_jax
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
-        return llama_jax.load(self.model, dtype)
+        # Seen where it takes over a second and somebody looks at stderr.
+        bar = partial(tqdm, desc="loading", unit=" layers", leave=False, delay=1.0, disable=None)
+        return llama_jax.load(self.model, dtype, progress=bar)
 
     def _tokenizer(self, checkpoint: Checkpoint):
         if self.tokenizer is not None:

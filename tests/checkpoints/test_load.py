@@ -353,6 +353,18 @@ def test_llama2c_with_nan(tmp_path):
         llama_jax.load(tmp_path)
 
 
+def test_progress_sees_every_layer(hf_folder):
+    seen = []
+
+    def watch(layers):
+        for layer in layers:
+            seen.append(layer)
+            yield layer
+
+    llama_jax.load(hf_folder, progress=watch)
+    assert seen == [0, 1]
+
+
 def test_where_there_is_no_model(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere does not exist"):
         llama_jax.load(tmp_path / "nowhere")
