@@ -8,6 +8,7 @@ The public face, loaded on first use so that importing the package costs nothing
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   LlamaConfig, RopeScaling, preset    what a Llama is
   Sampling                            how to choose tokens
+  load_tokenizer, TextStream          text to ids and back, text from a stream of tokens
   KVCache, init_cache, cache_bytes    the cache, an immutable tree
 """
 
@@ -24,8 +25,13 @@ _HOME = {
     "LlamaConfig": "config",
     "RopeScaling": "config",
     "preset": "config",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "GenerationError": "errors",
+    "TokenizerError": "errors",
     "UserError": "errors",
     "Generation": "inference.generate",
+    "Piece": "inference.generate",
     "generate": "inference.generate",
     "stream": "inference.generate",
     "Sampling": "inference.sampling",
@@ -42,15 +48,23 @@ _HOME = {
     "parameter_count": "model.params",
     "stack": "model.params",
     "unstack": "model.params",
+    "TextStream": "tokenizers",
+    "load_tokenizer": "tokenizers",
 }
 __all__ = [
     "Checkpoint",
+    "CheckpointError",
+    "ConfigError",
     "Generation",
+    "GenerationError",
     "KVCache",
     "Llama",
     "LlamaConfig",
+    "Piece",
     "RopeScaling",
     "Sampling",
+    "TextStream",
+    "TokenizerError",
     "UserError",
     "cache_bytes",
     "forward",
@@ -59,6 +73,7 @@ __all__ = [
     "init",
     "init_cache",
     "load",
+    "load_tokenizer",
     "logits",
     "parameter_count",
     "preset",
@@ -72,12 +87,13 @@ __all__ = [
 if TYPE_CHECKING:
     from llama_jax.checkpoints import Checkpoint, load
     from llama_jax.config import LlamaConfig, RopeScaling, preset
-    from llama_jax.errors import UserError
-    from llama_jax.inference.generate import Generation, generate, stream
+    from llama_jax.errors import CheckpointError, ConfigError, GenerationError, TokenizerError, UserError
+    from llama_jax.inference.generate import Generation, Piece, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
     from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
+    from llama_jax.tokenizers import TextStream, load_tokenizer
 
 
 def __getattr__(name: str) -> Any:
@@ -89,4 +105,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted({*_HOME, "__version__"})

@@ -80,7 +80,7 @@ def assemble(
         return half_from_interleaved(weight) if interleaved and part in "qk" else weight
 
     embedding = tensor("embedding", c.vocab_size, c.dim)
-    target = jnp.dtype(embedding.dtype if dtype is None else dtype)
+    target = jnp.dtype(embedding.dtype if dtype is None else dtype)  # checked by `load`
 
     def block(i: int) -> Block:
         qkv = [heads("q", c.queries_per_kv_head, i), heads("k", 1, i), heads("v", 1, i)]

@@ -36,6 +36,17 @@ NAMES = {
     "up": "model.layers.{}.mlp.up_proj.weight",
     "down": "model.layers.{}.mlp.down_proj.weight",
 }
+# Name of a setting in the file, by its name here, for messages.
+SETTINGS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
 # Buffers that old versions of transformers saved with the weights; the configuration says the same.
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -52,7 +63,8 @@ def read_config(folder: Path) -> LlamaConfig:
     try:
         return config_from_dict(found)
     except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        in_file = re.sub(r"\b(\w+)(?==)", lambda name: SETTINGS.get(name[0], name[0]), str(error))
+        raise CheckpointError(f"{path}: {in_file}") from None
 
 
 def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
@@ -184,7 +196,10 @@ def _files(folder: Path) -> dict[str, Path]:
         single = folder / "model.safetensors"
         if single.exists():
             return {single.name: single}
-        raise CheckpointError(f"{folder} has a config.json but no model.safetensors and no model.safetensors.index.json")
+        raise CheckpointError(
+            f"{folder} has a config.json but no model.safetensors and no model.safetensors.index.json;"
+            " other weights (pytorch_model.bin) become safetensors with transformers' save_pretrained"
+        )
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted(set(weight_map.values()))

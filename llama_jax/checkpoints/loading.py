@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from llama_jax.checkpoints import huggingface, llama2c
 from llama_jax.checkpoints.assemble import Progress
@@ -41,6 +42,7 @@ def load(
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
     """
+    _check_dtype(dtype)
     source = _recognise(_existing(path))
     if source.is_dir():
         config = huggingface.read_config(source)
@@ -53,10 +55,19 @@ def load(
     return Checkpoint(config, params, find_tokenizer(folder, config.vocab_size))
 
 
+def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
+    try:
+        known = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        known = False
+    if not known:
+        raise CheckpointError(f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'")
+
+
 def _existing(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give a model's folder or file")
+        raise CheckpointError(f"{path} does not exist; give a model's folder or file (a name on a hub is not downloaded)")
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+import llama_jax
 from llama_jax.cli.generate import Generate
 from llama_jax.cli.quickstart import Quickstart
 from llama_jax.errors import UserError
@@ -20,7 +21,12 @@ Command = (
 
 def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can mend, 130 for Ctrl-C."""
-    command = tyro.cli(Command, prog="llama-jax", description="Llama in JAX, as pure functions.")
+    if sys.argv[1:] == ["--version"]:
+        print(f"llama-jax {llama_jax.__version__}")
+        return
+    command = tyro.cli(
+        Command, prog="llama-jax", description="Llama in JAX, as pure functions. --version prints the version."
+    )
     try:
         command.run()
     except (UserError, OSError) as error:

@@ -16,6 +16,7 @@ from llama_jax.errors import GenerationError
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints import Checkpoint
+    from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -33,7 +34,7 @@ class Generate:
     max_new_tokens: int | None = None
     """Tokens to generate at most; by default 256, or less where the model's context ends."""
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the most probable token."""
+    """Divides the logits; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 0.95
@@ -88,10 +89,9 @@ class Generate:
                 f"the prompt has {len(prompt)} tokens, the model's context {config.max_seq_len}; shorten the prompt"
             )
         new = min(256, room) if self.max_new_tokens is None else self.max_new_tokens
-        # No text holds a second beginning: models of many short texts (llama2.c's stories) say with it that one has ended.
-        stop_ids = sorted({i for i in (tokenizer.eos_id, tokenizer.bos_id) if 0 <= i < config.vocab_size})
-
-        pieces = llama_jax.stream(config, params, [prompt], max_new_tokens=new, sampling=sampling, stop_tokens=stop_ids)
+        pieces = llama_jax.stream(
+            config, params, [prompt], max_new_tokens=new, sampling=sampling, stop_tokens=tokenizer.stop_ids
+        )
         loaded = time.perf_counter()
         text = Text(tokenizer, self.stop, write=_discard if self.json else _print)
         if not self.json:
@@ -102,9 +102,9 @@ class Generate:
         stopped = False
         try:
             for piece in pieces:
-                clock.piece()
+                clock.piece(int(piece.valid.sum()))
                 for token, logprob in zip(piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True):
-                    stopped = int(token) in stop_ids
+                    stopped = int(token) in tokenizer.stop_ids
                     if stopped:
                         break
                     tokens.append(int(token))
@@ -130,7 +130,7 @@ class Generate:
             "prompt_tokens": len(prompt),
             "new_tokens": len(tokens),
             "prefill_tokens_per_second": _rate(len(prompt), clock.prefill_seconds),
-            "decode_tokens_per_second": _rate(len(tokens) - 1, clock.decode_seconds),
+            "decode_tokens_per_second": clock.decode_rate,
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
             "cache_bytes": llama_jax.cache_bytes(config, 1, _capacity(len(prompt) + len(tokens)), params.embedding.dtype),
         }
@@ -159,17 +159,21 @@ class Generate:
         bar = partial(tqdm, desc="loading", unit=" layers", leave=False, delay=1.0, disable=None)
         return llama_jax.load(self.model, dtype, progress=bar)
 
-    def _tokenizer(self, checkpoint: Checkpoint):
-        if self.tokenizer is not None:
-            from llama_jax.tokenizers import load_tokenizer
+    def _tokenizer(self, checkpoint: Checkpoint) -> Tokenizer:
+        from llama_jax.tokenizers import load_tokenizer
 
-            return load_tokenizer(self.tokenizer)
-        if checkpoint.tokenizer is None:
+        size = checkpoint.config.vocab_size
+        tokenizer = checkpoint.tokenizer if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        if tokenizer is None:
             raise GenerationError(
-                f"no SentencePiece vocabulary of {checkpoint.config.vocab_size} pieces lies beside {self.model};"
-                " give one with --tokenizer"
+                f"no SentencePiece vocabulary of at most {size} pieces lies beside {self.model}; give one with --tokenizer"
+                " (the vocabularies of Llama 3 are not read yet)"
             )
-        return checkpoint.tokenizer
+        if tokenizer.vocab_size > size:
+            raise GenerationError(
+                f"{self.tokenizer} has {tokenizer.vocab_size} pieces, the model a vocabulary of {size}; give the model's own"
+            )
+        return tokenizer
 
 
 def _print(text: str) -> None:

@@ -37,23 +37,27 @@ class CompileClock:
 
 
 class Clock:
-    """Seconds of prefill and of decoding, compiling left out."""
+    """Seconds of prefill and the rate of decoding, without what compiling took."""
 
     def __init__(self, compiling: CompileClock) -> None:
         self._compiling = compiling
-        self._times = [self._now()]
+        self._last = time.perf_counter(), compiling.seconds
+        self.prefill_seconds = 0.0
+        self._decoded: list[tuple[int, float, bool]] = []  # tokens, seconds, whether the piece compiled something
 
-    def piece(self) -> None:
+    def piece(self, tokens: int) -> None:
         """Call as each piece of a stream comes: the first ends the prefill."""
-        self._times.append(self._now())
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._compiling.seconds
+        now = time.perf_counter(), self._compiling.seconds
+        elapsed, compiled = (b - a for a, b in zip(self._last, now, strict=True))
+        if self._decoded or self.prefill_seconds:
+            self._decoded.append((tokens, elapsed - compiled, compiled > 0))
+        else:
+            self.prefill_seconds = elapsed - compiled
+        self._last = now
 
     @property
-    def prefill_seconds(self) -> float:
-        return self._times[min(1, len(self._times) - 1)] - self._times[0]
-
-    @property
-    def decode_seconds(self) -> float:
-        return self._times[-1] - self._times[min(1, len(self._times) - 1)]
+    def decode_rate(self) -> float:
+        """Tokens per second. Pieces that met a new program, which takes time to load, count where there are no others."""
+        counted = [piece for piece in self._decoded if not piece[2]] or self._decoded
+        seconds = sum(piece[1] for piece in counted)
+        return round(sum(piece[0] for piece in counted) / seconds, 1) if seconds > 0 else 0.0

@@ -75,7 +75,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Generation:
-    """The continuation of one prompt, without the prompt and without the stop token that ended it."""
+    """The continuation of one prompt.
+
+    Attributes:
+      tokens: its ids, without the prompt and without the stop token that ended it.
+      logprobs: log-probability of each under the model itself, before penalty, temperature and filters.
+      finish_reason: "stop" where a stop token ended it, "length" where `max_new_tokens` did.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -94,11 +100,15 @@ def generate(
     """Continue each prompt. A row of a batch gets the tokens that it would get alone.
 
     Args:
-      config, params: the model; a tuple of blocks decodes fastest, see `llama_jax.model.params.unstack`.
-      prompts: one sequence of token ids per row, of any lengths.
+      config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
+      prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` gives them (it puts the
+        begin-of-sequence token before them).
       max_new_tokens: tokens to generate at most.
       sampling: greedy unless said otherwise; fields may differ per row.
-      stop_tokens: ids that end a row.
+      stop_tokens: ids that end a row, such as `tokenizer.stop_ids`; with none, a row ends at `max_new_tokens`.
+
+    Returns:
+      One `Generation` per prompt: tokens, logprobs and why it ended.
 
     Raises:
       GenerationError: an empty prompt, an id outside the vocabulary, a length beyond the model's context, or an
@@ -138,16 +148,17 @@ def stream(
     stop_tokens: Sequence[int] = (),
     turns: int = 1,
 ) -> Iterator[Piece]:
-    """Yield the tokens of every row as they come: the first alone, then at most `turns` * `CHUNK` at a time.
+    """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * `turns` at a time.
 
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.
     """
     tokens, lengths = _pack(config, prompts, max_new_tokens)
     batch = len(prompts)
-    check_tokens(config, np.asarray(stop_tokens, np.int64))
-    stop = np.full(bucket(len(stop_tokens), 4), -1, np.int32)
-    stop[: len(stop_tokens)] = stop_tokens
+    ends = _ids("stop_tokens", stop_tokens)
+    check_tokens(config, ends)
+    stop = np.full(bucket(len(ends), 4), -1, np.int32)
+    stop[: len(ends)] = ends
     request = Request(sampling.per_row(batch), jnp.full(batch, max_new_tokens, jnp.int32), jnp.asarray(stop))
     return _stream(config, params, tokens, lengths, request, turns)
 
@@ -292,11 +303,14 @@ def _read_prompts(config: LlamaConfig, params: Llama, tokens: np.ndarray, length
 
 def _pack(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as tokens int32[B, bucket], padded on the right, and lengths int32[B], after all checks."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
+        raise GenerationError(f"prompts={prompts!r:.40} must be a sequence of sequences of token ids")
     if not len(prompts):
         raise GenerationError("no prompts: give at least one sequence of token ids")
-    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
+    rows = [_ids(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
         raise GenerationError(f"max_new_tokens={max_new_tokens!r} must be a positive whole number")
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    lengths = np.array([len(row) for row in rows], np.int32)
     if not lengths.all():
         raise GenerationError(
             f"prompt {int(np.argmin(lengths))} is empty: give at least one token, such as the tokenizer's bos_id"
@@ -307,8 +321,23 @@ def _pack(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens:
             f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the model's context of "
             f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - longest, 0)}"
         )
-    tokens = np.zeros((len(prompts), bucket(longest, SMALLEST_PREFILL)), np.int64)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    check_tokens(config, tokens)
-    return tokens.astype(np.int32), lengths
+    tokens = np.zeros((len(rows), bucket(longest, SMALLEST_PREFILL)), np.int32)
+    for i, row in enumerate(rows):
+        check_tokens(config, row)
+        tokens[i, : len(row)] = row
+    return tokens, lengths
+
+
+def _ids(name: str, ids: Sequence[int]) -> np.ndarray:
+    """A flat sequence of token ids as an array, or GenerationError."""
+    if isinstance(ids, str):
+        raise GenerationError(f"{name} is the text {ids!r:.40}; encode it with the tokenizer first")
+    try:
+        found = np.asarray(ids)
+    except ValueError:  # ragged
+        found = np.zeros((), object)
+    if found.size == 0 and found.ndim == 1:
+        return found.astype(np.int64)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise GenerationError(f"{name}={ids!r:.40} must be a flat sequence of whole numbers, the token ids")
+    return found

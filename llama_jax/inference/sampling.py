@@ -32,7 +32,8 @@ class Sampling(struct.PyTreeNode):
       min_p: keep tokens at least min_p times as probable as the most probable (Nguyen et al. 2024); 0 keeps all.
       repetition_penalty: logits of tokens already in the row are divided by it where positive and multiplied where
         negative (Keskar et al. 2019, section 4.1); 1 changes nothing.
-      seed: start of the row's random stream, which depends on nothing else: not on the neighbours in the batch.
+      seed: start of the row's random stream, which depends on nothing else: not on the neighbours in the batch. For n
+        different samples of one prompt give n seeds, `seed=range(n)`.
     """
 
     temperature: PerRow = 0.0

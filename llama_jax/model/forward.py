@@ -48,7 +48,8 @@ def forward(
     comes after all that a real one may see, so it needs no mask, only a length.
 
     Args:
-      tokens: int32[B, T], ids in [0, V). Under `jit` an id outside is not noticed; `logits` and `generate` check.
+      tokens: int32[B, T], ids in [0, V). An id outside is not noticed here; `logits` and `generate` check. Nor is a
+        position beyond `config.max_seq_len`, which `generate` refuses.
       cache: what the rows have read before; None starts at position 0 and keeps nothing. Its form follows that of
         `params.blocks`: a tuple for a tuple, stacked for stacked.
       lengths: int32[B], how many of the T tokens of each row are real; all when None. Only the cache's length uses it.
@@ -58,9 +59,13 @@ def forward(
       the new tokens, or None.
 
     Raises:
-      GenerationError: the tokens do not fit into the cache, or its form is not that of the blocks. Under `jit` the filled
-        length is not known, and only tokens that an empty cache could not take are noticed: count as `generate` does.
+      ConfigError: the parameters are not those of the configuration.
+      GenerationError: the tokens are not int[B, T], or do not fit into the cache, or its form is not that of the blocks.
+        Under `jit` the filled length is not known, and only tokens that an empty cache could not take are noticed: count
+        as `generate` does.
     """
+    tokens = jnp.asarray(tokens)
+    _check_arguments(config, params, tokens)
     batch, new = tokens.shape
     if cache is None:
         positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), tokens.shape)
@@ -162,6 +167,22 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray) -> None:
     if outside.size:
         raise GenerationError(
             f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
+        )
+
+
+def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array) -> None:
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise GenerationError(f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence")
+    stacked = not isinstance(params.blocks, tuple)
+    layers = params.blocks.attention_norm.shape[0] if isinstance(params.blocks, Block) else len(params.blocks)
+    first = params.blocks if isinstance(params.blocks, Block) else params.blocks[0]
+    c = config
+    found = params.embedding.shape, first.attention.qkv.shape[stacked:], first.feed_forward.down.shape[stacked:], layers
+    qkv = (c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim)
+    needed = (c.vocab_size, c.dim), qkv, (c.dim, c.hidden_dim), c.n_layers
+    if found != needed:
+        raise ConfigError(
+            f"parameters with embedding, qkv, down and layers {found} are not those of the configuration: {needed}"
         )
 
 

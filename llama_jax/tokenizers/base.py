@@ -19,6 +19,14 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int: ...
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, for `generate(stop_tokens=...)`.
+
+        The end-of-sequence token, and the one that begins another text: llama2.c's stories end with it.
+        """
+        ...
+
     def encode(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
         """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token behind if asked for."""
         ...
@@ -42,7 +50,9 @@ class TextStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token."""
+        """The text that is complete with this token; nothing for the padding of a model's vocabulary beyond V."""
+        if token >= self._tokenizer.vocab_size:
+            return ""
         new = self._tokenizer.token_bytes(token)
         if self._drop_space and new:
             new = new.removeprefix(b" ")

@@ -34,17 +34,16 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def find_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """The vocabulary in a model's folder whose size is the model's, or None.
+    """The vocabulary in a model's folder, or None: one of the model's size, else a smaller one, as models pad theirs.
 
     Raises:
-      TokenizerError: several of that size.
+      TokenizerError: several that could be it.
     """
-    found = [(path, tokenizer) for path, tokenizer in _vocabularies(folder) if tokenizer.vocab_size == vocab_size]
+    fitting = [(path, tokenizer) for path, tokenizer in _vocabularies(folder) if tokenizer.vocab_size <= vocab_size]
+    found = [(path, tokenizer) for path, tokenizer in fitting if tokenizer.vocab_size == vocab_size] or fitting
     if len(found) > 1:
-        raise TokenizerError(
-            f"{folder} holds several vocabularies of {vocab_size} pieces"
-            f" ({', '.join(p.name for p, _ in found)}); remove all but one"
-        )
+        names = ", ".join(path.name for path, _ in found)
+        raise TokenizerError(f"{folder} holds several vocabularies ({names}); remove all but one")
     return found[0][1] if found else None
 
 

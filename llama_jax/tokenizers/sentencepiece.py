@@ -36,14 +36,22 @@ class SentencePieceTokenizer:
     def eos_id(self) -> int:
         return self._processor.eos_id()
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a text: end of sequence, and the beginning of another; for `generate(stop_tokens=...)`."""
+        return tuple(sorted(i for i in {self.bos_id, self.eos_id} if i >= 0))
+
     def encode(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
+        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token behind if asked for."""
         return self._processor.EncodeAsIds(text, add_bos=bos, add_eos=eos)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, without a leading space: to continue a prompt, decode both together."""
         self._check(*ids)
         return self._processor.DecodeIds(list(map(int, ids)))
 
     def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
         self._check(token)
         if self._processor.IsControl(token):
             return b""

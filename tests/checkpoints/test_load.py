@@ -58,6 +58,12 @@ def shard(folder, n):
     return weight_map
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "int32", 3])
+def test_dtypes_that_are_none(dtype, hf_folder):
+    with pytest.raises(CheckpointError, match=f"dtype={dtype!r} is not a floating-point type"):
+        llama_jax.load(hf_folder, dtype)
+
+
 @pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("wanted", [None, "float32", "bfloat16"])
 def test_dtypes(stored, wanted, tmp_path):
@@ -188,6 +194,7 @@ def test_config_in_the_spelling_of_llama_31_and_of_llama_1():
         ({"rope_parameters": [1]}, "must be an object"),
         ({"num_key_value_heads": 3}, "n_kv_heads=3"),
         ({"hidden_size": "32"}, "dim='32'"),
+        ({"num_hidden_layers": 2.5}, "n_layers=2.5"),
         ({"num_attention_heads": None}, "n_heads=None"),
     ],
 )
@@ -195,8 +202,10 @@ def test_settings_that_are_not_supported_are_refused(changes, message, tmp_path)
     with pytest.raises(ConfigError, match=message):
         config_from_dict(config_to_dict(KINDS["gqa"]) | changes)
     folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], **changes)
-    with pytest.raises(CheckpointError, match=r"config.json: .*"):
+    with pytest.raises(CheckpointError, match=r"config.json: .*") as caught:
         llama_jax.load(folder)
+    for name in changes:  # in the file's own words
+        assert name in str(caught.value) or "rope" in str(caught.value)
 
 
 def test_missing_settings_are_named():

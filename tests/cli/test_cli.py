@@ -11,6 +11,7 @@ import make_goldens
 import pytest
 from conftest import write_hf_folder
 
+import llama_jax
 from llama_jax.cli.text import Text
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
@@ -34,6 +35,10 @@ def run(environment):
         )
 
     return run
+
+
+def test_version(run):
+    assert run("--version").stdout == f"llama-jax {llama_jax.__version__}\n"
 
 
 def test_quickstart(run):
@@ -100,6 +105,10 @@ def test_generate_ends_at_a_stop_string(run, stories_folder):
         (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
+        (
+            ["Once", "--model", "MODEL", "--tokenizer", "MODEL/../tokenizers/llama2"],
+            "32000 pieces, the model a vocabulary of 512",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(run, stories_folder, arguments, message):
@@ -156,6 +165,8 @@ def test_a_second_start_finds_its_programs_compiled(stories_folder, tmp_path, en
 
 class Letters:
     """Each token is the letter of its number."""
+
+    vocab_size = 256
 
     def token_bytes(self, token):
         return bytes([token])

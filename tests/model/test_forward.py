@@ -198,6 +198,22 @@ def test_parameters_that_do_not_fit_the_configuration_are_refused(models):
         logits(replace(config, tie_embeddings=False), params, TOKENS)
 
 
+@pytest.mark.parametrize("tokens", [[1, 2], [[[1]]], [[1.5]]])
+def test_tokens_of_another_form_are_refused(models, tokens):
+    with pytest.raises(GenerationError, match=r"int\[B, T\] is needed"):
+        forward(*models["gqa"], np.array(tokens))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n_layers": 3}, {"dim": 64}, {"n_kv_heads": 4}, {"hidden_dim": 60}, {"vocab_size": 95}]
+)
+def test_parameters_of_another_configuration_are_refused(models, changes):
+    config, params = models["gqa"]
+    for form in (params, llama_jax.stack(params)):
+        with pytest.raises(ConfigError, match="are not those of the configuration"):
+            forward(replace(config, head_dim=0, **changes), form, TOKENS)
+
+
 def test_rotary_frequencies_follow_the_scaling(models):
     plain = rotary_frequencies(make_goldens.KINDS["gqa"])
     np.testing.assert_allclose(rotary_frequencies(make_goldens.KINDS["linear"]), plain / 4)

@@ -50,6 +50,7 @@ def test_bos_and_eos_are_asked_for(llama2):
     assert llama2.encode("Hello") == [1, *plain]
     assert llama2.encode("Hello", eos=True) == [1, *plain, 2]
     assert llama2.decode([1, *plain, 2]) == "Hello"
+    assert llama2.stop_ids == (1, 2)
 
 
 def test_special_tokens_in_user_text_are_text(llama2):
@@ -107,7 +108,9 @@ def test_found_by_content_and_size(small, tmp_path):
     (tmp_path / "noise.model").write_bytes(b"\x0a\x0e\x0anoise that is no vocabulary")
     (tmp_path / "empty.model").write_bytes(b"")
     assert find_tokenizer(tmp_path, size).vocab_size == size
-    assert find_tokenizer(tmp_path, size + 1) is None
+    assert find_tokenizer(tmp_path, size + 1).vocab_size == size  # a model may pad its vocabulary
+    assert find_tokenizer(tmp_path, size - 1) is None
+    assert TextStream(load_tokenizer(tmp_path)).push(size) == ""
     (tmp_path / "again.model").write_bytes(model.read_bytes())
     with pytest.raises(TokenizerError, match="several vocabularies"):
         find_tokenizer(tmp_path, size)

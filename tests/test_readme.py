@@ -1,0 +1,25 @@
+"""The README tells the truth: its Python runs word for word, with a real model in place of the path."""
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_python_of_the_readme_runs(stories_folder, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    code = "\n".join(blocks).replace("path/to/model", str(stories_folder)).replace("max_new_tokens=100", "max_new_tokens=8")
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["logits"].shape == (1, 512)
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def test_every_room_of_the_tree_is_there():
+    tree = README.split("## The tree")[1].split("```")[1]
+    rooms = re.findall(r"^  (\S+)", tree, re.MULTILINE)
+    package = Path(__file__).parents[1] / "llama_jax"
+    assert all((package / room).exists() for room in rooms)
+    there = {p.name + "/" * p.is_dir() for p in package.iterdir() if not p.name.startswith("__") and p.name != "py.typed"}
+    assert there == set(rooms)
