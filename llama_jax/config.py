@@ -33,6 +33,7 @@ class RopeScaling:
         if self.kind == "llama3":
             _require_number("low_freq_factor", self.low_freq_factor, above=0.0)
             _require_positive_int("original_max_seq_len", self.original_max_seq_len)
+            _require_number("high_freq_factor", self.high_freq_factor, above=0.0)
             if not self.high_freq_factor > self.low_freq_factor:
                 raise ConfigError(
                     f"high_freq_factor={self.high_freq_factor} must be larger than low_freq_factor={self.low_freq_factor}"
@@ -100,15 +101,15 @@ class LlamaConfig:
 
 
 def _require_positive_int(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{name}={value!r} must be a positive whole number")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ConfigError(f"{name}={value!r:.40} must be a positive whole number below 2**31")
 
 
 def _require_number(name: str, value: object, *, minimum: float = -math.inf, above: float = -math.inf) -> None:
     bound = f"at least {minimum:g}" if minimum > -math.inf else f"above {above:g}"
-    finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not finite or not (value >= minimum and value > above):  # type: ignore[operator]
-        raise ConfigError(f"{name}={value!r} must be a finite number {bound}")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (minimum <= value < 1e30 and value > above):  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r:.40} must be a finite number {bound}")
 
 
 def ffn_hidden_dim(dim: int, *, multiple_of: int = 256, ffn_dim_multiplier: float | None = None) -> int:

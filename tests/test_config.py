@@ -93,6 +93,8 @@ def test_impossible_sizes_are_named(changes, message):
         (("linear", 0.5), "factor=0.5"),
         (("llama3", 8.0, 4.0, 4.0), "high_freq_factor=4.0 must be larger than low_freq_factor=4.0"),
         (("llama3", 8.0, 0.0, 4.0), "low_freq_factor=0.0"),
+        (("llama3", 8.0, 1.0, None), "high_freq_factor=None"),
+        (("llama3", 8.0, 1.0, float("inf")), "high_freq_factor=inf"),
         (("llama3", 8.0, 1.0, 4.0, 0), "original_max_seq_len=0"),
     ],
 )

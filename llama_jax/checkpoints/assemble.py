@@ -56,6 +56,7 @@ def assemble(
     """
     c = config
     unread = set(reader.stored)
+    target = None if dtype is None else jnp.dtype(dtype)
 
     def tensor(part: str, *shape: int, layer: int = 0) -> np.ndarray:
         name = reader.names[part].format(layer)
@@ -69,8 +70,14 @@ def assemble(
             )
         if not jnp.issubdtype(found.dtype, jnp.floating):
             raise CheckpointError(f"{reader.where}: tensor {name!r} is {found.dtype}; floating-point weights are needed")
-        if not _finite(found):
+        if not _finite(found, np.inf):
             raise CheckpointError(f"{reader.where}: tensor {name!r} holds NaN or infinity; the file is damaged")
+        if (
+            target is not None
+            and target.itemsize < found.dtype.itemsize
+            and not _finite(found, float(jnp.finfo(target).max))
+        ):
+            raise CheckpointError(f"{reader.where}: tensor {name!r} holds numbers too large for {target}; use another dtype")
         return found
 
     def heads(part: str, queries: int, layer: int) -> np.ndarray:
@@ -80,7 +87,10 @@ def assemble(
         return half_from_interleaved(weight) if interleaved and part in "qk" else weight
 
     embedding = tensor("embedding", c.vocab_size, c.dim)
-    target = jnp.dtype(embedding.dtype if dtype is None else dtype)  # checked by `load`
+    if target is None:
+        target = embedding.dtype
+    if jax.dtypes.canonicalize_dtype(target) != target:
+        raise CheckpointError(f"{reader.where}: {target} needs jax_enable_x64; load with dtype='float32'")
 
     def block(i: int) -> Block:
         qkv = [heads("q", c.queries_per_kv_head, i), heads("k", 1, i), heads("v", 1, i)]
@@ -135,8 +145,11 @@ def place(parts: Sequence[np.ndarray], axis: int, dtype: np.dtype) -> jax.Array:
     return jax.device_put(joined, may_alias=True)
 
 
-def _finite(weight: np.ndarray) -> bool:
-    """Whether no entry is NaN or infinite; by rows, so that no second array of the weight's size is made."""
+def _finite(weight: np.ndarray, largest: float) -> bool:
+    """Whether all entries are finite and at most `largest` in size; by rows: no second array of the weight's size."""
     rows = weight.reshape(-1, weight.shape[-1])
     step = max(1, (1 << 22) // rows.shape[1])
-    return all(bool(np.isfinite(rows[i : i + step]).all()) for i in range(0, len(rows), step))
+    pieces = (rows[i : i + step] for i in range(0, len(rows), step))
+    if largest == np.inf:
+        return all(bool(np.isfinite(piece).all()) for piece in pieces)
+    return all(bool((np.abs(piece) <= largest).all()) for piece in pieces)

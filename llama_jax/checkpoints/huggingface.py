@@ -54,10 +54,7 @@ IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 def read_config(folder: Path) -> LlamaConfig:
     """The configuration in ``folder/config.json``."""
     path = folder / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); copy it again") from None
+    found = _read_json(path)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where an object of settings should be; copy it again")
     try:
@@ -75,7 +72,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     """
     model_type = found.get("model_type")
     if model_type != "llama":
-        raise ConfigError(f"model_type={model_type!r} is not supported; llama_jax reads model_type='llama'")
+        raise ConfigError(f"model_type={model_type!r:.60} is not supported; llama_jax reads model_type='llama'")
     for name, supported in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if found.get(name, supported) != supported:
             raise ConfigError(f"{name}={found[name]!r} is not supported; a Llama has {name}={supported!r}")
@@ -182,6 +179,15 @@ def load_params(
     return assemble(config, Reader(where, set(stored) - ignored, NAMES, get), dtype, interleaved=False, progress=progress)
 
 
+def _read_json(path: Path) -> Any:
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(f"{path} is not a file; copy the model again")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
+
+
 def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
@@ -194,21 +200,22 @@ def _files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
-        if single.exists():
+        if single.is_file():
             return {single.name: single}
         raise CheckpointError(
             f"{folder} has a config.json but no model.safetensors and no model.safetensors.index.json;"
             " other weights (pytorch_model.bin) become safetensors with transformers' save_pretrained"
         )
+    found = _read_json(index)
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = found["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a safetensors index ({error!r}); copy it again") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file of its own folder")
-        if not (folder / name).exists():
+        if not (folder / name).is_file():
             raise CheckpointError(f"{index} names {name}, which is missing from {folder}; copy it there")
     files = {name: folder / name for name in names}
     for name, path in files.items():

@@ -70,9 +70,10 @@ def load_params(
 def _layout(path: Path) -> tuple[LlamaConfig, int] | None:
     """Configuration and size in bytes if the header says what the file holds."""
     with path.open("rb") as file:
-        header = np.frombuffer(file.read(HEADER[1] * HEADER[0].itemsize), HEADER[0])
-    if len(header) != HEADER[1]:
+        start = file.read(HEADER[1] * HEADER[0].itemsize)
+    if len(start) != HEADER[1] * HEADER[0].itemsize:
         return None
+    header = np.frombuffer(start, HEADER[0])
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len = map(int, header)
     try:
         config = LlamaConfig(

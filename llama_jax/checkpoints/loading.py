@@ -82,6 +82,8 @@ def _recognise(path: Path) -> Path:
         if found:
             raise CheckpointError(f"{path} holds several models ({', '.join(f.name for f in found)}); give one of the files")
         raise CheckpointError(f"{path} holds no model: neither a config.json nor a whole llama2.c .bin file")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is neither a file nor a folder; give a model's folder or file")
     if llama2c.recognises(path):
         return path
     with path.open("rb") as file:

@@ -37,5 +37,6 @@ def main() -> None:
         print(f"llama-jax: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nllama-jax: stopped", file=sys.stderr)
-        sys.exit(130)
+        print("\nllama-jax: stopped", file=sys.stderr, flush=True)
+        # Not sys.exit: XLA may be compiling in a thread of its own, and Python would take the interpreter from under it.
+        os._exit(130)

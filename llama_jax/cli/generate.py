@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -54,6 +55,8 @@ class Generate:
 
     def run(self) -> None:
         started = time.perf_counter()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
         from llama_jax.cli.runtime import Clock, CompileClock, use_compilation_cache
         from llama_jax.cli.text import Text
 
@@ -74,6 +77,10 @@ class Generate:
         sampling.per_row(1)
         if not self.prompt:
             raise GenerationError("the prompt is empty; give some text to continue, such as 'Once upon a time'")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError:
+            raise GenerationError("the prompt is not valid UTF-8; is the terminal's encoding (LANG) set?") from None
         if any(not text for text in self.stop):
             raise GenerationError("--stop is empty; give the text at which to end")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:

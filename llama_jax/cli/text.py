@@ -27,7 +27,8 @@ class Text:
         """Give out what was held back, now that nothing follows."""
         if not self._ended:
             self._add(self._stream.finish())
-            self._show(self._held)
+            if not self._ended:
+                self._show(self._held)
             self._held = ""
 
     def _add(self, text: str) -> None:

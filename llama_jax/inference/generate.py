@@ -97,7 +97,9 @@ def generate(
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
 ) -> list[Generation]:
-    """Continue each prompt. A row of a batch gets the tokens that it would get alone.
+    """Continue each prompt. In float32 a row of a batch gets the tokens that it would get alone.
+
+    In 16-bit types a near tie may fall otherwise: XLA sums products of different sizes in different orders.
 
     Args:
       config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
@@ -128,7 +130,7 @@ def generate(
     tokens, logprobs, valid = (
         np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "logprobs", "valid")
     )
-    stop = set(stop_tokens)
+    stop = set(_ids("stop_tokens", stop_tokens).tolist())
     results = []
     for row in range(len(prompts)):
         ids, scores = tokens[row][valid[row]].tolist(), logprobs[row][valid[row]].tolist()
@@ -156,7 +158,7 @@ def stream(
     tokens, lengths = _pack(config, prompts, max_new_tokens)
     batch = len(prompts)
     ends = _ids("stop_tokens", stop_tokens)
-    check_tokens(config, ends)
+    check_tokens(config, ends, "stop token")
     stop = np.full(bucket(len(ends), 4), -1, np.int32)
     stop[: len(ends)] = ends
     request = Request(sampling.per_row(batch), jnp.full(batch, max_new_tokens, jnp.int32), jnp.asarray(stop))
@@ -168,7 +170,7 @@ def _stream(
 ) -> Iterator[Piece]:
     cache, hidden = _read_prompts(config, params, tokens, lengths)
     state, logprobs = _first_token(config, params, cache, hidden, tokens, lengths, request)
-    yield Piece(*(np.asarray(x)[:, None] for x in (state.token, logprobs, np.ones_like(lengths, bool))))
+    yield _piece(*(np.asarray(x)[:, None] for x in (state.token, logprobs, np.ones_like(lengths, bool))))
 
     filled = int(lengths.max())
     while not np.asarray(state.done).all():
@@ -179,7 +181,16 @@ def _stream(
         state, n, *pieces = _decode(config, params, request, state, np.int32(min(room, turns)))
         steps = int(n) * CHUNK
         filled += steps
-        yield Piece(*(np.asarray(x)[:, :steps] for x in pieces))
+        yield _piece(*(np.asarray(x)[:, :steps] for x in pieces))
+
+
+def _piece(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> Piece:
+    bad = np.isnan(logprobs) & valid
+    if bad.any():
+        raise GenerationError(
+            f"the model's logits in row {int(np.argwhere(bad)[0, 0])} are not numbers: its weights overflow; try float32"
+        )
+    return Piece(tokens, logprobs, valid)
 
 
 def prefill(
@@ -222,7 +233,8 @@ def decode(
     def turn(carry):
         state, done, out = carry
         state, new = lax.scan(step, state, length=CHUNK)
-        out = tuple(lax.dynamic_update_slice(o, n.T, (0, done * CHUNK)) for o, n in zip(out, new, strict=True))
+        at = (jnp.zeros_like(done), done * CHUNK)
+        out = tuple(lax.dynamic_update_slice(o, n.T, at) for o, n in zip(out, new, strict=True))
         return state, done + 1, out
 
     def unfinished(carry):

@@ -52,11 +52,18 @@ class Sampling(struct.PyTreeNode):
 
         def rows(name: str, dtype: type, need: str, valid) -> np.ndarray:
             value = np.asarray(getattr(self, name))
+            if value.dtype == object:
+                raise GenerationError(f"{name}={getattr(self, name)!r:.40} must be {need}")
             if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
                 raise GenerationError(f"{name}={getattr(self, name)!r} must be a number, {need}")
             wrong = value[~(np.isfinite(value) & valid(value))]
             if wrong.size:
                 raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")
+            if np.issubdtype(dtype, np.floating):
+                # Beyond float32, or so near to its ends that a score multiplied or divided by it would be.
+                extreme = value[(np.abs(value) > 1e30) | ((value != 0) & (np.abs(value) < 1e-30))]
+                if extreme.size:
+                    raise GenerationError(f"{name}={extreme.flat[0]} is too extreme; stay between 1e-30 and 1e30")
             if value.shape not in ((), (batch,)):
                 raise GenerationError(
                     f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row"

@@ -40,6 +40,11 @@ def init_cache(
     config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype = jnp.float32, *, stacked: bool = False
 ) -> KVCache:
     """An empty cache for `batch` rows of at most `capacity` tokens; `stacked` to match stacked blocks."""
+    for name, value in (("batch", batch), ("capacity", capacity)):
+        if not isinstance(value, int) or value < 1:
+            raise GenerationError(f"{name}={value!r} must be a positive whole number")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters")
     shape = (batch, config.n_kv_heads, capacity, config.head_dim)
 
     def buffers() -> jax.Array | tuple[jax.Array, ...]:

@@ -70,7 +70,7 @@ def forward(
     if cache is None:
         positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), tokens.shape)
     else:
-        _check_cache(params, cache, batch, new)
+        _check_cache(config, params, cache, batch, new)
         positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
     cos, sin = ops.rotary_table(positions, rotary_frequencies(config))
     hidden = params.embedding[tokens]
@@ -158,7 +158,7 @@ def logits(config: LlamaConfig, params: Llama, tokens: jax.Array) -> jax.Array:
     return unembed(config, params, hidden)
 
 
-def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray) -> None:
+def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str = "token id") -> None:
     """Raise GenerationError for an id outside [0, V), which an embedding lookup would silently replace."""
     if isinstance(tokens, jax.core.Tracer):
         return
@@ -166,13 +166,15 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray) -> None:
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if outside.size:
         raise GenerationError(
-            f"token id {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
+            f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
         )
 
 
 def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise GenerationError(f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence")
+    if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise GenerationError(
+            f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"
+        )
     stacked = not isinstance(params.blocks, tuple)
     layers = params.blocks.attention_norm.shape[0] if isinstance(params.blocks, Block) else len(params.blocks)
     first = params.blocks if isinstance(params.blocks, Block) else params.blocks[0]
@@ -186,7 +188,7 @@ def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array) -> N
         )
 
 
-def _check_cache(params: Llama, cache: KVCache, batch: int, new: int) -> None:
+def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:
     """Raise where `new` tokens do not fit: XLA would move the write to fit and overwrite what is there."""
     if isinstance(params.blocks, tuple) != isinstance(cache.k, tuple):
         forms = ("a tuple", "stacked") if isinstance(params.blocks, tuple) else ("stacked", "a tuple")
@@ -195,6 +197,12 @@ def _check_cache(params: Llama, cache: KVCache, batch: int, new: int) -> None:
         )
     if cache.length.shape[0] != batch:
         raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
+    layers = len(cache.k) if isinstance(cache.k, tuple) else cache.k.shape[0]
+    heads, width = (cache.k[0] if isinstance(cache.k, tuple) else cache.k).shape[-3::2]
+    if (layers, heads, width) != (config.n_layers, config.n_kv_heads, config.head_dim):
+        raise GenerationError(
+            f"a cache of {layers} layers, {heads} heads of {width} is not one of this configuration; make it with init_cache"
+        )
     filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
     if filled + new > cache.capacity:
         raise GenerationError(

@@ -22,8 +22,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if not path.exists():
         raise TokenizerError(f"{path} does not exist; give a SentencePiece .model file or a folder with one")
     if not path.is_dir():
+        if not path.is_file():
+            raise TokenizerError(f"{path} is neither a file nor a folder; give a SentencePiece .model file")
         if not _looks_like_sentencepiece(path):
-            raise TokenizerError(f"{path} is not a SentencePiece model, the one kind of vocabulary that is supported")
+            raise TokenizerError(
+                f"{path} is not a SentencePiece model; other vocabularies, such as those of Llama 3, are not read yet"
+            )
         return SentencePieceTokenizer(path)
     found = _vocabularies(path)
     if not found:

@@ -21,8 +21,12 @@ class SentencePieceTokenizer:
             self._processor.LoadFromSerializedProto(path.read_bytes())
             if self._processor.GetPieceSize() < 1:
                 raise RuntimeError("it has no pieces")
-        except RuntimeError as error:
-            raise TokenizerError(f"{path} is not a SentencePiece model ({str(error).strip() or 'damaged'})") from None
+            if self._processor.bos_id() >= 0:
+                self._processor.EncodeAsIds("", add_bos=True)
+            self._bytes = [self._piece_bytes(token) for token in range(self._processor.GetPieceSize())]
+        except (RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:100] or "damaged"
+            raise TokenizerError(f"{path} is not a whole SentencePiece model ({reason}); copy it again") from None
 
     @property
     def vocab_size(self) -> int:
@@ -53,6 +57,9 @@ class SentencePieceTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
         self._check(token)
+        return self._bytes[token]
+
+    def _piece_bytes(self, token: int) -> bytes:
         if self._processor.IsControl(token):
             return b""
         if self._processor.IsUnknown(token):

@@ -1,6 +1,7 @@
 """Files in: what is read, and how every kind of damage is named."""
 
 import json
+import os
 import struct
 from dataclasses import replace
 
@@ -195,6 +196,8 @@ def test_config_in_the_spelling_of_llama_31_and_of_llama_1():
         ({"num_key_value_heads": 3}, "n_kv_heads=3"),
         ({"hidden_size": "32"}, "dim='32'"),
         ({"num_hidden_layers": 2.5}, "n_layers=2.5"),
+        ({"max_position_embeddings": 10**30}, "max_seq_len=1000"),
+        ({"rms_norm_eps": 10**400}, "norm_eps=1000"),
         ({"num_attention_heads": None}, "n_heads=None"),
     ],
 )
@@ -360,6 +363,42 @@ def test_llama2c_with_nan(tmp_path):
     write_llama2c(tmp_path / "model.bin", config, tensors)
     with pytest.raises(CheckpointError, match=f"tensor '{llama2c.NAMES['down'].format(1)}' holds NaN"):
         llama_jax.load(tmp_path)
+
+
+def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path, hf_folder):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        llama_jax.load(tmp_path / "pipe")
+    for name in ("model.safetensors", "config.json"):
+        (hf_folder / name).unlink()
+        os.mkfifo(hf_folder / name)
+        with pytest.raises(CheckpointError, match=name):
+            llama_jax.load(hf_folder)
+
+
+def test_small_files_beside_a_model_do_not_matter(tmp_path):
+    write_llama2c(tmp_path / "model.bin", KINDS["tied"], make_goldens.random_tensors(KINDS["tied"]))
+    for n in (0, 1, 5, 27):
+        (tmp_path / f"notes{n}").write_bytes(b"x" * n)
+    assert llama_jax.load(tmp_path).config == KINDS["tied"]
+
+
+def test_numbers_too_large_for_the_wanted_dtype(hf_folder):
+    def change(tensors):
+        tensors[Q1][3, 4] = 70_000
+
+    spoil_tensors(hf_folder, change)
+    assert llama_jax.load(hf_folder, "bfloat16").config == KINDS["gqa"]
+    with pytest.raises(CheckpointError, match=f"'{Q1}' holds numbers too large for float16"):
+        llama_jax.load(hf_folder, "float16")
+
+
+def test_float64_weights(tmp_path):
+    tensors = {k: v.astype(np.float64) for k, v in make_goldens.random_tensors(KINDS["gqa"]).items()}
+    folder = write_hf_folder(tmp_path / "model", KINDS["gqa"], tensors)
+    with pytest.raises(CheckpointError, match="float64 needs jax_enable_x64; load with dtype='float32'"):
+        llama_jax.load(folder)
+    assert llama_jax.load(folder, "float32").params.embedding.dtype == np.float32
 
 
 def test_progress_sees_every_layer(hf_folder):

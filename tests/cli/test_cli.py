@@ -182,12 +182,13 @@ class Letters:
         ("no end", ("x", "yz"), "no end"),
         ("one two", ("two", "on"), ""),
         ("almos", ("almost",), "almos"),
+        (b"cut \xf0\x9f".decode("latin-1"), ("\ufffd",), "cut "),
     ],
 )
 def test_stop_strings_across_tokens(text, stop, shown):
     written = []
     out = Text(Letters(), stop, written.append)
-    for letter in text.encode():
+    for letter in text.encode("latin-1"):
         if out.push(letter):
             break
     out.finish()

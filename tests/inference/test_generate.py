@@ -158,7 +158,7 @@ def test_the_number_of_compilations_is_bounded(model):
         ([[1]], {"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
         ([[1] * 500], {"max_new_tokens": 13}, "exceed the model's context of 512"),
         ([[1] * 600], {}, "a prompt of 600 tokens"),
-        ([[1]], {"stop_tokens": [512]}, "token id 512"),
+        ([[1]], {"stop_tokens": [512]}, "stop token 512 is outside"),
         ([[1]], {"sampling": Sampling(top_p=2.0)}, "top_p=2.0 must be above 0"),
         ([[1]], {"sampling": Sampling(seed=[1, 2])}, r"seed has shape \(2,\) for a batch of 1"),
     ],
@@ -166,6 +166,22 @@ def test_the_number_of_compilations_is_bounded(model):
 def test_bad_requests_are_refused_before_anything_runs(model, prompts, arguments, message):
     with pytest.raises(GenerationError, match=message):
         llama_jax.stream(*model, prompts, **({"max_new_tokens": 4} | arguments))
+
+
+def test_logits_that_are_no_numbers_are_an_error(model):
+    config, params = model
+    broken = params.replace(final_norm=params.final_norm * np.float32(np.inf))
+    with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
+        llama_jax.generate(config, broken, [[1, 2]], max_new_tokens=3)
+
+
+def test_under_x64_the_tokens_are_the_same(model):
+    want = llama_jax.generate(*model, PROMPTS[:2], max_new_tokens=NEW)
+    with jax.enable_x64(True):
+        got = llama_jax.generate(
+            *model, PROMPTS[:2], max_new_tokens=NEW, sampling=Sampling(temperature=[0.0, 1.0], top_p=0.9)
+        )
+    assert got[0].tokens == want[0].tokens
 
 
 def test_the_last_slot_of_the_context_is_usable(model):

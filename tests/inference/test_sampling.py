@@ -168,6 +168,11 @@ def test_nothing_sorts_the_vocabulary():
         ("seed", 2**32),
         ("top_k", [1, 2, 3]),
         ("temperature", True),
+        ("temperature", 1e39),
+        ("temperature", 1e-38),
+        ("top_p", 1e-40),
+        ("repetition_penalty", 1e-46),
+        ("top_k", 10**23),
     ],
 )
 def test_impossible_values_are_named(field, value):

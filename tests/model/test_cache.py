@@ -63,6 +63,15 @@ def test_grow_keeps_what_is_there(stacked):
         grow(larger, 7)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((0, 8), "batch=0"), ((1, 0), "capacity=0"), ((1, 1.5), "capacity=1.5"), ((1, 8, jnp.int32), "dtype=")],
+)
+def test_impossible_caches_are_refused(arguments, message):
+    with pytest.raises(GenerationError, match=message):
+        init_cache(preset("stories-260k"), *arguments)
+
+
 def test_dropping_the_batch_axis_is_undone():
     for batch, stacked in [(1, False), (2, False), (1, True)]:
         cache = init_cache(preset("stories-260k"), batch, 5, stacked=stacked)

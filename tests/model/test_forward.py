@@ -198,7 +198,15 @@ def test_parameters_that_do_not_fit_the_configuration_are_refused(models):
         logits(replace(config, tie_embeddings=False), params, TOKENS)
 
 
-@pytest.mark.parametrize("tokens", [[1, 2], [[[1]]], [[1.5]]])
+def test_a_cache_of_another_configuration_is_refused(models):
+    config, params = models["gqa"]
+    for changes in ({"n_layers": 3}, {"n_kv_heads": 4}, {"head_dim": 4}):
+        cache = llama_jax.init_cache(replace(config, **changes), 2, 8)
+        with pytest.raises(GenerationError, match="is not one of this configuration"):
+            forward(config, params, TOKENS[:, :2], cache)
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], [[[1]]], [[1.5]], [[]]])
 def test_tokens_of_another_form_are_refused(models, tokens):
     with pytest.raises(GenerationError, match=r"int\[B, T\] is needed"):
         forward(*models["gqa"], np.array(tokens))
