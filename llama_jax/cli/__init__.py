@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -21,22 +22,31 @@ Command = (
 
 def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can mend, 130 for Ctrl-C."""
-    if sys.argv[1:] == ["--version"]:
-        print(f"llama-jax {llama_jax.__version__}")
-        return
-    command = tyro.cli(
-        Command, prog="llama-jax", description="Llama in JAX, as pure functions. --version prints the version."
-    )
+    signal.signal(signal.SIGINT, _interrupted)
     try:
-        command.run()
+        if sys.argv[1:] == ["--version"]:
+            print(f"llama-jax {llama_jax.__version__}")
+            return
+        about = "Llama in JAX, as pure functions. --version prints the version."
+        tyro.cli(Command, prog="llama-jax", description=about).run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (UserError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
-        print(f"llama-jax: error: {error}", file=sys.stderr)
+        print("llama-jax: error:", " ".join(str(error).split("\n")), file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("\nllama-jax: stopped", file=sys.stderr, flush=True)
-        # Not sys.exit: XLA may be compiling in a thread of its own, and Python would take the interpreter from under it.
-        os._exit(130)
+    except RuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).splitlines()[0][:200]
+        print(f"llama-jax: error: the device's memory is too small ({reason}); try --dtype bfloat16", file=sys.stderr)
+        sys.exit(2)
+
+
+def _interrupted(*_: object) -> None:
+    """Leave at once: XLA may be compiling in threads of its own, and a Python that ends in order pulls itself from under
+    them; nor do extension modules survive an exception while they are imported."""
+    os.write(sys.stderr.fileno(), b"\nllama-jax: stopped\n")
+    os._exit(130)

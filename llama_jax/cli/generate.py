@@ -57,7 +57,7 @@ class Generate:
         started = time.perf_counter()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
-        from llama_jax.cli.runtime import Clock, CompileClock, use_compilation_cache
+        from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.cli.text import Text
 
         use_compilation_cache()
@@ -86,6 +86,7 @@ class Generate:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise GenerationError(f"max_new_tokens={self.max_new_tokens} must be a positive whole number")
 
+        start_backend()
         checkpoint = self._load()
         tokenizer = self._tokenizer(checkpoint)
         config, params = checkpoint.config, checkpoint.params

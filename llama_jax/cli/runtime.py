@@ -8,6 +8,8 @@ import time
 import jax
 import platformdirs
 
+from llama_jax.errors import UserError
+
 
 def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, so that a second start does not compile again.
@@ -18,6 +20,15 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", platformdirs.user_cache_dir("llama_jax"))
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def start_backend() -> None:
+    """Start JAX's device backend, so that one that is missing is said in a line and before anything is loaded."""
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(f"JAX finds no device ({reason}); JAX_PLATFORMS=cpu uses the processor") from None
 
 
 class CompileClock:

@@ -120,6 +120,26 @@ def test_bad_arguments_are_one_line_and_exit_code_2(run, stories_folder, argumen
     assert done.stderr.count("\n") == 1
 
 
+def test_a_missing_backend_is_one_line(run, stories_folder, environment, monkeypatch):
+    monkeypatch.setitem(environment, "JAX_PLATFORMS", "no_such_device")
+    done = run("generate", "Once", "--model", stories_folder)
+    assert done.returncode == 2
+    assert "JAX finds no device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_into_a_closed_pipe(environment):
+    with subprocess.Popen([*PROGRAM, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_a_prompt_that_is_no_text(run, stories_folder):
+    done = run("generate", b"caf\xff".decode(errors="surrogateescape"), "--model", stories_folder)
+    assert done.returncode == 2
+    assert "the prompt is not valid UTF-8" in done.stderr
+
+
 def test_a_model_without_tokenizer_says_what_to_give(run, tmp_path):
     folder = write_hf_folder(tmp_path / "model", make_goldens.KINDS["gqa"])
     done = run("generate", "Once", "--model", folder)
