@@ -51,6 +51,7 @@ _HOME = {
     "TextStream": "tokenizers",
     "load_tokenizer": "tokenizers",
 }
+_ROOMS = ("checkpoints", "config", "errors", "inference", "model", "ops", "tokenizers")
 __all__ = [
     "Checkpoint",
     "CheckpointError",
@@ -97,6 +98,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"llama_jax.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'llama_jax' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"llama_jax.{_HOME[name]}"), name)
@@ -105,4 +108,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*_HOME, "__version__"})
+    return sorted({*_HOME, *_ROOMS, "__version__"})

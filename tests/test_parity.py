@@ -78,6 +78,13 @@ def test_random_models(config, seed):
     np.testing.assert_allclose(cached, want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("kind", make_goldens.KINDS)
+def test_the_goldens_are_what_transformers_gives(kind, goldens):
+    config = make_goldens.KINDS[kind]
+    got = theirs(config, make_goldens.random_tensors(config), make_goldens.tokens(config))
+    np.testing.assert_allclose(got, goldens[kind], atol=1e-5, rtol=0)
+
+
 def test_ragged_batch_equals_each_row_alone_in_transformers():
     config = make_goldens.KINDS["gqa"]
     tensors = make_goldens.random_tensors(config)

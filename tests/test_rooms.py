@@ -1,6 +1,8 @@
 """Imports only go down: a file may use the floors below its own, and files of its own room."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,11 @@ def test_imports_go_down(path):
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for used in imports(path) - {room}:
         assert FLOOR[used] < FLOOR[room], f"{room} (floor {FLOOR[room]}) uses {used}"
+
+
+def test_rooms_are_reached_from_the_package():
+    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.checkpoints.huggingface.config_from_dict"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_public_face_is_what_it_says():
