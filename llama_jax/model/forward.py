@@ -179,13 +179,10 @@ def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array) -> N
     layers = params.blocks.attention_norm.shape[0] if isinstance(params.blocks, Block) else len(params.blocks)
     first = params.blocks if isinstance(params.blocks, Block) else params.blocks[0]
     c = config
-    found = params.embedding.shape, first.attention.qkv.shape[stacked:], first.feed_forward.down.shape[stacked:], layers
-    qkv = (c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim)
-    needed = (c.vocab_size, c.dim), qkv, (c.dim, c.hidden_dim), c.n_layers
+    found = first.attention.qkv.shape[stacked:], first.feed_forward.down.shape[stacked:], layers
+    needed = (c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim), (c.dim, c.hidden_dim), c.n_layers
     if found != needed:
-        raise ConfigError(
-            f"parameters with embedding, qkv, down and layers {found} are not those of the configuration: {needed}"
-        )
+        raise ConfigError(f"parameters with qkv, down and layers {found} are not those of the configuration: {needed}")
 
 
 def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:
