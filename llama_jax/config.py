@@ -107,8 +107,7 @@ def _require_positive_int(name: str, value: object) -> None:
 
 def _require_number(name: str, value: object, *, minimum: float = -math.inf, above: float = -math.inf) -> None:
     bound = f"at least {minimum:g}" if minimum > -math.inf else f"above {above:g}"
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not (minimum <= value < 1e30 and value > above):  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < 1e30 or value <= above:
         raise ConfigError(f"{name}={value!r:.40} must be a finite number {bound}")
 
 

@@ -44,7 +44,7 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def _product_of_one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The same for one row of 16-bit numbers on a CPU, twenty times faster.
+    """The same for one row of 16-bit numbers on a CPU, ten to twenty times faster.
 
     XLA for CPU has kernels for 16-bit products from two rows on; for one row it converts the whole weight to float32.
     """

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import make_goldens
+import numpy as np
 import pytest
 from conftest import write_hf_folder
 
 import llama_jax
+from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.cli.text import Text
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
@@ -117,6 +119,33 @@ def test_bad_arguments_are_one_line_and_exit_code_2(run, stories_folder, argumen
     assert done.stdout == ""
     assert message in done.stderr
     assert done.stderr.startswith("llama-jax: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+QUERY = NAMES["q"].format(1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "settings", "message"),
+    [
+        (lambda t: t.pop(QUERY), {}, f"'{QUERY}' is missing"),
+        (lambda t: t.update(more=np.zeros(2, np.float32)), {}, "'more' is not part of a Llama"),
+        (lambda t: t.update({QUERY: t[QUERY][:-1].copy()}), {}, "has shape [31, 32]"),
+        (lambda t: t[QUERY].fill(np.nan), {}, "holds NaN or infinity"),
+        (lambda t: None, {"model_type": "mistral"}, "model_type='mistral' is not supported"),
+        (None, {}, "is not a whole safetensors file"),
+    ],
+)
+def test_a_damaged_model_is_one_line_and_exit_code_2(run, tmp_path, spoil, settings, message):
+    tensors = make_goldens.random_tensors(make_goldens.KINDS["gqa"])
+    if spoil:
+        spoil(tensors)
+    folder = write_hf_folder(tmp_path / "model", make_goldens.KINDS["gqa"], tensors, **settings)
+    if spoil is None:
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:5000])
+    done = run("generate", "Once", "--model", folder)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
     assert done.stderr.count("\n") == 1
 
 
