@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llama_jax.errors import ConfigError
@@ -152,6 +152,10 @@ def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: 
     )
 
 
+def _codellama(base: LlamaConfig, vocab_size: int) -> LlamaConfig:
+    return replace(base, vocab_size=vocab_size, max_seq_len=16_384, rope_theta=1_000_000.0)
+
+
 def _llama3(
     dim: int,
     n_layers: int,
@@ -202,6 +206,13 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-2-7b": _llama2(4096, 32, 32, 32, ffn_hidden_dim(4096)),
     "llama-2-13b": _llama2(5120, 40, 40, 40, ffn_hidden_dim(5120)),
     "llama-2-70b": _llama2(8192, 80, 64, 8, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)),
+    # Code Llama (Roziere et al. 2023, section 2): Llama 2 trained on with theta 1e6 at 16,384 tokens.
+    "codellama-7b": _codellama(_llama2(4096, 32, 32, 32, ffn_hidden_dim(4096)), 32_016),
+    "codellama-13b": _codellama(_llama2(5120, 40, 40, 40, ffn_hidden_dim(5120)), 32_016),
+    "codellama-34b": _codellama(_llama2(8192, 48, 64, 8, ffn_hidden_dim(8192)), 32_000),
+    "codellama-70b": _codellama(
+        _llama2(8192, 80, 64, 8, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)), 32_016
+    ),
     "llama-3-8b": _llama3(4096, 32, 32, ffn_hidden_dim(4096, multiple_of=1024, ffn_dim_multiplier=1.3)),
     "llama-3-70b": _llama3(8192, 80, 64, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)),
     "llama-3.1-8b": _llama3(4096, 32, 32, 14_336, rope_factor=8.0),

@@ -19,3 +19,7 @@ class TokenizerError(UserError):
 
 class GenerationError(UserError):
     """A prompt, a sampling value or a length that cannot be generated from."""
+
+
+class MeshError(UserError):
+    """A mesh that cannot be: of nonsense sizes, of more devices than there are, or not fitting the model or the batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,9 @@ class KVCache(struct.PyTreeNode):
     with `grow`: a window cut out of a larger cache would be copied before every product.
     """
 
-    k: jax.Array | tuple[jax.Array, ...]
-    v: jax.Array | tuple[jax.Array, ...]
-    length: jax.Array
+    k: Any
+    v: Any
+    length: Any  # each an array, or what stands for one in a tree of the same form: a shape, a partition spec
 
     @property
     def capacity(self) -> int:
@@ -98,10 +99,12 @@ def write(buffer: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array
     if batch == 1:
         flat = lax.dynamic_update_slice(flat, rows, (first, zero, start[0], zero))
     else:
+        # XLA for CPU scatters 16-bit floats by way of float32, the whole buffer there and back; bits as they are.
+        bits = {2: jnp.uint16}.get(buffer.dtype.itemsize, buffer.dtype)
         flat = lax.scatter(
-            flat,
+            lax.bitcast_convert_type(flat, bits),
             jnp.stack([first + jnp.arange(batch, dtype=start.dtype), start], axis=-1),
-            rows,
+            lax.bitcast_convert_type(rows, bits),
             lax.ScatterDimensionNumbers(
                 update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
             ),
@@ -109,6 +112,7 @@ def write(buffer: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array
             unique_indices=True,
             mode=lax.GatherScatterMode.FILL_OR_DROP,
         )
+        flat = lax.bitcast_convert_type(flat, buffer.dtype)
     return flat.reshape(buffer.shape)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +17,13 @@ from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.cache import KVCache, read, write
 from llama_jax.model.params import Block, Llama
 from llama_jax.ops.rotary import scale_llama3
+
+Constrain = Callable[[jax.Array, str], jax.Array]
+
+
+def unconstrained(x: jax.Array, where: str) -> jax.Array:
+    """Leave it to XLA where an activation lies."""
+    return x
 
 
 def rotary_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -41,6 +50,10 @@ def forward(
     cache: KVCache | None = None,
     *,
     lengths: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    constrain: Constrain = unconstrained,
+    wrap_layer: Callable[[Callable], Callable] = lambda layer: layer,
 ) -> tuple[jax.Array, Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalised residual stream.
 
@@ -53,6 +66,13 @@ def forward(
       cache: what the rows have read before; None starts at position 0 and keeps nothing. Its form follows that of
         `params.blocks`: a tuple for a tuple, stacked for stacked.
       lengths: int32[B], how many of the T tokens of each row are real; all when None. Only the cache's length uses it.
+      positions: int32[B, T], each token's position in its document, for the rotary embedding; its place in the row and the
+        cache when None. Without a cache only.
+      segment_ids: int32[B, T], which of the documents packed into a row each token is of: attention does not cross them.
+        Without a cache only.
+      constrain: told where in the model an activation is, lays it out over the devices: "embedded" and "residual", both
+        [B, T, D], the embedding as it was looked up and the residual stream between layers. See `parallel.specs`.
+      wrap_layer: changes the function of one layer, as `jax.checkpoint` does for training.
 
     Returns:
       hidden [B, T, D] in the parameters' dtype, to be given to `unembed` where logits are wanted; and the cache with
@@ -60,32 +80,37 @@ def forward(
 
     Raises:
       ConfigError: the parameters are not those of the configuration.
-      GenerationError: the tokens are not int[B, T], or do not fit into the cache, or its form is not that of the blocks.
+      GenerationError: the tokens are not int[B, T], or do not fit into the cache, or its form is not that of the blocks;
+        positions or segments of another shape, or together with a cache.
         Under `jit` the filled length is not known, and only tokens that an empty cache could not take are noticed: count
         as `generate` does.
     """
     tokens = jnp.asarray(tokens)
     _check_arguments(config, params, tokens)
     batch, new = tokens.shape
+    _check_packing(tokens, cache, positions, segment_ids)
     if cache is None:
-        positions = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), tokens.shape)
+        slots = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), tokens.shape)
     else:
         _check_cache(config, params, cache, batch, new)
-        positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
-    cos, sin = ops.rotary_table(positions, rotary_frequencies(config))
-    hidden = params.embedding[tokens]
+        slots = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
+    cos, sin = ops.rotary_table(slots if positions is None else positions, rotary_frequencies(config))
+    hidden = constrain(constrain(params.embedding[tokens], "embedded"), "residual")
+    block_step = wrap_layer(partial(_block, config, segment_ids=segment_ids))
 
     if isinstance(params.blocks, tuple):
         layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))
         for i, block in enumerate(params.blocks):
-            hidden, layers[i] = _block(config, block, hidden, layers[i], positions, cos, sin)
+            hidden, layers[i] = block_step(block, hidden, layers[i], slots, cos, sin)
+            hidden = constrain(hidden, "residual")
         buffers: Any = None if cache is None else tuple(zip(*layers, strict=True))
     else:
 
         def layer_step(carry, layer):
             hidden, buffers = carry
             block, index = layer
-            return _block(config, block, hidden, buffers, positions, cos, sin, index), None
+            hidden, buffers = block_step(block, hidden, buffers, slots, cos, sin, index)
+            return (constrain(hidden, "residual"), buffers), None
 
         # The cache rides in the carry: as input and output of the scan it would be copied whole at every call.
         buffers = None if cache is None else (cache.k, cache.v)
@@ -103,10 +128,12 @@ def _block(
     block: Block,
     hidden: jax.Array,
     kv: tuple[jax.Array, jax.Array] | None,
-    positions: jax.Array,
+    slots: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     layer: jax.Array | None = None,
+    *,
+    segment_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """One layer: hidden [B, T, D] in and out, and this layer's keys and values with the new tokens written."""
     batch, new, _ = hidden.shape
@@ -115,14 +142,15 @@ def _block(
     turned = ops.apply_rotary(qkv[..., :-1, :], cos[:, None, :, None], sin[:, None, :, None])
     queries, keys, values = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
 
-    query_positions = positions[:, None]
+    query_positions = slots[:, None]
     if kv is not None:
-        start = positions[:, 0]
+        start = slots[:, 0]
         kv = write(kv[0], keys, start, layer), write(kv[1], values, start, layer)
         keys, values = read(kv[0], layer), read(kv[1], layer)
         if keys.ndim == 3:  # a single row whose batch axis was dropped
             queries, query_positions = queries[0], query_positions[0]
-    mixed = ops.attention(queries, keys, values, query_positions, scale=config.head_dim**-0.5)
+    segments = None if segment_ids is None else (segment_ids[:, None], segment_ids[:, None])
+    mixed = ops.attention(queries, keys, values, query_positions, scale=config.head_dim**-0.5, segments=segments)
     mixed = mixed.reshape(batch, config.n_kv_heads, new, -1).swapaxes(1, 2).reshape(batch, new, -1)
     hidden = hidden + ops.linear(mixed, block.attention.out)
 
@@ -183,6 +211,19 @@ def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array) -> N
     needed = (c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim), (c.dim, c.hidden_dim), c.n_layers
     if found != needed:
         raise ConfigError(f"parameters with qkv, down and layers {found} are not those of the configuration: {needed}")
+
+
+def _check_packing(
+    tokens: jax.Array, cache: KVCache | None, positions: jax.Array | None, segment_ids: jax.Array | None
+) -> None:
+    for name, value in (("positions", positions), ("segment_ids", segment_ids)):
+        if value is None:
+            continue
+        if cache is not None:
+            raise GenerationError(f"{name} are for packed rows, which have no cache; leave one of the two out")
+        if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+            kind = f"{value.dtype}{list(value.shape)}"
+            raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
 
 
 def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from llama_jax.config import LlamaConfig
+
+# A jax.Array, or what stands for one in a tree of the same form: a shape, a partition spec, a sharding, a place in a file.
+Leaf: TypeAlias = Any
 
 
 class Attention(struct.PyTreeNode):
@@ -19,8 +23,8 @@ class Attention(struct.PyTreeNode):
       out: [D, N * H].
     """
 
-    qkv: jax.Array
-    out: jax.Array
+    qkv: Leaf
+    out: Leaf
 
 
 class FeedForward(struct.PyTreeNode):
@@ -31,16 +35,16 @@ class FeedForward(struct.PyTreeNode):
       down: [D, F].
     """
 
-    gate_up: jax.Array
-    down: jax.Array
+    gate_up: Leaf
+    down: Leaf
 
 
 class Block(struct.PyTreeNode):
     """One layer: two normalisations [D], attention and feed-forward."""
 
-    attention_norm: jax.Array
+    attention_norm: Leaf
     attention: Attention
-    ffn_norm: jax.Array
+    ffn_norm: Leaf
     feed_forward: FeedForward
 
 
@@ -55,10 +59,10 @@ class Llama(struct.PyTreeNode):
       lm_head: [V, D], or None where the output projection is the embedding.
     """
 
-    embedding: jax.Array
+    embedding: Leaf
     blocks: Block | tuple[Block, ...]
-    final_norm: jax.Array
-    lm_head: jax.Array | None
+    final_norm: Leaf
+    lm_head: Leaf | None
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> Llama:

@@ -8,7 +8,13 @@ from jax import lax
 
 
 def attention(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, query_positions: jax.Array, *, scale: float
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    query_positions: jax.Array,
+    *,
+    scale: float,
+    segments: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
 
@@ -21,6 +27,8 @@ def attention(
       query_positions: int[*batch, T], axes of size 1 broadcast. Slots after a query's own position are not read:
         that one comparison is the causal mask and hides the empty or padded end of a cache as well.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
+      segments: int[*batch, T] of the queries and int[*batch, S] of the keys, axes of size 1 broadcast: a query sees the
+        keys of its own segment only. For several documents packed into a row.
 
     Returns:
       [*batch, T, G, H] in the dtype of `queries`; softmax in float32.
@@ -33,6 +41,8 @@ def attention(
     )  # [*batch, T, G, S]
     slots = jnp.arange(keys.shape[-2], dtype=query_positions.dtype)
     visible = slots <= query_positions[..., None]
+    if segments is not None:
+        visible &= segments[0][..., :, None] == segments[1][..., None, :]
     scores = jnp.where(visible[..., None, :], scores * scale, -jnp.inf)
     # A query sees at least its own slot, so no row is empty and the maximum is finite.
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))

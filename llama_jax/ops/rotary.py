@@ -88,3 +88,9 @@ def half_from_interleaved(weight: ArrayLike) -> ArrayLike:
     """
     *heads, head_dim, features = weight.shape
     return weight.reshape(*heads, head_dim // 2, 2, features).swapaxes(-3, -2).reshape(weight.shape)
+
+
+def interleaved_from_half(weight: ArrayLike) -> ArrayLike:
+    """Undo `half_from_interleaved`."""
+    *heads, head_dim, features = weight.shape
+    return weight.reshape(*heads, 2, head_dim // 2, features).swapaxes(-3, -2).reshape(weight.shape)

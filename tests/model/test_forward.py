@@ -241,3 +241,37 @@ def test_published_sizes_trace_without_memory():
     assert hidden.shape == (1, 16, 16_384)
     assert jax.eval_shape(lambda p, h: unembed(config, p, h), params, hidden).shape == (1, 16, 128_256)
     assert cache.k.shape == (126, 1, 8, 256, 128)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_packed_documents_are_what_they_are_alone(models, stacked):
+    """Positions restart and attention does not cross: three documents in a row of 24, and padding of segment 0."""
+    config, params = models["llama3"]
+    params = llama_jax.stack(params) if stacked else params
+    tokens = np.random.default_rng(3).integers(0, config.vocab_size, (1, 24), dtype=np.int32)
+    sizes = [7, 12, 3]
+    segments = np.repeat([1, 2, 3, 0], [*sizes, 2])[None].astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in [*sizes, 2]])[None].astype(np.int32)
+    packed = jax.jit(forward, static_argnums=0)
+    hidden, _ = packed(config, params, tokens, positions=positions, segment_ids=segments)
+    assert np.isfinite(np.asarray(hidden)).all()
+    start = 0
+    for n in sizes:
+        # Of one shape, so that it compiles once: what comes behind a document is not seen.
+        row = np.zeros((1, 24), np.int32)
+        row[:, :n] = tokens[:, start : start + n]
+        alone, _ = packed(config, params, row)
+        np.testing.assert_allclose(hidden[0, start : start + n], alone[0, :n], rtol=1e-4, atol=1e-5)
+        start += n
+    crossed, _ = packed(config, params, tokens)
+    assert np.abs(crossed[0, 7:] - hidden[0, 7:]).max() > 0.1  # the comparison can tell
+
+
+@pytest.mark.parametrize("name", ["positions", "segment_ids"])
+def test_packing_that_does_not_fit_is_named(models, name):
+    config, params = models["gqa"]
+    tokens = jnp.zeros((2, 4), jnp.int32)
+    with pytest.raises(GenerationError, match=rf"{name} are int32\[2, 3\]; int\[2, 4\]"):
+        forward(config, params, tokens, **{name: jnp.zeros((2, 3), jnp.int32)})
+    with pytest.raises(GenerationError, match=rf"{name} are for packed rows"):
+        forward(config, params, tokens, llama_jax.init_cache(config, 2, 8), **{name: jnp.zeros((2, 4), jnp.int32)})
