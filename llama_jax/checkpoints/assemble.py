@@ -1,155 +1,144 @@
-"""From named tensors to parameters: what every file format shares."""
+"""From the named tensors of a checkpoint to parameters: what every format shares."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.config import LlamaConfig
+from llama_jax.checkpoints.fill import Array, Part, fill
+from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
-from llama_jax.ops.rotary import half_from_interleaved
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
-ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Tensors of one checkpoint by name.
-
-    Attributes:
-      where: the path, for messages.
-      stored: the tensors that must be used up; one left over is an error.
-      names: the format's name of each part, "{}" standing for the layer.
-      get: reads one tensor, as it is stored.
-    """
-
-    where: str
-    stored: set[str]
-    names: Mapping[str, str]
-    get: Callable[[str], np.ndarray]
 
 
 def assemble(
-    config: LlamaConfig,
-    reader: Reader,
+    opened: Opened,
     dtype: jax.typing.DTypeLike | None,
     *,
-    interleaved: bool,
+    shardings: Llama | None = None,
     progress: Progress | None = None,
 ) -> Llama:
-    """Parameters with a tuple of blocks, each array made from its tensors and put on the device before the next is read.
+    """Parameters with a tuple of blocks. All names and shapes are checked before the first tensor is read.
 
     Args:
       dtype: of all parameters; None takes that of the stored embedding, and mixed files are then cast to it.
-      interleaved: whether the rows of q and k are in the interleaved rotary layout.
+      shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` that holds for every layer; None puts all on
+        the default device. Of a split array each process reads the rows that its own devices need.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does, to see them go by.
 
     Raises:
       CheckpointError: a tensor that is missing, left over, misshapen or not finite; the message names it.
     """
-    c = config
-    unread = set(reader.stored)
-    target = None if dtype is None else jnp.dtype(dtype)
-
-    def tensor(part: str, *shape: int, layer: int = 0) -> np.ndarray:
-        name = reader.names[part].format(layer)
-        if name not in reader.stored:
-            raise CheckpointError(f"{reader.where}: tensor {name!r} is missing; the configuration needs it")
-        unread.discard(name)
-        found = reader.get(name)
-        if found.shape != shape:
-            raise CheckpointError(
-                f"{reader.where}: tensor {name!r} has shape {list(found.shape)}, the configuration needs {list(shape)}"
-            )
-        if not jnp.issubdtype(found.dtype, jnp.floating):
-            raise CheckpointError(f"{reader.where}: tensor {name!r} is {found.dtype}; floating-point weights are needed")
-        if not _finite(found, np.inf):
-            raise CheckpointError(f"{reader.where}: tensor {name!r} holds NaN or infinity; the file is damaged")
-        if (
-            target is not None
-            and target.itemsize < found.dtype.itemsize
-            and not _finite(found, float(jnp.finfo(target).max))
-        ):
-            raise CheckpointError(f"{reader.where}: tensor {name!r} holds numbers too large for {target}; use another dtype")
-        return found
-
-    def heads(part: str, queries: int, layer: int) -> np.ndarray:
-        """[K, queries, H, D]."""
-        weight = tensor(part, c.n_kv_heads * queries * c.head_dim, c.dim, layer=layer)
-        weight = weight.reshape(c.n_kv_heads, queries, c.head_dim, c.dim)
-        return half_from_interleaved(weight) if interleaved and part in "qk" else weight
-
-    embedding = tensor("embedding", c.vocab_size, c.dim)
-    if target is None:
-        target = embedding.dtype
+    made_of = plan(opened)
+    target = made_of.embedding.parts[0].tensor.dtype if dtype is None else jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(target) != target:
-        raise CheckpointError(f"{reader.where}: {target} needs jax_enable_x64; load with dtype='float32'")
+        raise CheckpointError(f"{opened.path}: {target} needs jax_enable_x64; load with dtype='float32'")
+
+    def read(part: Any, sharding: Any) -> Any:
+        if sharding is None:
+            return jax.tree.map(lambda array: fill(array, target, None), part)
+        return jax.tree.map(lambda array, place: fill(array, target, place), part, sharding)
+
+    layers = range(opened.config.n_layers)
+    of_block = None if shardings is None else shardings.blocks
+    specs: Any = made_of.blocks
+    blocks = tuple(read(specs[i], of_block) for i in (progress(layers) if progress else layers))
+    rest = read(made_of.replace(blocks=()), None if shardings is None else shardings.replace(blocks=()))
+    _check_tied(opened)
+    return rest.replace(blocks=blocks)
+
+
+def plan(opened: Opened) -> Llama:
+    """A `Llama` of `Array`: what each parameter is made of.
+
+    Raises:
+      CheckpointError: a tensor that is missing, left over or misshapen.
+    """
+    c, where = opened.config, opened.path
+    unread = set(opened.tensors)
+
+    def part(name: str, shape: tuple[int, ...], columns: slice | None) -> Part:
+        if name not in opened.tensors:
+            raise CheckpointError(f"{where}: tensor {name!r} is missing; the configuration needs it")
+        unread.discard(name)
+        tensor = opened.tensors[name]
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name!r} has shape {list(tensor.shape)}, the configuration needs {list(shape)}"
+            )
+        if tensor.dtype not in FLOATS.values():
+            raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
+        turned = opened.interleaved and name in turning
+        return Part(f"{where}: tensor {name!r}", tensor, columns, turned)
+
+    def whole(what: str, *shape: int, layer: int = 0) -> Array:
+        return Array(shape, (part(opened.names[what].format(layer), shape, None),))
+
+    def joined(shape: tuple[int, ...], widths: dict[str, int], layer: int) -> Array:
+        """An array whose second axis its parts share."""
+        parts, first = [], 0
+        for what, width in widths.items():
+            rows = math.prod(shape[:-1]) // shape[1] * width
+            parts.append(part(opened.names[what].format(layer), (rows, shape[-1]), slice(first, first + width)))
+            first += width
+        return Array(shape, tuple(parts))
 
     def block(i: int) -> Block:
-        qkv = [heads("q", c.queries_per_kv_head, i), heads("k", 1, i), heads("v", 1, i)]
-        gate_up = [tensor(part, c.hidden_dim, c.dim, layer=i)[:, None] for part in ("gate", "up")]
+        groups = c.queries_per_kv_head
         return Block(
-            attention_norm=place([tensor("attention_norm", c.dim, layer=i)], 0, target),
+            attention_norm=whole("attention_norm", c.dim, layer=i),
             attention=Attention(
-                qkv=place(qkv, 1, target),
-                out=place([tensor("out", c.dim, c.n_heads * c.head_dim, layer=i)], 0, target),
+                qkv=joined((c.n_kv_heads, groups + 2, c.head_dim, c.dim), {"q": groups, "k": 1, "v": 1}, i),
+                out=whole("out", c.dim, c.n_heads * c.head_dim, layer=i),
             ),
-            ffn_norm=place([tensor("ffn_norm", c.dim, layer=i)], 0, target),
+            ffn_norm=whole("ffn_norm", c.dim, layer=i),
             feed_forward=FeedForward(
-                gate_up=place(gate_up, 1, target),
-                down=place([tensor("down", c.dim, c.hidden_dim, layer=i)], 0, target),
+                gate_up=joined((c.hidden_dim, 2, c.dim), {"gate": 1, "up": 1}, i),
+                down=whole("down", c.dim, c.hidden_dim, layer=i),
             ),
         )
 
-    layers = range(c.n_layers)
-    blocks = tuple(block(i) for i in (progress(layers) if progress else layers))
-    final_norm = place([tensor("final_norm", c.dim)], 0, target)
-    head = reader.names["lm_head"]
-    lm_head = None
-    if not c.tie_embeddings:
-        lm_head = place([tensor("lm_head", c.vocab_size, c.dim)], 0, target)
-    elif head in reader.stored and not np.array_equal(tensor("lm_head", c.vocab_size, c.dim), embedding):
-        raise CheckpointError(
-            f"{reader.where}: tie_embeddings is set but {head!r} differs from the embedding; one of the two is wrong"
-        )
+    # Checked by counting before names are made: a configuration may claim a billion layers.
+    if c.n_layers > len(opened.tensors):
+        raise CheckpointError(f"{where}: the configuration has {c.n_layers} layers, the file {len(opened.tensors)} tensors")
+    turning = {opened.names[what].format(i) for what in ("q", "k") for i in range(c.n_layers)}
+    table, head = opened.names["embedding"], opened.names["lm_head"]
+    if c.tie_embeddings and head in opened.tensors:
+        unread.discard(head)
+        if table not in opened.tensors:  # some writers keep the other name of the one tensor
+            table = head
+    found = Llama(
+        embedding=Array((c.vocab_size, c.dim), (part(table, (c.vocab_size, c.dim), None),)),
+        blocks=tuple(block(i) for i in range(c.n_layers)),
+        final_norm=whole("final_norm", c.dim),
+        lm_head=None if c.tie_embeddings else whole("lm_head", c.vocab_size, c.dim),
+    )
     if unread:
         raise CheckpointError(
-            f"{reader.where}: tensor {min(unread)!r} is not part of a Llama of this configuration"
-            f" ({len(unread)} such); is config.json that of these weights?"
+            f"{where}: tensor {min(unread)!r} is not part of a Llama of this configuration"
+            f" ({len(unread)} such); is the configuration that of these weights?"
         )
-    return Llama(embedding=place([embedding], 0, target), blocks=blocks, final_norm=final_norm, lm_head=lm_head)
+    return found
 
 
-def place(parts: Sequence[np.ndarray], axis: int, dtype: np.dtype) -> jax.Array:
-    """The parts joined along `axis`, cast to `dtype`, as an array on the default device.
-
-    They are written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over and no second
-    copy is made. NumPy asks for huge pages for it, XLA's own allocator does not.
-    """
-    sizes = [part.shape[axis] for part in parts]
-    shape = list(parts[0].shape)
-    shape[axis] = sum(sizes)
-    bytes_needed = math.prod(shape) * dtype.itemsize
-    memory = np.empty(bytes_needed + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    joined = memory[start : start + bytes_needed].view(dtype).reshape(shape)
-    for part, hole in zip(parts, np.split(joined, np.cumsum(sizes)[:-1], axis), strict=True):
-        hole[...] = part
-    return jax.device_put(joined, may_alias=True)
-
-
-def _finite(weight: np.ndarray, largest: float) -> bool:
-    """Whether all entries are finite and at most `largest` in size; by rows: no second array of the weight's size."""
-    rows = weight.reshape(-1, weight.shape[-1])
-    step = max(1, (1 << 22) // rows.shape[1])
-    pieces = (rows[i : i + step] for i in range(0, len(rows), step))
-    if largest == np.inf:
-        return all(bool(np.isfinite(piece).all()) for piece in pieces)
-    return all(bool((np.abs(piece) <= largest).all()) for piece in pieces)
+def _check_tied(opened: Opened) -> None:
+    """Where a tied model stores both names of its one tensor, they must be one tensor."""
+    table, head = (opened.tensors.get(opened.names[what]) for what in ("embedding", "lm_head"))
+    if not opened.config.tie_embeddings or table is None or head is None:
+        return
+    step = max(1, (1 << 22) // opened.config.dim)
+    rows = opened.config.vocab_size
+    if head.shape != table.shape or not all(
+        np.array_equal(table.read(i, min(i + step, rows)), head.read(i, min(i + step, rows))) for i in range(0, rows, step)
+    ):
+        raise CheckpointError(
+            f"{opened.path}: tie_embeddings is set but {opened.names['lm_head']!r} differs from the embedding;"
+            " one of the two is wrong"
+        )

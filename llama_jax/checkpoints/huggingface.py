@@ -1,25 +1,24 @@
-"""Hugging Face folders: ``config.json`` and safetensors, single or sharded with an index.
-
-Weights are read tensor by tensor from a memory map; a row range of a tensor can be read alone, so that a file is never in
-memory as a whole.
-"""
+"""Hugging Face folders: ``config.json`` and safetensors or ``pytorch_model.bin``, single or sharded with an index."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.checkpoints.assemble import Progress, Reader, assemble
+from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.pickled import read_tensors
+from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.params import Llama
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name in the file, by what it is here. Each maps to one tensor [out, in] or [features].
 NAMES = {
@@ -47,8 +46,72 @@ SETTINGS = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
+# Settings that change what is computed, with the value that a Llama has. Others, such as dropout, token ids and what a
+# trainer left behind, do not matter here.
+PLAIN = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "num_local_experts": None,
+    "use_qk_norm": False,
+}
+# What a kind of rope scaling may say, besides its name and theta.
+ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 # Buffers that old versions of transformers saved with the weights; the configuration says the same.
-IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+LARGEST_JSON = 64 << 20  # bytes; the index of a 405B model has a five-hundredth
+# The two ways to store the weights, the better first: name of a single file, and of the index of several.
+SAFETENSORS = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def open_folder(folder: Path) -> Opened:
+    """The model in a folder; its weights are not read.
+
+    Raises:
+      CheckpointError: a file that is missing, damaged or of an unsupported kind.
+    """
+    config = read_config(folder)
+    for (single, index), read, what in (
+        (SAFETENSORS, _read_safetensors, "safetensors"),
+        (PICKLED, read_tensors, "pytorch_model.bin"),
+    ):
+        if (folder / index).exists():
+            tensors = _read_indexed(folder / index, read)
+        elif (folder / single).is_file():
+            tensors = read(folder / single)
+        else:
+            continue
+        return Opened(
+            format=f"Hugging Face {what}",
+            path=folder,
+            config=config,
+            tensors={name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)},
+            names=NAMES,
+            interleaved=False,
+            tokenizer=partial(find_tokenizer, folder, config.vocab_size),
+        )
+    raise CheckpointError(
+        f"{folder} has a config.json but none of the weights it should have: {', '.join(SAFETENSORS + PICKLED)}"
+    )
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether weights under the names that transformers gives them lie beside a config.json."""
+    return any((folder / name).exists() for name in (*SAFETENSORS, *PICKLED))
 
 
 def read_config(folder: Path) -> LlamaConfig:
@@ -73,9 +136,9 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     model_type = found.get("model_type")
     if model_type != "llama":
         raise ConfigError(f"model_type={model_type!r:.60} is not supported; llama_jax reads model_type='llama'")
-    for name, supported in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if found.get(name, supported) != supported:
-            raise ConfigError(f"{name}={found[name]!r} is not supported; a Llama has {name}={supported!r}")
+    for name, supported in PLAIN.items():
+        if found.get(name, supported) not in (supported, None):
+            raise ConfigError(f"{name}={found[name]!r:.60} is not supported; a Llama has {name}={supported!r}")
     if found.get("quantization_config") is not None:
         raise ConfigError("quantization_config is set: quantised weights are not supported; use the unquantised release")
 
@@ -106,11 +169,19 @@ _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_he
 
 def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, in the spelling of transformers 5 (``rope_parameters``) or before (``rope_scaling``)."""
-    scaling = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ConfigError(f"rope_scaling={scaling!r} must be an object")
+    new, old = found.get("rope_parameters") or {}, found.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}={value!r:.60} must be an object")
+    scaling = new or old
+    if new and old and _plain(new) != _plain(old):
+        raise ConfigError(f"rope_parameters={new!r:.80} and rope_scaling={old!r:.80} contradict each other; remove one")
     theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if isinstance(kind, str) and kind in ROPE:
+        extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
+        if extra and not (extra == ["partial_rotary_factor"] and scaling["partial_rotary_factor"] == 1):
+            raise ConfigError(f"rope scaling {kind!r} with {extra[0]}={scaling[extra[0]]!r:.40} is not supported")
     try:
         if kind == "default":
             return theta, None
@@ -127,6 +198,12 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     except KeyError as error:
         raise ConfigError(f"rope scaling {kind!r} has no {error.args[0]}") from None
     raise ConfigError(f"rope scaling {kind!r} is not supported; 'default', 'linear' and 'llama3' are")
+
+
+def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope scaling in one spelling, without theta."""
+    rest = {name: value for name, value in scaling.items() if name not in ("rope_theta", "type", "rope_type")}
+    return rest | {"kind": scaling.get("rope_type", scaling.get("type", "default"))}
 
 
 def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
@@ -161,66 +238,121 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def load_params(
-    folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike | None, progress: Progress | None = None
-) -> Llama:
-    """The parameters in a folder's safetensors, cast to `dtype` (None keeps what is stored)."""
-    files = {name: _open(path) for name, path in _files(folder).items()}
-    stored = {tensor: file for file in files.values() for tensor in file.keys()}
-    where = str(folder)
+def write_folder(
+    folder: Path,
+    opened: Opened,
+    tokenizer: Tokenizer | None,
+    kind: str | None = None,
+    *,
+    largest_file: int = 5_000_000_000,
+    progress: Callable[[list[Piece]], Iterable[Piece]] | None = None,
+) -> None:
+    """Write a model into an empty folder, tensor by tensor.
 
-    def get(name: str) -> np.ndarray:
-        try:
-            return stored[name].get_tensor(name)
-        except (SafetensorError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{where}: tensor {name!r} cannot be read ({error})") from None
+    Args:
+      kind: of all tensors, as safetensors spells it; None keeps each tensor's own.
+      largest_file: bytes of tensors in a file; more become several files and an index.
+    """
+    todo = pieces(opened, interleaved=False)
+    kinds = [kind or _kind(piece.tensor) for piece in todo]
+    sizes = [math.prod(p.tensor.shape) * FLOATS[k].itemsize for p, k in zip(todo, kinds, strict=True)]
+    files: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
+    for piece, stored, size in zip(todo, kinds, sizes, strict=True):
+        if files[-1] and sum(n for *_, n in files[-1].values()) + size > largest_file:
+            files.append({})
+        files[-1][NAMES[piece.part].format(piece.layer)] = (stored, piece.tensor.shape, size)
 
-    ignored = {name for name in stored if IGNORED.fullmatch(name)}
-    return assemble(config, Reader(where, set(stored) - ignored, NAMES, get), dtype, interleaved=False, progress=progress)
+    walk = iter(progress(todo) if progress else todo)
+    weight_map: dict[str, str] = {}
+    for i, tensors in enumerate(files):
+        name = SAFETENSORS[0] if len(files) == 1 else f"model-{i + 1:05}-of-{len(files):05}.safetensors"
+        weight_map |= dict.fromkeys(tensors, name)
+        with (folder / name).open("wb") as file:
+            file.write(_header(tensors))
+            for stored, *_ in tensors.values():
+                for rows in next(walk).rows(FLOATS[stored]):
+                    file.write(rows.view(np.uint8).data)
+    for _ in walk:  # lets a progress bar see its end
+        pass
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+        (folder / SAFETENSORS[1]).write_text(json.dumps(index, indent=2) + "\n")
+    ids: dict[str, Any] = {}
+    if tokenizer is not None:
+        tokenizer.save(folder)
+        named = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        ids = {name: token for name, token in named.items() if token >= 0}
+    write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
+
+
+def _kind(tensor: Tensor) -> str:
+    return next(kind for kind, dtype in FLOATS.items() if dtype == tensor.dtype)
+
+
+def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+    """The beginning of a safetensors file: the length of a JSON text, and the text, padded to eight bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    end = 0
+    for name, (kind, shape, size) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
+    """Write ``config.json``, with settings that are not part of a configuration, such as token ids."""
+    (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
 
 
 def _read_json(path: Path) -> Any:
     if not path.is_file():  # reading a pipe would wait for ever
         raise CheckpointError(f"{path} is not a file; copy the model again")
+    if path.stat().st_size > LARGEST_JSON:
+        raise CheckpointError(f"{path} is over {LARGEST_JSON} bytes, too large to be a model's; copy it again")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
 
 
-def _open(path: Path) -> Any:
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file. The library checks the header against the file, and says no more than where data begins."""
     try:
-        return safe_open(path, framework="numpy")
+        with safe_open(path, framework="numpy"):
+            pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
+    size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little")
+    header = json.loads(read_bytes(path, 8, size).tobytes())
+    return {
+        name: Dense(path, 8 + size + tensor["data_offsets"][0], tuple(tensor["shape"]), tensor["dtype"])
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    }
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """The safetensors files of a folder by name, after checking the index against what each file holds."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        single = folder / "model.safetensors"
-        if single.is_file():
-            return {single.name: single}
-        raise CheckpointError(
-            f"{folder} has a config.json but no model.safetensors and no model.safetensors.index.json;"
-            " other weights (pytorch_model.bin) become safetensors with transformers' save_pretrained"
-        )
+def _read_indexed(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all files that an index names, after checking it against what each file holds."""
+    folder = index.parent
     found = _read_json(index)
     try:
         weight_map = found["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index ({error!r}); copy it again") from None
+        raise CheckpointError(f"{index} is not an index of weights ({error!r}); copy it again") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file of its own folder")
         if not (folder / name).is_file():
             raise CheckpointError(f"{index} names {name}, which is missing from {folder}; copy it there")
-    files = {name: folder / name for name in names}
-    for name, path in files.items():
-        held, listed = set(_open(path).keys()), {tensor for tensor, file in weight_map.items() if file == name}
-        if held != listed:
-            odd = sorted(held ^ listed)[0]
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        held = read(folder / name)
+        listed = {tensor for tensor, file in weight_map.items() if file == name}
+        if held.keys() != listed:
+            odd = sorted(held.keys() ^ listed)[0]
             raise CheckpointError(f"{index} and {name} disagree about tensor {odd!r}; copy both from one release")
-    return files
+        tensors |= held
+    return tensors

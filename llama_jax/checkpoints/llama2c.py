@@ -1,21 +1,35 @@
-"""llama2.c's legacy ``.bin`` (``legacy_export`` in its export.py): a header of seven int32, then float32 in one run."""
+"""llama2.c's files: ``.bin`` of version 0 (legacy, float32), 1 (float32) and 2 (int8), and its training ``ckpt.pt``.
+
+Source: karpathy/llama2.c, export.py (legacy_export, version1_export, version2_export) and train.py. None of them stores
+norm_eps or theta: the code that reads and writes them has 1e-5 and 10,000.
+"""
 
 from __future__ import annotations
 
 import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 
-from llama_jax.checkpoints.assemble import Progress, Reader, assemble
+from llama_jax.checkpoints import meta
+from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
+from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import rotary_frequencies
-from llama_jax.model.params import Llama
+from llama_jax.tokenizers import find_tokenizer
 
-HEADER = np.dtype("<i4"), 7
-# The file names nothing: these are the parts in their order, per-layer ones holding all layers in a row.
+MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
+HEADER = 256  # bytes, from version 1 on
+# The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
+# these are the names in llama2.c's run.c.
 NAMES = {
     "embedding": "token_embedding_table",
     "attention_norm": "rms_att_weight.{}",
@@ -32,72 +46,141 @@ NAMES = {
     "sin": "freq_cis_imag",
     "lm_head": "wcls",
 }
+LEGACY = tuple(NAMES)
+NORMS = ("attention_norm", "ffn_norm", "final_norm")
+VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
+# In a ckpt.pt: what torch.compile puts before each name, and the mask that attention without a kernel registers.
+PREFIX = "_orig_mod."
+MASK = re.compile(r"layers\.\d+\.attention\.mask")
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A tensor of version 2: int8[rows, columns], then a float32 scale for each run of `group` numbers."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    group: int
+    dtype = np.dtype(np.float32)
+    kind = "int8"
+
+    @property
+    def nbytes(self) -> int:
+        numbers = math.prod(self.shape)
+        return numbers + numbers // self.group * 4
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        columns = self.shape[1]
+        first, last = start * columns, stop * columns
+        low, high = first // self.group, -(-last // self.group)  # groups may reach over the end of a row
+        numbers = read_bytes(self.path, self.offset + first, last - first).view(np.int8)
+        at = self.offset + math.prod(self.shape) + 4 * low
+        scales = read_bytes(self.path, at, 4 * (high - low)).view("<f4")
+        spread = np.repeat(scales, self.group)[first - low * self.group :][: last - first]
+        with np.errstate(all="ignore"):  # a damaged scale gives NaN, which is found where all tensors are checked
+            return (numbers * spread).reshape(stop - start, columns)
 
 
 def recognises(path: Path) -> bool:
-    """Whether the header and the size are those of a legacy llama2.c file."""
-    return _layout(path) is not None
-
-
-def read_config(path: Path) -> LlamaConfig:
-    """The configuration in the header. llama2.c fixes what the file does not say: norm_eps 1e-5, theta 10,000."""
-    layout = _layout(path)
-    if layout is None:
-        raise CheckpointError(
-            f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
-        )
-    return layout[0]
-
-
-def load_params(
-    path: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike | None, progress: Progress | None = None
-) -> Llama:
-    """The parameters, from a memory map, cast to `dtype` (None keeps float32)."""
-    numbers = np.memmap(path, "<f4", mode="r", offset=HEADER[1] * HEADER[0].itemsize)
-    tensors: dict[str, np.ndarray] = {}
-    offset = 0
-    for part, shape in _shapes(config).items():
-        layers = range(config.n_layers) if "{}" in NAMES[part] else range(1)
-        for i in layers:
-            size = math.prod(shape)
-            tensors[NAMES[part].format(i)] = numbers[offset : offset + size].reshape(shape)
-            offset += size
-    _check_rotary(path, config, tensors.pop(NAMES["cos"]), tensors.pop(NAMES["sin"]))
-    reader = Reader(str(path), set(tensors), NAMES, tensors.__getitem__)
-    return assemble(config, reader, dtype, interleaved=True, progress=progress)
-
-
-def _layout(path: Path) -> tuple[LlamaConfig, int] | None:
-    """Configuration and size in bytes if the header says what the file holds."""
+    """Whether the header and the size are those of a ``.bin`` file, or the content is that of a ``ckpt.pt``."""
+    if is_torch(path):
+        try:
+            return "model_args" in read_pickled(path)
+        except CheckpointError:
+            return False
     with path.open("rb") as file:
-        start = file.read(HEADER[1] * HEADER[0].itemsize)
-    if len(start) != HEADER[1] * HEADER[0].itemsize:
-        return None
-    header = np.frombuffer(start, HEADER[0])
-    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len = map(int, header)
+        return file.read(4) == MAGIC or _legacy(path) is not None
+
+
+def open_file(path: Path) -> Opened:
+    """The model in a file; its weights are not read.
+
+    Raises:
+      CheckpointError: a file that is damaged or of an unknown version.
+    """
+    if is_torch(path):
+        return _open_training(path)
+    with path.open("rb") as file:
+        start = file.read(HEADER)
+    if start[:4] != MAGIC:
+        config = _legacy(path)
+        if config is None:
+            raise CheckpointError(
+                f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
+            )
+        legacy = dict(_dense(path, config, LEGACY, 28))
+        _check_rotary(path, config, legacy.pop(NAMES["cos"]), legacy.pop(NAMES["sin"]))
+        return _opened("llama2.c", path, config, legacy)
+    if len(start) < HEADER:
+        raise CheckpointError(f"{path} ends inside its header; copy it again")
+    version, *sizes, tied, group = struct.unpack("<i7iBi", start[4:41])
+    if version not in (1, 2):
+        raise CheckpointError(f"{path}: version {version} of llama2.c's format is not supported; 0, 1 and 2 are")
     try:
-        config = LlamaConfig(
-            vocab_size=abs(vocab_size),
-            dim=dim,
-            n_layers=n_layers,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            hidden_dim=hidden_dim,
-            max_seq_len=max_seq_len,
-            norm_eps=1e-5,
-            rope_theta=10_000.0,
-            # A negative vocabulary is the format's sign for a classifier of its own.
-            tie_embeddings=vocab_size > 0,
-        )
+        config = _config(sizes, bool(tied))
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: its header is damaged ({error}); copy it again") from None
+    largest = path.stat().st_size
+    if config.n_layers > largest or (version == 2 and not 0 < group < largest):
+        raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
+    tensors: dict[str, Dense | Quantised] = {}
+    tensors.update(_dense(path, config, VERSIONED, HEADER) if version == 1 else _quantised(path, config, group))
+    end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
+    if end != largest:
+        raise CheckpointError(f"{path} has {largest} bytes, its header asks for {end}; copy it again")
+    return _opened(f"llama2.c version {version}", path, config, tensors)
+
+
+def _opened(what: str, path: Path, config: LlamaConfig, tensors: Mapping[str, Tensor], names=NAMES) -> Opened:
+    return Opened(
+        format=what,
+        path=path,
+        config=config,
+        tensors=tensors,
+        names=names,
+        interleaved=True,
+        tokenizer=partial(find_tokenizer, path.parent, config.vocab_size),
+    )
+
+
+def _config(sizes: Any, tied: bool) -> LlamaConfig:
+    dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len = map(int, sizes)
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        max_seq_len=max_seq_len,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=tied,
+    )
+
+
+def _legacy(path: Path) -> LlamaConfig | None:
+    """The configuration if the header, seven int32, says what the file holds."""
+    with path.open("rb") as file:
+        start = file.read(28)
+    if len(start) < 28:
+        return None
+    sizes = list(struct.unpack("<7i", start))
+    tied = sizes[5] > 0  # a negative vocabulary is the format's sign for a classifier of its own
+    sizes[5] = abs(sizes[5])
+    try:
+        config = _config(sizes, tied)
     except ConfigError:
         return None
-    numbers = sum(math.prod(shape) * (n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config).items())
-    size = header.nbytes + 4 * numbers
-    return (config, size) if path.stat().st_size == size else None
+    numbers = sum(
+        math.prod(shape) * (config.n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config, LEGACY).items()
+    )
+    return config if path.stat().st_size == 28 + 4 * numbers else None
 
 
-def _shapes(c: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of each part, per layer, in the file's order."""
+def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """Shape of each part, of one layer, in the file's order."""
     shapes = {
         "embedding": (c.vocab_size, c.dim),
         "attention_norm": (c.dim,),
@@ -112,17 +195,99 @@ def _shapes(c: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "final_norm": (c.dim,),
         "cos": (c.max_seq_len, c.head_dim // 2),
         "sin": (c.max_seq_len, c.head_dim // 2),
+        "lm_head": (c.vocab_size, c.dim),
     }
-    if not c.tie_embeddings:
-        shapes["lm_head"] = (c.vocab_size, c.dim)
-    return shapes
+    return {part: shapes[part] for part in order if part != "lm_head" or not c.tie_embeddings}
 
 
-def _check_rotary(path: Path, config: LlamaConfig, cos: np.ndarray, sin: np.ndarray) -> None:
+def _each(config: LlamaConfig, order: tuple[str, ...]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Part, name and shape of every tensor, in the file's order."""
+    for part, shape in _shapes(config, order).items():
+        for i in range(config.n_layers if "{}" in NAMES[part] else 1):
+            yield part, NAMES[part].format(i), shape
+
+
+def _dense(path: Path, config: LlamaConfig, order: tuple[str, ...], offset: int) -> Iterator[tuple[str, Dense]]:
+    for _, name, shape in _each(config, order):
+        tensor = Dense(path, offset, shape, "F32")
+        yield name, tensor
+        offset += tensor.nbytes
+
+
+def _quantised(path: Path, config: LlamaConfig, group: int) -> Iterator[tuple[str, Dense | Quantised]]:
+    offset = HEADER
+    for part, name, shape in _each(config, VERSIONED):
+        if part not in NORMS and math.prod(shape) % group:
+            raise CheckpointError(f"{path}: {name} of {list(shape)} does not divide into groups of {group}; copy it again")
+        plain = part in NORMS
+        tensor = Dense(path, offset, shape, "F32") if plain else Quantised(path, offset, shape, group)
+        yield name, tensor
+        offset += tensor.nbytes
+
+
+def _check_rotary(path: Path, config: LlamaConfig, cos: Dense, sin: Dense) -> None:
     """The stored angles tell a theta that the header cannot: refuse a file that was made with another."""
-    angles = np.outer(np.arange(min(16, config.max_seq_len)), rotary_frequencies(config))
-    stored = cos[: len(angles)] + 1j * sin[: len(angles)]
+    rows = min(16, config.max_seq_len)
+    angles = np.outer(np.arange(rows), rotary_frequencies(config))
+    stored = cos.read(0, rows) + 1j * sin.read(0, rows)
     if stored.any() and not np.allclose(stored, np.exp(1j * angles), atol=1e-4):
         raise CheckpointError(
             f"{path}: the stored rotary angles are not those of theta={config.rope_theta:g}, which this format implies"
         )
+
+
+def _open_training(path: Path) -> Opened:
+    """A ``ckpt.pt``: settings under "model_args", weights by Meta's names under "model", and the optimizer's state."""
+    found = read_pickled(path)
+    args = found.get("model_args")
+    if not isinstance(args, dict):
+        raise CheckpointError(f"{path}: 'model_args' is missing; this is not llama2.c's ckpt.pt")
+    tensors = {
+        name.removeprefix(PREFIX): tensor
+        for name, tensor in tensors_of(found.get("model"), path).items()
+        if not MASK.fullmatch(name.removeprefix(PREFIX))
+    }
+    names = meta.NAMES
+    table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))
+    if table is None or gate is None:
+        raise CheckpointError(f"{path}: it has no {names['embedding']!r}; this is not llama2.c's ckpt.pt")
+    try:
+        config = LlamaConfig(
+            vocab_size=table.shape[0],
+            dim=args["dim"],
+            n_layers=args["n_layers"],
+            n_heads=args["n_heads"],
+            n_kv_heads=args.get("n_kv_heads") or args["n_heads"],
+            hidden_dim=gate.shape[0],
+            max_seq_len=args["max_seq_len"],
+            norm_eps=args.get("norm_eps", 1e-5),
+            rope_theta=10_000.0,
+            tie_embeddings=head is None or head == table,
+        )
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(f"{path}: model_args are not those of a Llama ({error}); copy it again") from None
+    return _opened("llama2.c ckpt.pt", path, config, tensors, names)
+
+
+def write_file(path: Path, opened: Opened, *, progress: Callable[[list[Piece]], Iterable[Piece]] | None = None) -> None:
+    """Write a model as a legacy ``.bin``, float32, as run.c reads it.
+
+    Raises:
+      CheckpointError: the format has no room for something in this model's configuration.
+    """
+    c = opened.config
+    fixed = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
+    for name, value in fixed.items():
+        if getattr(c, name) != value:
+            raise CheckpointError(f"{name}={getattr(c, name)} has no place in llama2.c's format, whose code has {value}")
+    angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c))
+    todo = sorted(pieces(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
+    with path.open("wb") as file:
+        vocab_size = c.vocab_size if c.tie_embeddings else -c.vocab_size
+        file.write(struct.pack("<7i", c.dim, c.hidden_dim, c.n_layers, c.n_heads, c.n_kv_heads, vocab_size, c.max_seq_len))
+        for piece in progress(todo) if progress else todo:
+            for rows in piece.rows(FLOATS["F32"]):
+                file.write(rows.data)
+            if piece.part == "final_norm":
+                file.write(np.cos(angles).astype("<f4").data)
+                file.write(np.sin(angles).astype("<f4").data)

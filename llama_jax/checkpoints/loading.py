@@ -9,12 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from llama_jax.checkpoints import huggingface, llama2c
-from llama_jax.checkpoints.assemble import Progress
+from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
+from llama_jax.checkpoints.assemble import Progress, assemble
+from llama_jax.checkpoints.pickled import is_torch
+from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
-from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.tokenizers import Tokenizer, load_tokenizer
 
 
 class Checkpoint(NamedTuple):
@@ -26,76 +28,118 @@ class Checkpoint(NamedTuple):
 
 
 def load(
-    path: str | os.PathLike[str], dtype: jax.typing.DTypeLike | None = None, *, progress: Progress | None = None
+    path: str | os.PathLike[str],
+    dtype: jax.typing.DTypeLike | None = None,
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    shardings: Llama | None = None,
+    progress: Progress | None = None,
 ) -> Checkpoint:
-    """Read a model, recognised by its content, and the tokenizer beside it.
+    """Read a model, recognised by its content, and the tokenizer inside it or beside it.
 
     Args:
-      path: a Hugging Face folder (``config.json`` and safetensors, single or sharded), one of its safetensors files, a
-        llama2.c ``.bin`` file, or a folder that holds one.
-      dtype: of the parameters; None keeps that of the file.
-      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does.
+      path: see `open_checkpoint`.
+      dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
+      tokenizer: a vocabulary's file or folder, in place of the one with the weights.
+      shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` that holds for every layer; None puts all on
+        the default device.
+      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
 
     Returns:
       The configuration, the parameters with one block per layer, and the tokenizer.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
+      TokenizerError: a damaged vocabulary.
     """
     _check_dtype(dtype)
-    source = _recognise(_existing(path))
-    if source.is_dir():
-        config = huggingface.read_config(source)
-        params = huggingface.load_params(source, config, dtype, progress)
-        folder = source
+    opened = open_checkpoint(path)
+    # The vocabulary first: a damaged one is noticed before minutes go into the weights.
+    vocabulary = opened.tokenizer() if tokenizer is None else load_tokenizer(tokenizer)
+    if isinstance(opened, store.Stored):
+        params = store.load_params(opened, dtype, shardings=shardings)
     else:
-        config = llama2c.read_config(source)
-        params = llama2c.load_params(source, config, dtype, progress)
-        folder = source.parent
-    return Checkpoint(config, params, find_tokenizer(folder, config.vocab_size))
+        params = assemble(opened, dtype, shardings=shardings, progress=progress)
+    return Checkpoint(opened.config, params, vocabulary)
 
 
-def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
-    try:
-        known = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        known = False
-    if not known:
-        raise CheckpointError(f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'")
+def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
+    """Recognise a model by its content and read all but its weights.
 
+    Args:
+      path: a Hugging Face folder (``config.json`` and safetensors or ``pytorch_model.bin``, single or sharded) or one of its
+        files; a folder of Meta's (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (of a split
+        one, any part); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; or a folder that holds one
+        such file.
 
-def _existing(path: str | os.PathLike[str]) -> Path:
+    Raises:
+      CheckpointError: no model at the path, or a damaged or unsupported one.
+    """
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; give a model's folder or file (a name on a hub is not downloaded)")
-    return path
-
-
-def _recognise(path: Path) -> Path:
-    """The folder of a Hugging Face model, or the file of a llama2.c model."""
     if path.is_dir():
-        if (path / "config.json").exists():
-            return path
-        found = [file for file in sorted(path.iterdir()) if file.is_file() and llama2c.recognises(file)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise CheckpointError(f"{path} holds several models ({', '.join(f.name for f in found)}); give one of the files")
-        raise CheckpointError(f"{path} holds no model: neither a config.json nor a whole llama2.c .bin file")
+        return _open_folder(path)
     if not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder; give a model's folder or file")
-    if llama2c.recognises(path):
-        return path
+    found = _open_alone(path)
+    if found is not None:
+        return found
     with path.open("rb") as file:
         start = file.read(16)
-    if start[8:9] == b"{":  # a safetensors header
+    if path.name == "config.json" or start[8:9] == b"{":  # a safetensors header
         if (path.parent / "config.json").exists():
-            return path.parent
+            return huggingface.open_folder(path.parent)
         raise CheckpointError(f"{path} is a safetensors file; its config.json must lie beside it")
-    if path.suffix == ".bin" and start[:4] not in (b"GGUF", b"ak42") and start[:2] != b"PK":
+    if is_torch(path):
+        if (path.parent / "params.json").exists():
+            return meta.open_folder(path.parent)
+        if (path.parent / "config.json").exists():
+            return huggingface.open_folder(path.parent)
+        raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must lie beside it")
+    if path.suffix == ".bin":
         raise CheckpointError(
             f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
         )
     raise CheckpointError(
-        f"{path} is not a model of a supported format: a Hugging Face safetensors folder or a legacy llama2.c .bin file"
+        f"{path} is not a model of a supported format: safetensors, Meta .pth, GGUF, llama2.c, orbax or pytorch_model.bin"
     )
+
+
+def _open_folder(path: Path) -> Opened | store.Stored:
+    if store.recognises(path):
+        return store.open_folder(path)
+    if (path / "config.json").exists() and huggingface.has_weights(path):
+        return huggingface.open_folder(path)
+    if meta.recognises(path):
+        return meta.open_folder(path)
+    found = [file for file in sorted(path.iterdir()) if file.is_file() and _is_alone(file)]
+    if len(found) > 1:
+        raise CheckpointError(f"{path} holds several models ({', '.join(f.name for f in found)}); give one of the files")
+    if found:
+        opened = _open_alone(found[0])
+        assert opened is not None
+        return opened
+    if (path / "config.json").exists():
+        return huggingface.open_folder(path)  # says which weights are missing
+    raise CheckpointError(f"{path} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
+
+
+def _is_alone(path: Path) -> bool:
+    """Whether a file is a whole model by itself; of a split GGUF, its first part."""
+    return gguf.recognises(path) if gguf.is_gguf(path) else llama2c.recognises(path)
+
+
+def _open_alone(path: Path) -> Opened | None:
+    if gguf.is_gguf(path):
+        return gguf.open_file(path)
+    return llama2c.open_file(path) if llama2c.recognises(path) else None
+
+
+def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
+    try:
+        known = dtype is None or jnp.dtype(dtype) in FLOATS.values()
+    except TypeError:
+        known = False
+    if not known:
+        raise CheckpointError(f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'")

@@ -181,6 +181,46 @@ def test_config_in_the_spelling_of_llama_31_and_of_llama_1():
     assert config_from_dict(old | {"rope_scaling": {"type": "linear", "factor": 2.0}}).rope_scaling.kind == "linear"
 
 
+def published(hidden, inter, layers, heads, kv=None, eps=1e-5, context=4096, vocab=32_000, tied=False, **more):
+    """The lines of a release's config.json that matter, and some that do not."""
+    found = dict(model_type="llama", architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=[2, 3], use_cache=True)
+    found |= dict(hidden_act="silu", initializer_range=0.02, pretraining_tp=1, torch_dtype="bfloat16", attention_dropout=0.0)
+    found |= dict(hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, num_attention_heads=heads)
+    found |= dict(rms_norm_eps=eps, max_position_embeddings=context, vocab_size=vocab, tie_word_embeddings=tied)
+    return found | ({} if kv is None else dict(num_key_value_heads=kv)) | more
+
+
+def llama3(factor=None, **more):
+    more |= dict(vocab=128_256, rope_theta=500_000.0, context=8192 if factor is None else 131_072, attention_bias=False)
+    if factor is None:
+        return more | dict(rope_scaling=None)
+    scaling = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
+    return more | dict(rope_scaling=scaling | dict(factor=factor), mlp_bias=False)
+
+
+RELEASES = {
+    "llama-7b": published(4096, 11_008, 32, 32, eps=1e-6, context=2048),
+    "llama-65b": published(8192, 22_016, 80, 64, context=2048),
+    "llama-2-7b": published(4096, 11_008, 32, 32, 32, rope_scaling=None),
+    "llama-2-70b": published(8192, 28_672, 80, 64, 8),
+    "codellama-7b": published(4096, 11_008, 32, 32, 32, context=16_384, vocab=32_016, rope_theta=1_000_000),
+    "codellama-34b": published(8192, 22_016, 48, 64, 8, context=16_384, rope_theta=1_000_000),
+    "tinyllama-1.1b": published(2048, 5632, 22, 32, 4, context=2048, rope_theta=10_000.0),
+    "llama-3-8b": published(4096, 14_336, 32, 32, 8, **llama3()),
+    "llama-3-70b": published(8192, 28_672, 80, 64, 8, **llama3()),
+    "llama-3.1-8b": published(4096, 14_336, 32, 32, 8, **llama3(8.0)),
+    "llama-3.1-405b": published(16_384, 53_248, 126, 128, 8, **llama3(8.0)),
+    "llama-3.2-1b": published(2048, 8192, 16, 32, 8, tied=True, head_dim=64, **llama3(32.0)),
+    "llama-3.2-3b": published(3072, 8192, 28, 24, 8, tied=True, head_dim=128, **llama3(32.0)),
+    "llama-3.3-70b": published(8192, 28_672, 80, 64, 8, head_dim=128, **llama3(8.0)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_released_config_json(name):
+    assert config_from_dict(RELEASES[name]) == llama_jax.preset(name)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -193,6 +233,14 @@ def test_config_in_the_spelling_of_llama_31_and_of_llama_1():
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "'llama3' has no low_freq_factor"),
         ({"rope_parameters": [1]}, "must be an object"),
+        ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope scaling \['linear'\] is not supported"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2, "mscale": 1}}, "'linear' with mscale=1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "contradict each other"),
+        ({"rope_scaling": "linear"}, "must be an object"),
+        ({"sliding_window": 4096}, "sliding_window=4096"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ({"num_key_value_heads": 3}, "n_kv_heads=3"),
         ({"hidden_size": "32"}, "dim='32'"),
         ({"num_hidden_layers": 2.5}, "n_layers=2.5"),
@@ -264,7 +312,7 @@ def test_weights_that_are_not_finite(hf_folder, value):
 
 def test_integer_weights(hf_folder):
     spoil_tensors(hf_folder, lambda t: t.update({Q1: np.zeros((32, 32), np.int8)}))
-    with pytest.raises(CheckpointError, match=f"'{Q1}' is int8"):
+    with pytest.raises(CheckpointError, match=f"'{Q1}' is I8; a float"):
         llama_jax.load(hf_folder)
 
 
@@ -307,9 +355,9 @@ def test_garbled_config(hf_folder, text):
         (lambda w: w.update({Q1: "../model-00001-of-00002.safetensors"}), "not a file of its own folder"),
         (lambda w: w.update({Q1: "/etc/hostname"}), "not a file of its own folder"),
         (lambda w: w.update({Q1: "model-00003-of-00002.safetensors"}), "which is missing from"),
-        (lambda w: w.update({Q1: 3}), "names 3|not a safetensors index"),
+        (lambda w: w.update({Q1: 3}), "not an index of weights"),
         (lambda w: w.pop(Q1), f"disagree about tensor '{Q1}'"),
-        (lambda w: w.clear(), "is missing"),
+        (lambda w: w.clear(), "2 layers, the file 0 tensors"),
     ],
 )
 def test_spoiled_index(hf_folder, change, message):
@@ -322,7 +370,7 @@ def test_spoiled_index(hf_folder, change, message):
 
 def test_index_that_is_not_one(hf_folder):
     (hf_folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="not a safetensors index"):
+    with pytest.raises(CheckpointError, match="not an index of weights"):
         llama_jax.load(hf_folder)
 
 
@@ -419,10 +467,10 @@ def test_where_there_is_no_model(tmp_path):
     with pytest.raises(CheckpointError, match="holds no model"):
         llama_jax.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config_to_dict(KINDS["gqa"])))
-    with pytest.raises(CheckpointError, match=r"no model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"none of the weights .* model.safetensors"):
         llama_jax.load(tmp_path)
-    other = tmp_path / "model.gguf"
-    other.write_bytes(b"GGUF" + bytes(60))
+    other = tmp_path / "model.safetensors"
+    other.write_bytes(b"hello" * 10)
     with pytest.raises(CheckpointError, match="not a model of a supported format"):
         llama_jax.load(other)
 

@@ -1,0 +1,257 @@
+"""Whether two models are the same: by how much their outputs differ, where, and whether rounding explains it.
+
+A reference is the trace of another model. The parts of a model (embedding, each layer, output) are compared one by one, each
+given what the reference's part was given: an error then shows in the part that makes it and is not carried on, and what
+rounding explains of it does not depend on depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.checkpoints.rounding import EXACT, Rounding, rounding_between
+from llama_jax.checkpoints.trace import Trace, log_softmax, run_layer, run_output
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.model.params import Llama, unstack
+
+# How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
+# ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded products behind each other), up to 2.4 for
+# 16-bit arithmetic, up to 3.2 in float32. The rest is for the outliers of larger models. A wrong rotary layout, exchanged or
+# transposed weights make a layer's difference 0.7 and more of all that it adds: some 8 roundings of Q4_0, 60 of bfloat16.
+TIMES = 6.0
+COARSE = 0.7 / TIMES  # of this rounding and above, such an error would pass
+# What float32 logits may differ by: an absolute bound, and where logits are large one relative to the largest. Measured:
+# 1.4e-5 of 21 for the stories model, 2e-3 of 29 for a random one whose activations are wild.
+LOGITS_ABSOLUTE, LOGITS_RELATIVE = 1e-3, 1e-4
+
+# Sizes without which nothing can be compared; and what may differ without any effect on what is computed.
+SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
+NO_EFFECT = ("max_seq_len", "tie_embeddings")
+
+Settings = tuple[tuple[str, Any, Any], ...]  # of what differs: name, value here, value there
+
+
+class Part(NamedTuple):
+    """How a part of a model differs from the reference's.
+
+    Attributes:
+      name: "embedding", "layer 0", ..., "output".
+      max_abs: largest difference of what lies behind the part, after all parts before it.
+      relative: root mean square over positions of the difference's norm over the reference's.
+      own: the same for the part alone, given what the reference's was given, relative to what that added.
+      roundings: `own` in roundings, at most `TIMES` where the parts are the same.
+    """
+
+    name: str
+    max_abs: float
+    relative: float
+    own: float
+    roundings: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How a model differs from a reference.
+
+    Attributes:
+      same: the verdict.
+      why: the verdict in words.
+      rounding: which the parts' `roundings` count: "float32" where the numbers are, or should be, equal.
+      settings: what differs of the configuration.
+      positions: T.
+      max_abs, largest: the largest difference of logits, and the reference's largest logit without its sign.
+      kl, kl_max, kl_max_at: divergence of the model's next-token distribution from the reference's: mean over positions,
+        maximum and its position; nats.
+      agreeing: at how many positions the most probable token is the same; `ties` of the others are equal within rounding.
+      parts: embedding, layers and output.
+    """
+
+    same: bool
+    why: str
+    rounding: str
+    settings: Settings
+    positions: int
+    max_abs: float
+    largest: float
+    kl: float
+    kl_max: float
+    kl_max_at: int
+    agreeing: int
+    ties: int
+    parts: tuple[Part, ...]
+
+
+def differing_settings(here: LlamaConfig, there: LlamaConfig) -> Settings:
+    """Name, value here and value there of what differs, but for what has no effect on these tokens' numbers."""
+    pairs = ((f.name, getattr(here, f.name), getattr(there, f.name)) for f in fields(LlamaConfig) if f.name not in NO_EFFECT)
+    return tuple((name, a, b) for name, a, b in pairs if not _alike(a, b))
+
+
+def _alike(a: object, b: object) -> bool:
+    """Whether two settings are equal in float32, in which some formats keep them."""
+    if isinstance(a, RopeScaling) and isinstance(b, RopeScaling):
+        return all(map(_alike, astuple(a), astuple(b)))
+    return a == b or (isinstance(a, float) and isinstance(b, float) and np.float32(a) == np.float32(b))
+
+
+def comparable(settings: Settings) -> bool:
+    """Whether models that differ in these settings have tensors of the same sizes."""
+    return not any(name in SIZES for name, *_ in settings)
+
+
+def in_words(settings: Settings) -> str:
+    """norm_eps 1e-05 here, 1e-06 there; ..."""
+    return ", ".join(f"{name} {a} here, {b} there" for name, a, b in settings)
+
+
+def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
+    """Hold a model, its parameters and their trace, against a reference of the same sizes that read the same tokens."""
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are not finite are found, and said
+        settings = differing_settings(ours.origin.config, reference.origin.config)
+        max_abs, largest = float(np.abs(ours.logits - reference.logits).max()), float(np.abs(reference.logits).max())
+        tolerance = max(LOGITS_ABSOLUTE, LOGITS_RELATIVE * largest)
+        kl = _kl_divergence(reference.logits, ours.logits)
+        agreeing, ties = _top1(ours.logits, reference.logits, 2 * tolerance)
+        measured = list(_measure(params, ours, reference))
+        # Equal numbers are looked for whatever rounding there may be: many a conversion loses nothing.
+        rounding = EXACT
+        parts = tuple(part.scored(EXACT) for part in measured)
+        wrong = _differing(settings, parts, EXACT)
+        if max_abs > tolerance:
+            wrong.append(f"the logits differ by more than {tolerance:.1g}")
+        why = f"the same model: logits within {tolerance:.1g}, every part within the rounding of float32"
+        if wrong and (between := rounding_between(ours.origin, reference.origin)) != EXACT:
+            rounding = between
+            parts = tuple(part.scored(rounding) for part in measured)
+            wrong = _differing(settings, parts, rounding)
+            mean = float(kl.mean())
+            if mean > rounding.kl:
+                wrong.append(f"mean KL divergence {mean:.2g} nats, of which {rounding.name} explains {rounding.kl:.2g}")
+            why = f"the same model within the rounding of {rounding.name}: mean KL divergence {mean:.2g} nats, {_loss(mean)}"
+            if rounding.weights > COARSE:
+                why += "; rounding this coarse could hide a wrong layer"
+        if not np.isfinite(ours.logits).all():
+            wrong.append("its logits are not finite")
+    return Comparison(
+        same=not wrong,
+        why=f"NOT the same model: {'; '.join(wrong)}" if wrong else why,
+        rounding=rounding.name,
+        settings=settings,
+        positions=len(kl),
+        max_abs=max_abs,
+        largest=largest,
+        kl=float(kl.mean()),
+        kl_max=float(kl.max()),
+        kl_max_at=int(kl.argmax()),
+        agreeing=agreeing,
+        ties=ties,
+        parts=parts,
+    )
+
+
+def _differing(settings: Settings, parts: Sequence[Part], rounding: Rounding) -> list[str]:
+    """What says that a model is another, whatever its logits."""
+    found = [in_words(settings)] if settings else []
+    departing = [part for part in parts if not part.roundings <= TIMES]
+    if departing:
+        first = departing[0]
+        where = (
+            f"it departs in {first.name}, by {first.own:.2g} of what that adds, {first.roundings:,.1f} times the rounding of"
+            f" {rounding.name} where up to {TIMES:g} are explained"
+        )
+        if not math.isfinite(first.own):
+            where = f"{first.name} gives numbers that are not finite"
+        found.append(where + (f"; so do {len(departing) - 1} of the later parts" if departing[1:] else ""))
+    return found
+
+
+def _loss(kl: float) -> str:
+    """What that is to a reader: up to Q6_K, up to Q4_0, and beyond, going by llama.cpp's measurements of Llama 3 8B."""
+    return "hardly to be noticed" if kl < 0.01 else "a small loss" if kl < 0.1 else "a loss that shows"
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A part's differences, and norms [T] over the positions: of its own difference, of what it adds and what it leaves."""
+
+    name: str
+    max_abs: float
+    relative: float
+    difference: np.ndarray
+    added: np.ndarray
+    left: np.ndarray
+
+    def scored(self, rounding: Rounding) -> Part:
+        """In roundings: at the worst position where numbers should be equal, which leaves nothing unseen; at the median
+        one where they are rounded, as rounding may break the few positions whose numbers cancel."""
+        roundings = _ratio(self.difference, rounding.explains(self.added, self.left))
+        own = _ratio(self.difference, self.added)
+        return Part(
+            self.name,
+            self.max_abs,
+            self.relative,
+            own=_root_mean_square(own),
+            roundings=float(roundings.max() if rounding == EXACT else np.median(roundings)),
+        )
+
+
+def _measure(params: Llama, ours: Trace, reference: Trace) -> Iterator[_Measured]:
+    config, there = ours.origin.config, reference.streams
+    params = unstack(params)
+    assert isinstance(params.blocks, tuple)
+    with jax.default_matmul_precision("highest"):
+        for i in range(config.n_layers + 2):
+            if i == 0:
+                name, before, found = "embedding", np.zeros_like(there[0]), ours.streams[0]
+            elif i <= config.n_layers:
+                given = jnp.asarray(there[i - 1], params.embedding.dtype)
+                name, before, found = f"layer {i - 1}", there[i - 1], run_layer(config, params.blocks[i - 1], given)
+            else:
+                given = jnp.asarray(there[-1], params.embedding.dtype)
+                name, before, found = "output", np.zeros_like(reference.logits), run_output(config, params, given)
+            carried, left = (ours.logits, reference.logits) if i > config.n_layers else (ours.streams[i], there[i])
+            yield _Measured(
+                name=name,
+                max_abs=float(np.abs(carried - left).max()),
+                relative=_root_mean_square(_ratio(_norms(carried - left), _norms(left))),
+                difference=_norms(np.asarray(found, np.float32) - left),
+                added=_norms(left - before),
+                left=_norms(left),
+            )
+
+
+def _norms(x: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.einsum("tf,tf->t", x, x, dtype=np.float64))
+
+
+def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a / b, where nothing over nothing is nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(a == 0, 0.0, a / b)
+
+
+def _root_mean_square(x: np.ndarray) -> float:
+    return math.sqrt(np.mean(np.square(x)))
+
+
+def _kl_divergence(reference: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Kullback-Leibler divergence of each position's distribution from the reference's, in nats: [T]."""
+    divergences = []
+    for p, q in zip(map(log_softmax, reference), map(log_softmax, found), strict=True):
+        divergences.append(float(np.dot(np.exp(p), p - q)))
+    return np.maximum(divergences, 0.0)  # it is never negative but for rounding
+
+
+def _top1(found: np.ndarray, reference: np.ndarray, tie: float) -> tuple[int, int]:
+    """At how many positions the most probable token is the reference's; and of the others, where that is a tie there."""
+    rows = np.arange(len(found))
+    chosen, best = found.argmax(axis=-1), reference.argmax(axis=-1)
+    gap = reference[rows, best] - reference[rows, chosen]
+    return int((chosen == best).sum()), int(((chosen != best) & (gap <= tie)).sum())

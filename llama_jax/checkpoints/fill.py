@@ -1,0 +1,168 @@
+"""Arrays on devices, filled from tensors in files run by run.
+
+A run of rows is read, checked, cast and put where it belongs while it is in the processor's cache, on a few threads: memory
+beyond the arrays themselves is a few runs, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.checkpoints.tensors import BFLOAT16, Tensor
+from llama_jax.errors import CheckpointError
+from llama_jax.ops.rotary import half_from_interleaved
+
+ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
+RUN = 1 << 20  # bytes read at a time
+THREADS = min(8, os.cpu_count() or 1)
+Place = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor's place in an array.
+
+    Attributes:
+      label: for messages: the file and the tensor's name.
+      tensor: its rows, in their order, fill the array's leading axes.
+      columns: where it lies along the array's second axis, which several parts share; None where it is the whole array.
+      interleaved: whether its heads' rows are to be brought from the interleaved rotary layout to the half layout.
+    """
+
+    label: str
+    tensor: Tensor
+    columns: slice | None = None
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Array:
+    """What an array is made of: its shape and its parts."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def rows(self, start: int, stop: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+        """Entries [start, stop) of the leading axis, checked and cast, in `out` if it is given."""
+        shape = (stop - start, *self.shape[1:])
+        out = np.empty(shape, dtype) if out is None else out
+        for part in self.parts:
+            per_entry = part.tensor.shape[0] // self.shape[0]
+            found = part.tensor.read(start * per_entry, stop * per_entry)
+            check(found, dtype, part.label)
+            hole = out if part.columns is None else out[:, part.columns]
+            found = found.reshape(hole.shape)
+            cast(half_from_interleaved(found) if part.interleaved else found, hole)
+        return out
+
+
+def fill(array: Array, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """The array on the devices of `sharding` (None: the default device), of which only the rows that they need are read."""
+    if sharding is None:
+        everything = tuple(slice(0, size) for size in array.shape)
+        return jax.device_put(shards(array, dtype, [everything])[0], may_alias=True)
+    places = {
+        device: tuple(slice(*index.indices(size)[:2]) for index, size in zip(place, array.shape, strict=True))
+        for device, place in sharding.addressable_devices_indices_map(array.shape).items()
+        if place is not None
+    }
+    distinct = {_key(place): place for place in places.values()}  # several devices may hold the same
+    held = dict(zip(distinct, shards(array, dtype, list(distinct.values())), strict=True))
+    pieces = [jax.device_put(held[_key(place)], device, may_alias=True) for device, place in places.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
+
+
+def shards(array: Array, dtype: np.dtype, places: Sequence[Place]) -> list[np.ndarray]:
+    """The parts of an array that lie at `places`, checked and cast; each run of rows that any of them needs is read once.
+
+    What a device will hold is written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over
+    and no second copy is made. NumPy asks for huge pages for it, XLA's own allocator does not.
+    """
+    held = [_aligned([i.stop - i.start for i in place], dtype) for place in places]
+    whole = next((memory for memory in held if memory.shape == array.shape), None)
+
+    def scatter(start: int, stop: int) -> None:
+        found = array.rows(start, stop, dtype, None if whole is None else whole[start:stop])
+        for place, memory in zip(places, held, strict=True):
+            low, high = max(start, place[0].start), min(stop, place[0].stop)
+            if low < high and memory is not whole:
+                wanted = found[low - start : high - start]
+                memory[low - place[0].start : high - place[0].start] = wanted[(slice(None), *place[1:])]
+
+    _each_run(array, sorted({(place[0].start, place[0].stop) for place in places}), scatter)
+    return held
+
+
+def _key(place: Place) -> tuple:
+    return tuple((i.start, i.stop) for i in place)
+
+
+def _each_run(array: Array, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
+    """Call work(start, stop) for runs that cover the union of ranges of the leading axis, on a few threads."""
+    entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
+    step = max(1, RUN // entry)
+    runs: list[tuple[int, int]] = []
+    reached = 0
+    for start, stop in ranges:
+        runs += [(i, min(i + step, stop)) for i in range(max(start, reached), stop, step)]
+        reached = max(reached, stop)
+    if len(runs) == 1:
+        work(*runs[0])
+        return
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in threads.map(lambda run: work(*run), runs):  # raises what a run raised
+            pass
+
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def check(found: np.ndarray, target: np.dtype, label: str) -> None:
+    """Raise unless all entries are finite and within the target's range.
+
+    Without its sign bit a float orders as the unsigned integer of the same bits, and NaN and infinity are the largest: one
+    maximum over integers says both, several times as fast as isfinite and abs do for bfloat16.
+    """
+    unsigned = np.dtype(f"u{found.dtype.itemsize}")
+    bits = found.reshape(-1).view(unsigned)
+    largest = (bits & (np.iinfo(unsigned).max >> 1)).max().astype(unsigned).reshape(1).view(found.dtype)[0]
+    if not np.isfinite(largest):
+        raise CheckpointError(f"{label} holds NaN or infinity; the file is damaged")
+    if float(largest) > float(jnp.finfo(target).max):
+        raise CheckpointError(f"{label} holds numbers too large for {target}; use another dtype")
+
+
+def cast(found: np.ndarray, out: np.ndarray) -> None:
+    """Write finite floats into `out`, rounding to nearest even where it is narrower.
+
+    float32 is bfloat16 and 16 more bits; done on integers, this is several times as fast as the casts of ml_dtypes, and
+    unlike them lets other threads run.
+    """
+    if found.dtype == out.dtype:
+        out[...] = found
+    elif found.dtype == BFLOAT16:
+        wide = out.view(np.uint32) if out.dtype == np.float32 else np.empty(out.shape, np.uint32)
+        np.left_shift(found.view(np.uint16), 16, out=wide, dtype=np.uint32)
+        if out.dtype != np.float32:
+            out[...] = wide.view(np.float32)
+    elif out.dtype == BFLOAT16:
+        bits = np.ascontiguousarray(found, np.float32).view(np.uint32)
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += bits
+        rounded += 0x7FFF
+        np.right_shift(rounded, 16, out=out.view(np.uint16), casting="unsafe")
+    else:
+        out[...] = found

@@ -1,0 +1,446 @@
+"""GGUF, versions 1 to 3: one file with settings, vocabulary and tensors, plain or quantised; or several that split.
+
+Source: ggml-org/ggml, docs/gguf.md, for the layout; ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py, for the keys. For
+the architecture "llama" llama.cpp turns neighbouring features, so that every writer stores the rows of q and k interleaved.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.ops.rotary import inverse_frequencies, scale_llama3
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
+
+NAMES = {
+    "embedding": "token_embd.weight",
+    "final_norm": "output_norm.weight",
+    "lm_head": "output.weight",
+    "attention_norm": "blk.{}.attn_norm.weight",
+    "q": "blk.{}.attn_q.weight",
+    "k": "blk.{}.attn_k.weight",
+    "v": "blk.{}.attn_v.weight",
+    "out": "blk.{}.attn_output.weight",
+    "ffn_norm": "blk.{}.ffn_norm.weight",
+    "gate": "blk.{}.ffn_gate.weight",
+    "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+}
+ROPE = "rope_freqs.weight"  # what Llama 3.1's scaling divides each frequency by; no key says it
+IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight")
+# Types of tensors by number: name, numbers in a block, bytes of a block.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+}
+# Types of settings by number: struct's letter, or one of the two below.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+MOST_AXES = 4
+SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A tensor [rows, columns] in blocks along the columns; `read` gives float32."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    kind: str
+    block: tuple[int, int]  # numbers, bytes
+    dtype = np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) // self.block[0] * self.block[1]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        from gguf import GGMLQuantizationType, quants
+
+        row = self.shape[-1] // self.block[0] * self.block[1]
+        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row).reshape(stop - start, row)
+        with np.errstate(
+            all="ignore"
+        ):  # a damaged scale gives infinity or NaN, which is found where all tensors are checked
+            return quants.dequantize(found, GGMLQuantizationType[self.kind])
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the file begins as GGUF does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def recognises(path: Path) -> bool:
+    """Whether it is a whole model, or the first part of a split one."""
+    part = SPLIT.search(path.name)
+    return is_gguf(path) and (part is None or int(part[1]) == 1)
+
+
+def open_file(path: Path) -> Opened:
+    """The model in a file, or in all the files that it is a part of; the weights are not read.
+
+    Raises:
+      CheckpointError: a file that is missing, damaged or of an unsupported kind.
+    """
+    fields: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for part in _parts(path):
+        more, found = read_file(part)
+        if double := sorted(tensors.keys() & found.keys()):
+            raise CheckpointError(f"{part}: tensor {double[0]!r} is in another part as well; copy all parts again")
+        fields = more | fields  # the first part has the settings
+        tensors |= found
+    count = fields.get("split.tensors.count", len(tensors))
+    if count != len(tensors):
+        raise CheckpointError(f"{path}: {len(tensors)} tensors where {count} should be; copy all parts again")
+    try:
+        config = config_from_fields(fields, tensors)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return Opened(
+        format=f"GGUF version {fields['GGUF.version']}",
+        path=path,
+        config=config,
+        tensors={name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)},
+        names=NAMES,
+        interleaved=True,
+        tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
+    )
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """All settings by key, with the format's version as ``GGUF.version``, and all tensors by name.
+
+    Raises:
+      CheckpointError: a damaged file, or a tensor of a type that is not supported.
+    """
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            return _read(path, _Cursor(content))
+        except CheckpointError:
+            raise
+        except (struct.error, ValueError, KeyError, OverflowError) as error:
+            raise CheckpointError(f"{path} is not a whole GGUF file ({str(error)[:80]}); copy it again") from None
+
+
+class _Cursor:
+    """Reads a header from its start. Every length in it is held against what is left of the file before it is believed."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content = content
+        self.at = 4  # after the magic
+        self.version = self.scalar("I")
+        self.length = "I" if self.version == 1 else "Q"
+
+    def take(self, size: int) -> bytes:
+        if size > len(self.content) - self.at:
+            raise ValueError(f"{size} bytes are announced, {len(self.content) - self.at} are left")
+        found = self.content[self.at : self.at + size]
+        self.at += size
+        return found
+
+    def scalar(self, letter: str) -> Any:
+        return struct.unpack("<" + letter, self.take(struct.calcsize(letter)))[0]
+
+    def string(self) -> str:
+        # A vocabulary may hold pieces that are no UTF-8 by themselves.
+        return self.take(self.scalar(self.length)).decode("utf-8", "surrogateescape")
+
+    def value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.scalar(SCALARS[kind])
+        kind, count = self.scalar("I"), self.scalar(self.length)
+        if kind == STRING:
+            if count > len(self.content) - self.at:
+                raise ValueError(f"{count} strings are announced")
+            return [self.string() for _ in range(count)]
+        letter = SCALARS[kind]
+        return np.frombuffer(self.take(count * struct.calcsize(letter)), "<" + letter).tolist()
+
+
+def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if cursor.version not in (1, 2, 3):
+        big = cursor.version in (1 << 24, 2 << 24, 3 << 24)
+        what = "is in big-endian byte order" if big else f"has version {cursor.version}"
+        raise CheckpointError(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
+    tensor_count, field_count = cursor.scalar(cursor.length), cursor.scalar(cursor.length)
+    fields: dict[str, Any] = {"GGUF.version": cursor.version}
+    for _ in range(field_count):
+        key = cursor.string()
+        if key in fields:
+            raise ValueError(f"the key {key!r:.40} stands twice")
+        fields[key] = cursor.value(cursor.scalar("I"))
+
+    listed = []
+    for _ in range(tensor_count):
+        name = cursor.string()
+        axes = cursor.scalar("I")
+        if axes > MOST_AXES:
+            raise ValueError(f"tensor {name!r:.60} has {axes} axes")
+        shape = tuple(cursor.scalar(cursor.length) for _ in range(axes))[::-1]
+        listed.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
+
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"alignment {alignment!r:.40}")
+    start = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, Tensor] = {}
+    for name, shape, number, offset in listed:
+        if number not in TYPES:
+            known = ", ".join(kind for kind, *_ in TYPES.values())
+            raise CheckpointError(f"{path}: tensor {name!r:.60} has type {_type_name(number)}; {known} are read")
+        kind, *block = TYPES[number]
+        if name in tensors:
+            raise ValueError(f"tensor {name!r:.60} stands twice")
+        if not shape or shape[-1] % block[0]:
+            raise ValueError(f"tensor {name!r:.60} of {list(shape)} is not made of blocks of {block[0]}")
+        tensor: Dense | Quantised
+        if kind in FLOATS:
+            tensor = Dense(path, start + offset, shape, kind)
+        else:
+            tensor = Quantised(path, start + offset, shape, kind, (block[0], block[1]))
+        if tensor.offset + tensor.nbytes > len(cursor.content):
+            raise ValueError(
+                f"tensor {name!r:.60} ends {tensor.offset + tensor.nbytes - len(cursor.content)} bytes behind the file"
+            )
+        tensors[name] = tensor
+    return fields, tensors
+
+
+def _type_name(number: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
+
+
+def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    """The configuration that a GGUF's settings describe.
+
+    Raises:
+      ConfigError: a model that is not a Llama, or a setting that is missing or not supported.
+    """
+    architecture = fields.get("general.architecture")
+    if architecture != "llama":
+        raise ConfigError(f"general.architecture={architecture!r:.60} is not supported; llama_jax reads 'llama'")
+
+    def need(key: str) -> Any:
+        if f"llama.{key}" not in fields:
+            raise ConfigError(f"llama.{key} is missing")
+        return fields[f"llama.{key}"]
+
+    def maybe(key: str, default: Any) -> Any:
+        return fields.get(f"llama.{key}", default)
+
+    for key, supported in (("expert_count", 0), ("rope.scaling.attn_factor", 1.0), ("attention.sliding_window", 0)):
+        if maybe(key, supported) != supported:
+            raise ConfigError(f"llama.{key}={maybe(key, 0)!r:.40} is not supported")
+    table = tensors.get(NAMES["embedding"])
+    if table is None:
+        raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
+    dim, n_heads = need("embedding_length"), need("attention.head_count")
+    head_dim = maybe("attention.key_length", 0)
+    sizes = LlamaConfig(
+        vocab_size=table.shape[0],
+        dim=dim,
+        n_layers=need("block_count"),
+        n_heads=n_heads,
+        n_kv_heads=maybe("attention.head_count_kv", n_heads),
+        head_dim=head_dim,
+        hidden_dim=need("feed_forward_length"),
+        max_seq_len=need("context_length"),
+        norm_eps=_short(need("attention.layer_norm_rms_epsilon")),
+        rope_theta=_short(maybe("rope.freq_base", 10_000.0)),
+        tie_embeddings=NAMES["lm_head"] not in tensors,
+        rope_scaling=None,
+    )
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if maybe(key, sizes.head_dim) != sizes.head_dim:
+            raise ConfigError(f"llama.{key}={maybe(key, 0)!r:.40} is not supported where head_dim={sizes.head_dim}")
+    scaling = _rope_scaling(fields, sizes, tensors.get(ROPE))
+    return LlamaConfig(**{**vars(sizes), "rope_scaling": scaling})
+
+
+def _rope_scaling(fields: Mapping[str, Any], config: LlamaConfig, factors: Tensor | None) -> RopeScaling | None:
+    kind = fields.get("llama.rope.scaling.type", "none")
+    if kind == "linear" or (kind == "none" and "llama.rope.scale_linear" in fields):
+        factor = fields.get("llama.rope.scaling.factor", fields.get("llama.rope.scale_linear"))
+        if factors is None:
+            return None if factor == 1 else RopeScaling("linear", factor)
+    elif kind != "none":
+        raise ConfigError(f"llama.rope.scaling.type={kind!r:.40} is not supported; 'none' and 'linear' are")
+    if factors is None:
+        return None
+    # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
+    # give what is stored.
+    stored = factors.read(0, factors.shape[0]).astype(np.float64)
+    keys = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
+    found = RopeScaling("llama3", _short(stored.max()), **{k: fields.get(f"llama_jax.rope.{k}", v) for k, v in keys.items()})
+    if stored.shape != (config.head_dim // 2,) or not np.allclose(rope_factors(config, found), stored, rtol=1e-4):
+        raise ConfigError(f"{ROPE} does not hold the frequency factors of Llama 3.1's rope scaling")
+    return None if found.factor == 1 else found
+
+
+def rope_factors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+    """What a llama3 scaling divides each of the [H/2] frequencies by."""
+    plain = inverse_frequencies(config.head_dim, config.rope_theta)
+    scaled = scale_llama3(
+        plain,
+        factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        original_max_seq_len=scaling.original_max_seq_len,
+    )
+    return plain / scaled
+
+
+def _short(value: Any) -> Any:
+    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _parts(path: Path) -> list[Path]:
+    name = SPLIT.search(path.name)
+    if name is None:
+        return [path]
+    count = int(name[2])
+    stem = path.name[: name.start()]
+    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file() or not is_gguf(part):
+            raise CheckpointError(f"{path} is one of {count} parts, of which {part.name} is missing; copy it there")
+    return parts
+
+
+def _tokenizer(fields: Mapping[str, Any], path: Path, vocab_size: int) -> Tokenizer | None:
+    if fields.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
+        return find_tokenizer(path.parent, vocab_size)
+    from llama_jax.tokenizers.gguf import from_metadata
+
+    return from_metadata(fields, str(path))
+
+
+# The settings general.file_type and quantization_version, by the kind of the matrices.
+FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+QUANTIZATION_VERSION = 2
+
+
+def write_file(
+    path: Path,
+    opened: Opened,
+    tokenizer: Tokenizer | None,
+    kind: str | None = None,
+    *,
+    progress: Callable[[list[Piece]], Iterable[Piece]] | None = None,
+) -> None:
+    """Write a model as GGUF version 3, tensor by tensor, as llama.cpp reads it.
+
+    Args:
+      tokenizer: its vocabulary is stored; None gives a file that only runs from token ids.
+      kind: of the matrices, "F32", "F16", "BF16" or "Q8_0"; None keeps that of the embedding. Vectors are float32, which
+        llama.cpp's kernels want.
+
+    Raises:
+      CheckpointError: a width that Q8_0 cannot divide into its blocks.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    from llama_jax.tokenizers.gguf import to_metadata
+
+    todo = pieces(opened, interleaved=True)
+    c = opened.config
+    if kind is None:
+        kind = next(kind for kind, dtype in FLOATS.items() if dtype == todo[0].tensor.dtype)
+    if kind not in FILE_TYPES:
+        raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
+    block = next((numbers for name, numbers, _ in TYPES.values() if name == kind), 1)
+    for piece in todo:
+        if len(piece.tensor.shape) == 2 and piece.tensor.shape[1] % block:
+            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[1]}, {kind} needs multiples of {block}")
+
+    writer = GGUFWriter(path, "llama")
+    try:
+        writer.add_file_type(FILE_TYPES[kind])
+        writer.add_quantization_version(QUANTIZATION_VERSION)
+        writer.add_vocab_size(c.vocab_size)
+        writer.add_context_length(c.max_seq_len)
+        writer.add_embedding_length(c.dim)
+        writer.add_block_count(c.n_layers)
+        writer.add_feed_forward_length(c.hidden_dim)
+        writer.add_head_count(c.n_heads)
+        writer.add_head_count_kv(c.n_kv_heads)
+        writer.add_key_length(c.head_dim)
+        writer.add_value_length(c.head_dim)
+        writer.add_rope_dimension_count(c.head_dim)
+        writer.add_layer_norm_rms_eps(c.norm_eps)
+        writer.add_rope_freq_base(c.rope_theta)
+        factors = None
+        if c.rope_scaling is not None and c.rope_scaling.kind == "linear":
+            writer.add_string("llama.rope.scaling.type", "linear")
+            writer.add_float32("llama.rope.scaling.factor", c.rope_scaling.factor)
+        elif c.rope_scaling is not None:
+            factors = rope_factors(c, c.rope_scaling).astype(np.float32)
+            writer.add_float32("llama_jax.rope.low_freq_factor", c.rope_scaling.low_freq_factor)
+            writer.add_float32("llama_jax.rope.high_freq_factor", c.rope_scaling.high_freq_factor)
+            writer.add_uint32("llama_jax.rope.original_max_seq_len", c.rope_scaling.original_max_seq_len)
+        vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
+        for key, value in vocabulary.items():
+            writer.add_key_value(key, value, *_gguf_types(value))
+
+        if factors is not None:
+            writer.add_tensor_info(ROPE, factors.shape, factors.dtype, factors.nbytes)
+        for piece in todo:
+            stored = GGMLQuantizationType["F32" if len(piece.tensor.shape) == 1 else kind]
+            shape = quants.quant_shape_to_byte_shape(piece.tensor.shape, stored)
+            name = NAMES[piece.part].format(piece.layer)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors)
+        for piece in progress(todo) if progress else todo:
+            if len(piece.tensor.shape) == 2 and kind == "Q8_0":
+                runs = [quants.quantize(rows, GGMLQuantizationType.Q8_0) for rows in piece.rows(FLOATS["F32"])]
+                writer.write_tensor_data(np.concatenate(runs))
+            else:
+                whole = piece.whole(FLOATS["F32" if len(piece.tensor.shape) == 1 else kind])
+                writer.write_tensor_data(whole.view(np.uint8))
+    finally:
+        writer.close()
+
+
+def _gguf_types(value: Any) -> tuple[Any, Any]:
+    """GGUF's type of a setting, and of its entries where it is a list: llama.cpp checks them."""
+    from gguf import GGUFValueType as Type
+
+    if isinstance(value, list):
+        return Type.ARRAY, {int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
+    return {bool: Type.BOOL, int: Type.UINT32, float: Type.FLOAT32, str: Type.STRING}[type(value)], None

@@ -1,0 +1,110 @@
+"""The tensors of a checkpoint as another format wants them: its order of rows, its type of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from llama_jax.checkpoints.assemble import plan
+from llama_jax.checkpoints.fill import RUN, cast, check
+from llama_jax.checkpoints.tensors import Opened, Tensor
+from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
+
+OF_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a Llama, to be written.
+
+    Attributes:
+      part: which it is, as in the tables of names.
+      layer: of which layer; 0 for what no layer has.
+      tensor: its rows.
+      label: for messages.
+    """
+
+    part: str
+    layer: int
+    tensor: Tensor
+    label: str
+
+    def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
+        """The rows in runs, checked and cast."""
+        shape = self.tensor.shape
+        step = max(1, RUN * shape[0] // max(1, self.tensor.nbytes))
+        for start in range(0, shape[0], step):
+            found = self.tensor.read(start, min(start + step, shape[0]))
+            check(found, dtype, self.label)
+            run = np.empty(found.shape, dtype)
+            cast(found, run)
+            yield run
+
+    def whole(self, dtype: np.dtype) -> np.ndarray:
+        """All rows, checked and cast."""
+        out = np.empty(self.tensor.shape, dtype)
+        start = 0
+        for run in self.rows(dtype):
+            out[start : start + len(run)] = run
+            start += len(run)
+        return out
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A query or key projection with the rows of each head brought into the other rotary layout."""
+
+    tensor: Tensor
+    head_dim: int
+    interleave: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.tensor.kind
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        first = start - start % self.head_dim
+        last = -(-stop // self.head_dim) * self.head_dim
+        heads = self.tensor.read(first, last).reshape(-1, self.head_dim, self.shape[1])
+        turned = interleaved_from_half(heads) if self.interleave else half_from_interleaved(heads)
+        return turned.reshape(-1, self.shape[1])[start - first : stop - first].copy()
+
+
+def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:
+    """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
+
+    Args:
+      interleaved: the rotary layout that the rows of q and k shall have.
+
+    Raises:
+      CheckpointError: a tensor that is missing, left over or misshapen.
+    """
+    plan(opened)
+    config = opened.config
+
+    def piece(part: str, layer: int = 0) -> Piece:
+        name = opened.names[part].format(layer)
+        if part == "embedding" and name not in opened.tensors:
+            name = opened.names["lm_head"]  # a tied model that keeps the other name
+        tensor = opened.tensors[name]
+        if part in ("q", "k") and opened.interleaved != interleaved:
+            tensor = Turned(tensor, config.head_dim, interleaved)
+        return Piece(part, layer, tensor, f"{opened.path}: tensor {name!r}")
+
+    layers = [piece(part, i) for i in range(config.n_layers) for part in OF_LAYER]
+    head = [] if config.tie_embeddings else [piece("lm_head")]
+    return [piece("embedding"), *layers, piece("final_norm"), *head]

@@ -1,0 +1,192 @@
+"""Meta's releases: ``params.json`` and ``consolidated.NN.pth``, one file for each rank of model parallelism.
+
+Source: meta-llama/llama and meta-llama/llama-models, model.py: ColumnParallelLinear holds rows of its weight [out, in],
+RowParallelLinear columns; the embedding is split by columns in Llama 1 and 2, by rows (the vocabulary) since Llama 3.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llama_jax.checkpoints.pickled import read_tensors
+from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
+from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.tokenizers import find_tokenizer
+
+NAMES = {
+    "embedding": "tok_embeddings.weight",
+    "final_norm": "norm.weight",
+    "lm_head": "output.weight",
+    "attention_norm": "layers.{}.attention_norm.weight",
+    "q": "layers.{}.attention.wq.weight",
+    "k": "layers.{}.attention.wk.weight",
+    "v": "layers.{}.attention.wv.weight",
+    "out": "layers.{}.attention.wo.weight",
+    "ffn_norm": "layers.{}.ffn_norm.weight",
+    "gate": "layers.{}.feed_forward.w1.weight",
+    "up": "layers.{}.feed_forward.w3.weight",
+    "down": "layers.{}.feed_forward.w2.weight",
+}
+# Axis along which the ranks' parts lie side by side; what is not named (norms) every rank has whole.
+SPLIT = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "lm_head": 0, "out": 1, "down": 1}
+# Buffers that some releases store; the configuration says the same.
+IGNORED = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
+# What params.json must say, and all that it may.
+NEEDED = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps")
+KNOWN = {*NEEDED, "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "max_seq_len", "max_batch_size", "rope_theta"}
+KNOWN |= {"use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"}
+
+
+def open_folder(folder: Path) -> Opened:
+    """The model in a folder; its weights are not read.
+
+    Raises:
+      CheckpointError: a file that is missing, damaged or of an unsupported kind.
+    """
+    ranks = [_read_rank(path) for path in _files(folder)]
+    tensors: dict[str, Tensor] = {}
+    axes = {template: SPLIT.get(part) for part, template in NAMES.items()}
+    for name in ranks[0]:
+        if any(name not in rank for rank in ranks):
+            raise CheckpointError(f"{folder}: tensor {name!r} is not in all {len(ranks)} files; copy them from one release")
+        parts = [rank[name] for rank in ranks]
+        axis = axes.get(re.sub(r"^layers\.\d+", "layers.{}", name))
+        if len(ranks) == 1 or (axis is None and name != NAMES["embedding"]):
+            tensors[name] = parts[0]
+            continue
+        if any(part.shape != parts[0].shape or part.kind != parts[0].kind for part in parts) or len(parts[0].shape) != 2:
+            raise CheckpointError(f"{folder}: the parts of tensor {name!r} do not fit together; copy them again")
+        if axis is None:
+            # Split by vocabulary where each part has the width of a norm, which no rank splits.
+            norm = ranks[0].get(NAMES["final_norm"])
+            axis = 0 if norm is not None and parts[0].shape[1:] == norm.shape else 1
+        tensors[name] = Joined(parts, axis)
+    config = _config(folder, tensors)
+    _check_ranks(folder, ranks[0], config, len(ranks))
+    return Opened(
+        format=f"Meta .pth, {len(ranks)} file{'s' * (len(ranks) > 1)}",
+        path=folder,
+        config=config,
+        tensors=tensors,
+        names=NAMES,
+        interleaved=True,
+        tokenizer=partial(find_tokenizer, folder, config.vocab_size),
+    )
+
+
+def recognises(folder: Path) -> bool:
+    """Whether a folder holds a params.json and at least one .pth file."""
+    return (folder / "params.json").exists() and any(folder.glob("*.pth"))
+
+
+def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: int, tied: bool = False) -> LlamaConfig:
+    """The configuration that a parsed ``params.json`` describes.
+
+    Meta's code, not the file, fixes some of it. The rope scaling of Llama 3.1 has factor 8, that of 3.2, told by its sizes,
+    factor 32. The context is not stored: 2,048 for Llama 1, 4,096 for 2, 8,192 for 3, 131,072 with scaled rope, 16,384 for
+    CodeLlama (theta 1e6).
+
+    Args:
+      found: the settings.
+      vocab_size: V of the embedding; early releases say -1, "as the tokenizer has".
+      hidden_dim: F of the weights, which `multiple_of` and `ffn_dim_multiplier` give by a rule that changed.
+      tied: whether there is no output projection.
+
+    Raises:
+      ConfigError: a setting that is missing or that this library does not support.
+    """
+    unknown = [name for name in found if name not in KNOWN]
+    if unknown:
+        raise ConfigError(f"{unknown[0]}={found[unknown[0]]!r:.60} is not supported")
+    missing = [name for name in NEEDED if name not in found]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is missing")
+    if found["vocab_size"] not in (-1, vocab_size):
+        raise ConfigError(f"vocab_size={found['vocab_size']!r:.40} but the embedding has {vocab_size} rows")
+    n_heads, theta = found["n_heads"], found.get("rope_theta", 10_000.0)
+    n_kv_heads = found.get("n_kv_heads")
+    scaling = None
+    if found.get("use_scaled_rope", False):
+        sizes = found["dim"], found["n_layers"], n_heads
+        small = any(sizes == (c.dim, c.n_layers, c.n_heads) for name, c in PRESETS.items() if name.startswith("llama-3.2"))
+        scaling = RopeScaling(
+            "llama3",
+            found.get("rope_scaling_factor") or (32.0 if small else 8.0),
+            high_freq_factor=found.get("rope_high_freq_factor") or 4.0,
+        )
+    if "max_seq_len" in found:
+        context = found["max_seq_len"]
+    elif scaling is not None:
+        context = 131_072
+    elif theta == 500_000:
+        context = 8192
+    elif theta == 1_000_000:
+        context = 16_384
+    else:  # Llama 1 has eps 1e-6, but for 65B: 64 heads without grouping, which no Llama 2 has
+        first = found["norm_eps"] == 1e-6 or (n_heads == 64 and n_kv_heads is None)
+        context = 2048 if first else 4096
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        dim=found["dim"],
+        n_layers=found["n_layers"],
+        n_heads=n_heads,
+        n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        hidden_dim=hidden_dim,
+        max_seq_len=context,
+        norm_eps=found["norm_eps"],
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=tied,
+    )
+
+
+def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    path = folder / "params.json"
+    if path.stat().st_size > 1 << 20:
+        raise CheckpointError(f"{path} is over a megabyte, too large to be a model's settings; copy it again")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"a {type(found).__name__} where an object should be")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
+    shapes = {}
+    for part in ("embedding", "gate"):
+        name = NAMES[part].format(0)
+        if name not in tensors:
+            raise CheckpointError(f"{folder}: tensor {name!r} is missing; the configuration needs it")
+        shapes[part] = tensors[name].shape
+    try:
+        tied = NAMES["lm_head"] not in tensors
+        return config_from_params(found, shapes["embedding"][0], shapes["gate"][0], tied)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _check_ranks(folder: Path, rank: Mapping[str, Tensor], config: LlamaConfig, found: int) -> None:
+    """Each file holds its part of the rows of the query projection: that says how many there should be."""
+    query = rank.get(NAMES["q"].format(0))
+    rows = config.n_heads * config.head_dim
+    if query is not None and query.shape and query.shape[0] < rows and rows % query.shape[0] == 0:
+        needed = rows // query.shape[0]
+        if needed != found:
+            raise CheckpointError(f"{folder} has {found} of the {needed} files consolidated.NN.pth; copy the others there")
+
+
+def _files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.pth"))
+    for i, path in enumerate(found):
+        if path.name != f"consolidated.{i:02}.pth":
+            raise CheckpointError(f"{folder} has {path.name} where consolidated.{i:02}.pth should be; copy all of the model")
+    return found
+
+
+def _read_rank(path: Path) -> dict[str, Tensor]:
+    found = read_tensors(path)
+    return {name: tensor for name, tensor in found.items() if not IGNORED.fullmatch(name)}

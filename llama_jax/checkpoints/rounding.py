@@ -1,0 +1,95 @@
+"""How much of a difference between two models rounding explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from llama_jax.checkpoints.tensors import Described
+from llama_jax.checkpoints.trace import Origin
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError
+
+# Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
+# measured with ggml's quantisers; int8 is llama2.c's, with a scale for each 64 numbers. Heavy tails add a third.
+ROUNDING = {
+    "F64": 0.0,
+    "F32": 0.0,
+    "F16": 2.1e-4,
+    "BF16": 1.7e-3,
+    "Q8_0": 5.4e-3,
+    "int8": 6.0e-3,
+    "Q6_K": 0.018,
+    "Q5_K": 0.036,
+    "Q5_1": 0.038,
+    "Q5_0": 0.043,
+    "Q4_K": 0.072,
+    "Q4_1": 0.078,
+    "Q4_0": 0.086,
+    "Q3_K": 0.15,
+    "Q2_K": 0.30,
+}
+KIND = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype
+# What two float32 programs may differ by in a part, relative to its numbers: between XLA and torch 0.2e-6 to 1.5e-6 were
+# measured. The angles of rotary embedding are products with the position, so that theirs grows by a rounding per position.
+FLOAT32 = 1e-6
+FLOAT32_PER_POSITION = 2.0**-24
+# How much of KL divergence the square of the rounding explains: 5 to 80 were measured, for the stories model here and for
+# Llama 3 8B by llama.cpp (tools/perplexity/README.md: Q8_0 0.0014 nats, Q6_K 0.0057, Q4_K_M 0.031, Q4_0 0.072, Q3_K_M 0.10).
+# Never more than one nat: there rounding and error look alike.
+KL_TIMES = 300.0
+KL_LIMIT = 1.0
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What may lie between two models that are the same: its name, and how much of the weights and of the activations."""
+
+    name: str
+    weights: float
+    activations: float
+
+    def explains(self, added: np.ndarray, left: np.ndarray) -> np.ndarray:
+        """Norm of the difference that it explains of a part: [T], from those of what the part adds and of what it leaves."""
+        floor = FLOAT32 + FLOAT32_PER_POSITION * np.arange(len(added))
+        weights, activations = np.maximum(self.weights, floor), np.maximum(self.activations, floor)
+        return (weights + activations) * added + activations * left
+
+    @property
+    def kl(self) -> float:
+        """Mean KL divergence that it explains, in nats."""
+        return min(KL_LIMIT, KL_TIMES * (self.weights**2 + self.activations**2))
+
+
+EXACT = Rounding("float32", 0.0, 0.0)
+
+
+def origin_of(name: str, config: LlamaConfig, tensors: Sequence[Described], dtype: str, versions: dict[str, str]) -> Origin:
+    """The origin of a checkpoint's numbers.
+
+    Raises:
+      CheckpointError: a tensor is of a kind whose rounding is not known.
+    """
+    kinds = tuple(sorted({tensor.kind for tensor in tensors}))
+    unknown = sorted(set(kinds) - ROUNDING.keys())
+    if unknown:
+        raise CheckpointError(
+            f"{name} holds {unknown[0]} tensors, whose rounding is not known; known are {', '.join(ROUNDING)}"
+        )
+    return Origin(name, config, kinds, dtype, versions)
+
+
+def rounding_between(a: Origin, b: Origin) -> Rounding:
+    """What may lie between two models made from the same weights; `EXACT` where their numbers should be equal."""
+    stored = [[kind for kind in origin.kinds if ROUNDING[kind]] for origin in (a, b)]
+    kinds = stored[0] + stored[1] if stored[0] != stored[1] else []
+    computed = [KIND[origin.dtype] for origin in (a, b)]
+    if computed[0] != computed[1]:
+        kinds += computed
+    weights = max((ROUNDING[kind] for kind in kinds), default=0.0)
+    activations = max(ROUNDING[kind] for kind in computed)
+    if not weights and not activations:
+        return EXACT
+    return Rounding(max(kinds + computed, key=lambda kind: ROUNDING[kind]), weights, activations)

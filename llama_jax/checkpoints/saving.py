@@ -1,0 +1,136 @@
+"""One door out: parameters, or a checkpoint of any format, into a file of a chosen format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal, get_args
+
+from llama_jax.checkpoints import gguf, huggingface, llama2c, store
+from llama_jax.checkpoints.appearing import appearing, check_room
+from llama_jax.checkpoints.layout import Piece
+from llama_jax.checkpoints.loading import load, open_checkpoint
+from llama_jax.checkpoints.memory import from_params
+from llama_jax.checkpoints.tensors import FLOATS, Opened
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError
+from llama_jax.model.params import Llama
+from llama_jax.tokenizers import Tokenizer
+
+Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
+Kind = Literal["float32", "bfloat16", "float16", "q8_0"]
+FOLDERS = ("safetensors", "orbax")
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
+WritingProgress = Callable[[list[Piece]], Iterable[Piece]]
+
+
+def save(
+    path: str | os.PathLike[str],
+    config: LlamaConfig,
+    params: Llama,
+    tokenizer: Tokenizer | None = None,
+    *,
+    format: Format = "safetensors",
+    dtype: Kind | None = None,
+    overwrite: bool = False,
+    progress: WritingProgress | None = None,
+) -> None:
+    """Write a model: the whole of it appears under `path` at once, or nothing does.
+
+    Args:
+      path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
+        and "llama2c" (legacy ``.bin``, which run.c reads).
+      tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, if none is there).
+      dtype: of the written tensors; None keeps that of the parameters. "q8_0" is for GGUF alone, "llama2c" is float32.
+      overwrite: replace a file, or a folder that holds a model and nothing else.
+      progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
+
+    Raises:
+      CheckpointError: something is at `path`; or the format cannot hold this model (its message says what).
+    """
+    _check(path, format, dtype)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
+            " give the model's own"
+        )
+    if format != "orbax":
+        _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
+        return
+    with appearing(Path(path), folder=True, overwrite=overwrite) as target:
+        target.mkdir()
+        store.save(target, config, params if dtype is None else _cast(params, dtype))
+        if tokenizer is not None:
+            tokenizer.save(target)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    format: Format = "safetensors",
+    dtype: Kind | None = None,
+    overwrite: bool = False,
+    progress: WritingProgress | None = None,
+) -> None:
+    """Write the model at `source`, of any format, in another: tensor by tensor, so that it need not fit into memory.
+
+    From and to "orbax" it does go through memory. For the arguments and errors see `save`; None for `dtype` keeps each
+    tensor's own, float32 for quantised ones.
+    """
+    _check(path, format, dtype)
+    opened = open_checkpoint(source)
+    if not isinstance(opened, store.Stored) and format != "orbax":
+        _write(Path(path), opened, format, dtype, overwrite, progress, [Path(source), opened.path])
+        return
+    check_room(Path(path), folder=format in FOLDERS, overwrite=overwrite, sources=[Path(source), opened.path])
+    config, params, tokenizer = load(source)
+    save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
+
+
+def _write(
+    path: Path,
+    opened: Opened,
+    format: Format,
+    dtype: Kind | None,
+    overwrite: bool,
+    progress: WritingProgress | None,
+    sources: Iterable[Path] = (),
+) -> None:
+    kind = None if dtype is None else KINDS[dtype]
+    tokenizer = opened.tokenizer()
+    with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
+        if format == "safetensors":
+            target.mkdir()
+            huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
+        elif format == "gguf":
+            gguf.write_file(target, opened, tokenizer, kind, progress=progress)
+        else:
+            llama2c.write_file(target, opened, progress=progress)
+    if format == "llama2c" and tokenizer is not None:
+        beside = path.resolve().parent
+        if not any((beside / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
+            tokenizer.save(beside)
+
+
+def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:
+    if format not in get_args(Format):
+        raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(Format))}")
+    if dtype is not None and dtype not in KINDS:
+        raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(KINDS)}")
+    name = os.fspath(path)
+    if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
+        raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
+    if format not in FOLDERS and name.endswith(os.sep):
+        raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
+    if dtype == "q8_0" and format != "gguf":
+        raise CheckpointError("dtype='q8_0' is a type of GGUF; choose format='gguf', or another dtype")
+    if format == "llama2c" and dtype not in (None, "float32"):
+        raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")
+
+
+def _cast(params: Llama, dtype: Kind) -> Llama:
+    import jax
+
+    return jax.tree.map(lambda array: array.astype(FLOATS[KINDS[dtype]]), params)

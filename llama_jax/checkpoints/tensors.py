@@ -1,0 +1,156 @@
+"""Tensors that lie in a file and are read in runs of rows, and the checkpoint they make up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import ml_dtypes
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError
+from llama_jax.tokenizers import Tokenizer
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
+OTHER = np.dtype("u1")  # stands for the types that no parameter has: integers, booleans, eight-bit floats
+
+
+class Described(Protocol):
+    """What a checkpoint says of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def kind(self) -> str:
+        """How it is stored, in the word of the format: F32, BF16, Q4_K ..."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        ...
+
+
+class Tensor(Described, Protocol):
+    """A tensor [rows, ...] in a file. Nothing of it is in memory until `read`."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of what `read` gives."""
+        ...
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop), in memory that the caller may change."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A tensor that lies in one run in a file.
+
+    It is read with plain reads and not through a memory map: the pages of a map count as this process's memory until they
+    are given back, and each costs a fault.
+    """
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return FLOATS.get(self.kind, OTHER)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
+        return found.view(self.dtype).reshape(stop - start, *self.shape[1:])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Parts of one tensor, each in a file of its own, side by side along `axis` (0 or 1)."""
+
+    parts: Sequence[Tensor]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        if self.axis == 1:
+            return np.concatenate([part.read(start, stop) for part in self.parts], axis=1)
+        found, first = [], 0
+        for part in self.parts:
+            rows = part.shape[0]
+            low, high = max(start - first, 0), min(stop - first, rows)
+            if low < high:
+                found.append(part.read(low, high))
+            first += rows
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was recognised; its weights have not been read.
+
+    Attributes:
+      format: for people, such as "Hugging Face safetensors".
+      path: for messages: the file, or the folder.
+      config: what the files say the model is.
+      tensors: all that are part of the model, by the format's names.
+      names: the format's name of each part of a Llama, "{}" standing for the layer.
+      interleaved: whether the rows of q and k are in the interleaved rotary layout (Meta's, llama2.c's, GGUF's).
+      tokenizer: reads the vocabulary inside the file or beside it; None where there is none.
+    """
+
+    format: str
+    path: Path
+    config: LlamaConfig
+    tensors: Mapping[str, Tensor]
+    names: Mapping[str, str]
+    interleaved: bool
+    tokenizer: Callable[[], Tokenizer | None]
+
+
+def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:
+    """`count` bytes of a file from `offset`: uint8[count].
+
+    Raises:
+      CheckpointError: the file ends before; it changed since it was opened.
+    """
+    found = np.empty(count, np.uint8)
+    filled = 0
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        while filled < count:
+            got = file.readinto(found[filled:].data)
+            if not got:
+                raise CheckpointError(f"{path} ends at byte {offset + filled}, {offset + count} are needed; copy it again")
+            filled += got
+    return found

@@ -1,0 +1,103 @@
+"""What a model makes of some tokens: its logits, and its residual stream after every layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax import ops
+from llama_jax.config import LlamaConfig
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.params import Block, Llama, unstack
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where numbers come from.
+
+    Attributes:
+      name: for people.
+      config: of the model.
+      kinds: how its weights are stored: F32, BF16, Q4_K ...
+      dtype: in which it was computed.
+      versions: of the programs, by name.
+    """
+
+    name: str
+    config: LlamaConfig
+    kinds: tuple[str, ...]
+    dtype: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a model made of some tokens.
+
+    Attributes:
+      origin: which model.
+      tokens: int32[T].
+      logits: float32[T, V].
+      streams: float32[L + 1, T, D], the residual stream: the embedding, then what each layer left; not normalised.
+    """
+
+    origin: Origin
+    tokens: np.ndarray
+    logits: np.ndarray
+    streams: np.ndarray
+
+
+def trace(params: Llama, tokens: np.ndarray, origin: Origin) -> Trace:
+    """Run a model over int32[T] tokens as one sequence from position 0."""
+    params = unstack(params)
+    with jax.default_matmul_precision("highest"):  # by default GPU and TPU multiply float32 with fewer bits
+        logits, streams = _run(origin.config, params, jnp.asarray(tokens)[None])
+    return Trace(origin, tokens, np.asarray(logits, np.float32), np.asarray(streams, np.float32))
+
+
+def nats_per_token(tokens: np.ndarray, logits: np.ndarray) -> float:
+    """How surprised a model was by each token of a text: int[T], T at least 2, and its logits [T, V]."""
+    each = [-log_softmax(row)[token] for row, token in zip(logits[:-1], tokens[1:], strict=True)]
+    return float(np.mean(each))
+
+
+def log_softmax(row: np.ndarray) -> np.ndarray:
+    """Logarithms of the probabilities that logits [V] stand for, in float64."""
+    row = row.astype(np.float64)
+    row = row - row.max()
+    return row - math.log(np.exp(row).sum())
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Logits [T, V] and streams [L + 1, T, D] of int32[1, T] tokens."""
+    streams: list[jax.Array] = []
+    hidden, _ = forward(config, params, tokens, constrain=partial(_record, streams))
+    return unembed(config, params, hidden)[0], jnp.concatenate(streams)
+
+
+@partial(jax.jit, static_argnums=0)
+def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array:
+    """What one layer leaves of a stream [T, D]: a model of that layer alone, whose vocabulary is the stream."""
+    streams: list[jax.Array] = []
+    alone = Llama(embedding=stream, blocks=(block,), final_norm=block.ffn_norm, lm_head=None)
+    forward(replace(config, n_layers=1), alone, jnp.arange(len(stream))[None], constrain=partial(_record, streams))
+    return streams[-1][0]
+
+
+@partial(jax.jit, static_argnums=0)
+def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
+    """Logits [T, V] of the stream [T, D] that the last layer leaves."""
+    return unembed(config, params, ops.rms_norm(stream, params.final_norm, config.norm_eps))
+
+
+def _record(streams: list[jax.Array], x: jax.Array, where: str) -> jax.Array:
+    """Stands where activations are laid out over devices, and keeps the residual stream."""
+    if where == "residual":
+        streams.append(x)
+    return x

@@ -1,0 +1,121 @@
+"""How much memory loading takes, measured on a checkpoint of over two gigabytes in several files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llama_jax
+from llama_jax.checkpoints import huggingface
+from llama_jax.checkpoints.memory import Held
+from llama_jax.checkpoints.tensors import FLOATS, Opened
+
+CONFIG = llama_jax.LlamaConfig(
+    vocab_size=32_000,
+    dim=2048,
+    n_layers=22,
+    n_heads=16,
+    n_kv_heads=8,
+    hidden_dim=5632,
+    max_seq_len=2048,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+)
+
+# Prints what the process held before, what it held at most, and what it was given.
+LOADER = """
+import json, sys
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import llama_jax
+from llama_jax.checkpoints import open_checkpoint
+from llama_jax.model.params import init
+
+def status(name):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+path, dtype = sys.argv[1:3]
+devices = len(jax.devices())
+shardings = None
+if devices > 1:
+    mesh = jax.make_mesh((devices,), ("all",), axis_types=(AxisType.Auto,))
+    config = open_checkpoint(path).config
+    shape = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
+    one = shape.replace(blocks=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), shape.blocks))
+    shardings = jax.tree.map(lambda a: NamedSharding(mesh, P("all") if len(a.shape) > 1 else P()), one)
+jax.device_put(np.ones(4)).block_until_ready()
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
+_, params, _ = llama_jax.load(path, dtype, shardings=shardings)
+jax.block_until_ready(params)
+peak = status("VmHWM")
+leaves = jax.tree.leaves(params)
+held = [0] * devices
+for leaf in leaves:
+    for shard in leaf.addressable_shards:
+        held[shard.device.id] += shard.data.nbytes
+checksum = sum(float(np.asarray(leaf[..., :7]).astype(np.float64).sum()) for leaf in leaves)
+print(json.dumps(dict(before=before, peak=peak, held=held, checksum=checksum)))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """bfloat16, 2.3 GB, five files. One row of random numbers stands for all rows of a tensor: making it takes none."""
+    path = tmp_path_factory.mktemp("large") / "model"
+    path.mkdir()
+    row = np.random.default_rng(0).standard_normal(5632).astype(FLOATS["BF16"])
+    c = CONFIG
+    width = c.n_kv_heads * c.head_dim
+    shapes = {
+        "embedding": (c.vocab_size, c.dim),
+        "final_norm": (c.dim,),
+        "lm_head": (c.vocab_size, c.dim),
+        "attention_norm": (c.dim,),
+        "q": (c.dim, c.dim),
+        "k": (width, c.dim),
+        "v": (width, c.dim),
+        "out": (c.dim, c.dim),
+        "ffn_norm": (c.dim,),
+        "gate": (c.hidden_dim, c.dim),
+        "up": (c.hidden_dim, c.dim),
+        "down": (c.dim, c.hidden_dim),
+    }
+    tensors = {
+        name.format(i): Held(np.broadcast_to(row[: shapes[part][-1]], shapes[part]))
+        for part, name in huggingface.NAMES.items()
+        for i in range(c.n_layers if "{}" in name else 1)
+    }
+    opened = Opened("made here", Path("made-here"), c, tensors, huggingface.NAMES, False, lambda: None)
+    huggingface.write_folder(path, opened, None, largest_file=500_000_000)
+    yield path
+    for file in path.iterdir():
+        file.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through Linux's /proc")
+@pytest.mark.parametrize(("devices", "dtype"), [(1, "bfloat16"), (1, "float32"), (8, "bfloat16"), (8, "float32")])
+def test_peak_memory_is_the_weights_and_less_than_two_tensors(folder, devices, dtype):
+    assert sum(file.stat().st_size for file in folder.iterdir()) > 2e9
+    assert len(list(folder.glob("*.safetensors"))) > 4
+    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", LOADER, folder, dtype], env=env, capture_output=True, text=True, check=True)
+    found = json.loads(run.stdout)
+    size = np.dtype(FLOATS["F32" if dtype == "float32" else "BF16"]).itemsize
+    weights = llama_jax.parameter_count(CONFIG) * size
+    largest = CONFIG.vocab_size * CONFIG.dim * size
+    above = found["peak"] - found["before"] - weights
+    print(
+        f"{devices} devices, {dtype}: {above / 1e6:.0f} MB above {weights / 1e6:.0f}; the largest tensor {largest / 1e6:.0f}"
+    )
+    assert above < 2 * largest
+    # Each device holds its part and the norms; nothing is anywhere twice.
+    norms = (2 * CONFIG.n_layers + 1) * CONFIG.dim * size
+    assert found["held"] == [(weights - norms) // devices + norms] * devices
