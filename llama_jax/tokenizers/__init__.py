@@ -1,7 +1,24 @@
-"""Text to token ids and back."""
+"""Text to token ids and back, and chats to token ids. The libraries behind are imported when a vocabulary is read."""
 
-from llama_jax.tokenizers.base import TextStream, Tokenizer
+from llama_jax.tokenizers.base import Part, TextStream, Tokenizer
+from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format
+from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer
 from llama_jax.tokenizers.load import find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer
+from llama_jax.tokenizers.tiktoken import TiktokenTokenizer
 
-__all__ = ["SentencePieceTokenizer", "TextStream", "Tokenizer", "find_tokenizer", "load_tokenizer"]
+__all__ = [
+    "Format",
+    "HuggingFaceTokenizer",
+    "Message",
+    "Part",
+    "SentencePieceTokenizer",
+    "TextStream",
+    "TiktokenTokenizer",
+    "Tokenizer",
+    "encode_chat",
+    "find_tokenizer",
+    "load_tokenizer",
+    "reply_ends",
+    "resolve_format",
+]

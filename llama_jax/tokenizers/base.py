@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
+
+from llama_jax.errors import TokenizerError
+
+Part = str | int  # plain text, or the id of a special token
+# Llama 3's ends of a text, a message and a turn. A vocabulary that has them means them, whichever it calls its eos.
+ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
 
 
 class Tokenizer(Protocol):
@@ -14,21 +23,52 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def bos_id(self) -> int: ...
+    def bos_id(self) -> int:
+        """The begin-of-sequence token, or -1 where the vocabulary has none."""
+        ...
 
     @property
-    def eos_id(self) -> int: ...
+    def eos_id(self) -> int:
+        """The end-of-sequence token, or -1 where the vocabulary has none."""
+        ...
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
-        The end-of-sequence token, and the one that begins another text: llama2.c's stories end with it.
+        The end-of-sequence token, Llama 3's ends of a turn and a message, those that the model's own files name, and
+        the one that begins another text: llama2.c's stories end with it.
         """
         ...
 
-    def encode(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
-        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token behind if asked for."""
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids that no text becomes unless `encode` is told `special=True`, by what stands for them there."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The checkpoint's own chat format in Jinja, where it has one; see `tokenizers.chat`."""
+        ...
+
+    @property
+    def space_prefix(self) -> bool:
+        """Whether encoding puts a space before a text, which decoding takes away again."""
+        ...
+
+    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token behind if asked for.
+
+        Args:
+          special: whether "<|eot_id|>" and the like in the text are special tokens; by default they are text.
+
+        Raises:
+          TokenizerError: a token asked for that the vocabulary has not, or text that no UTF-8 can hold.
+        """
+        ...
+
+    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Ids of plain texts with special tokens between them, each encoded as the vocabulary does behind the one before."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -39,6 +79,10 @@ class Tokenizer(Protocol):
         """The bytes that a token adds behind others: UTF-8, which may begin or end inside a character."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Write the vocabulary and its settings into a folder, from which `load_tokenizer` gives the same tokenizer."""
+        ...
+
 
 class TextStream:
     """Text from tokens one by one: a character is given out when its last byte has come, never in parts."""
@@ -46,7 +90,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
         """Start behind some text, or with `at_start` at the beginning, where a vocabulary's leading space is dropped."""
         self._tokenizer = tokenizer
-        self._drop_space = at_start
+        self._drop_space = at_start and tokenizer.space_prefix
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
@@ -62,3 +106,74 @@ class TextStream:
     def finish(self) -> str:
         """What is left when no token follows: a character cut short shows as U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds special tokens in a text, the longer first where one begins another."""
+    longest_first = sorted(filter(None, names), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
+    """The text with its special tokens as ids."""
+    parts: list[Part] = []
+    end = 0
+    for found in special_pattern(special_tokens).finditer(text):
+        parts += [text[end : found.start()], special_tokens[found.group()]]
+        end = found.end()
+    return [part for part in [*parts, text[end:]] if part != ""]
+
+
+def with_ends(tokenizer: Tokenizer, ids: list[int], bos: bool, eos: bool) -> list[int]:
+    """The ids with the begin-of-sequence token before and the end-of-sequence token behind if asked for."""
+    for asked, token, name in ((bos, tokenizer.bos_id, "bos"), (eos, tokenizer.eos_id, "eos")):
+        if asked and token < 0:
+            raise TokenizerError(
+                f"the vocabulary has no {name} token; encode with {name}=False, or name one as {name}_token in a"
+                " tokenizer_config.json beside it"
+            )
+    return [tokenizer.bos_id] * bos + ids + [tokenizer.eos_id] * eos
+
+
+def ending_ids(bos_id: int, eos_id: int, special_tokens: Mapping[str, int], more: Iterable[int] = ()) -> tuple[int, ...]:
+    """What `Tokenizer.stop_ids` says."""
+    ends = {bos_id, eos_id, *(special_tokens[name] for name in ENDS if name in special_tokens), *more}
+    return tuple(sorted(token for token in ends if token >= 0))
+
+
+def decode_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of the tokens' bytes; what is no UTF-8 shows as U+FFFD."""
+    text = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
+    return text.removeprefix(" ") if tokenizer.space_prefix else text
+
+
+def check_ids(vocab_size: int, *ids: int) -> None:
+    """Raise TokenizerError for an id outside the vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise TokenizerError(f"token id {token} is outside the vocabulary of {vocab_size}")
+
+
+def check_text(text: str) -> None:
+    """Raise TokenizerError for text that no UTF-8 can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"the text is not valid Unicode: character {error.start} is the lone surrogate {text[error.start]!a}"
+        ) from None
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn whatever a tokenizer library raises, the panics of one written in Rust included, into a TokenizerError."""
+    try:
+        yield
+    except TokenizerError:
+        raise
+    except BaseException as error:
+        # A panic is no Exception: its class is pyo3_runtime.PanicException, which cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:100] or "damaged"
+        raise TokenizerError(f"{what} ({reason}); copy it again") from None

@@ -3,69 +3,106 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers import huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.base import Tokenizer
-from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer
+from llama_jax.tokenizers.settings import LARGEST, Settings, read_bytes, read_settings
 
-LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
+KINDS = "a SentencePiece model, a rank file of Llama 3 or a tokenizer.json"
+# Names that can only be meant: transformers reads the first where both are, and Meta's own lies below in its repositories.
+NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The vocabulary in a file, or the one in a folder.
+    """The vocabulary in a file, or the one in a folder, with what the files beside it say of it (`read_settings`).
+
+    Of several in a folder, the first of ``tokenizer.json``, ``tokenizer.model`` and ``original/tokenizer.model`` is taken,
+    else the only one there is under another name.
 
     Raises:
-      TokenizerError: none there, several there, or a damaged one.
+      TokenizerError: none there, several of which none has such a name, or a damaged one.
     """
     path = Path(path)
     if not path.exists():
-        raise TokenizerError(f"{path} does not exist; give a SentencePiece .model file or a folder with one")
+        raise TokenizerError(f"{path} does not exist; give {KINDS}, or a folder with one")
     if not path.is_dir():
         if not path.is_file():
-            raise TokenizerError(f"{path} is neither a file nor a folder; give a SentencePiece .model file")
-        if not _looks_like_sentencepiece(path):
-            raise TokenizerError(
-                f"{path} is not a SentencePiece model; other vocabularies, such as those of Llama 3, are not read yet"
-            )
-        return SentencePieceTokenizer(path)
-    found = _vocabularies(path)
-    if not found:
-        raise TokenizerError(f"{path} holds no SentencePiece model")
-    if len(found) > 1:
-        raise TokenizerError(f"{path} holds several vocabularies ({', '.join(p.name for p, _ in found)}); give one of them")
-    return found[0][1]
+            raise TokenizerError(f"{path} is neither a file nor a folder; give {KINDS}")
+        return _read(path, read_settings(path.parent))
+    settings = read_settings(path)
+    for name in NAMES:
+        if (path / name).is_file():
+            return _read(path / name, settings)
+    others = _others(path, settings)
+    if not others:
+        raise TokenizerError(f"{path} holds no SentencePiece model, no rank file of Llama 3 and no tokenizer.json")
+    if len(others) > 1:
+        raise TokenizerError(f"{path} holds several vocabularies ({_listed(others)}); give one of them")
+    return others[0][1]
 
 
 def find_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     """The vocabulary in a model's folder, or None: one of the model's size, else a smaller one, as models pad theirs.
 
+    Of several of the model's size, or else of the largest smaller ones, the first in `load_tokenizer`'s order is taken.
+
     Raises:
-      TokenizerError: several that could be it.
+      TokenizerError: several that could be it, or a damaged ``tokenizer.json`` or ``tokenizer.model``.
     """
-    fitting = [(path, tokenizer) for path, tokenizer in _vocabularies(folder) if tokenizer.vocab_size <= vocab_size]
-    found = [(path, tokenizer) for path, tokenizer in fitting if tokenizer.vocab_size == vocab_size] or fitting
+    settings = read_settings(folder)
+    smaller: list[tuple[Path, Tokenizer]] = []
+    for name in NAMES:
+        if (folder / name).is_file():
+            tokenizer = _read(folder / name, settings)
+            if tokenizer.vocab_size == vocab_size:
+                return tokenizer
+            if tokenizer.vocab_size < vocab_size:
+                smaller.append((folder / name, tokenizer))
+    others = [found for found in _others(folder, settings) if found[1].vocab_size <= vocab_size]
+    size = max((tokenizer.vocab_size for _, tokenizer in smaller + others), default=0)
+    named = [found for found in smaller if found[1].vocab_size == size]
+    found = named[:1] or [found for found in others if found[1].vocab_size == size]
     if len(found) > 1:
-        names = ", ".join(path.name for path, _ in found)
-        raise TokenizerError(f"{folder} holds several vocabularies ({names}); remove all but one")
+        raise TokenizerError(f"{folder} holds several vocabularies ({_listed(found)}); remove all but one")
     return found[0][1] if found else None
 
 
-def _vocabularies(folder: Path) -> list[tuple[Path, Tokenizer]]:
-    found: list[tuple[Path, Tokenizer]] = []
+def _read(path: Path, settings: Settings) -> Tokenizer:
+    content = read_bytes(path)
+    where = str(path)
+    if path.suffix == ".json" or huggingface.recognises(content):
+        return huggingface.from_json(content, where, settings)
+    if tiktoken.recognises(content):
+        return tiktoken.TiktokenTokenizer(content, where, settings)
+    if sentencepiece.recognises(content):
+        return sentencepiece.SentencePieceTokenizer(content, where, settings)
+    raise TokenizerError(f"{path} is not {KINDS}; is it whole, and the right file?")
+
+
+def _others(folder: Path, settings: Settings) -> list[tuple[Path, Tokenizer]]:
+    """The vocabularies in a folder under names of their own."""
+    found = []
     for path in sorted(folder.iterdir()):
-        if path.is_file() and _looks_like_sentencepiece(path):
+        if path.name not in NAMES and path.is_file() and _looks_like_one(path):
             try:
-                found.append((path, SentencePieceTokenizer(path)))
+                found.append((path, _read(path, settings)))
             except TokenizerError:
+                if path.name.startswith("tokenizer."):
+                    raise
                 continue  # some other file whose first bytes are alike
     return found
 
 
-def _looks_like_sentencepiece(path: Path) -> bool:
-    """Whether the file begins with the first piece of a SentencePiece protocol buffer (field 1, then its text)."""
+def _looks_like_one(path: Path) -> bool:
     if path.stat().st_size > LARGEST:
         return False
     with path.open("rb") as file:
-        start = file.read(3)
-    return len(start) == 3 and start[0] == 0x0A and start[2] == 0x0A
+        start = file.read(1024)
+    return any(kind.recognises(start) for kind in (huggingface, tiktoken, sentencepiece))
+
+
+def _listed(found: Sequence[tuple[Path, Tokenizer]]) -> str:
+    return ", ".join(path.name for path, _ in found)

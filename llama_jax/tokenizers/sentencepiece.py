@@ -2,62 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
 from pathlib import Path
-
-import sentencepiece
+from typing import NamedTuple
 
 from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers.base import (
+    Part,
+    check_ids,
+    check_text,
+    ending_ids,
+    library_errors,
+    split_special,
+    with_ends,
+)
+from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
 
 
-class SentencePieceTokenizer:
-    """A SentencePiece ``.model`` file."""
+class Kind(IntEnum):
+    """What a piece is, in the numbers of sentencepiece_model.proto and of GGUF's token_type."""
 
-    def __init__(self, path: Path) -> None:
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+class Piece(NamedTuple):
+    """One entry of a vocabulary; of two possible merges BPE takes the one with the higher score."""
+
+    text: str
+    score: float
+    kind: Kind
+
+
+def recognises(start: bytes) -> bool:
+    """Whether a file begins with the first piece of a SentencePiece protocol buffer (field 1, then its text)."""
+    return len(start) >= 3 and start[0] == 0x0A and start[2] == 0x0A
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, which the library itself runs."""
+
+    def __init__(self, model: bytes, where: str, settings: Settings = Settings()) -> None:
+        """Read the serialised model (the content of a ``.model`` file) that was found at `where`.
+
+        Raises:
+          TokenizerError: a damaged model, or added tokens that do not follow its pieces.
+        """
+        import sentencepiece
+
         self._processor = sentencepiece.SentencePieceProcessor()
-        try:
-            self._processor.LoadFromSerializedProto(path.read_bytes())
+        with library_errors(f"{where} is not a whole SentencePiece model"):
+            # Messages that follow each other are one, their lists joined: so pieces are added behind.
+            self._processor.LoadFromSerializedProto(model)
+            added = _behind(where, settings.added_tokens, self._processor.GetPieceSize())
+            if added:
+                self._processor.LoadFromSerializedProto(model + write_pieces(added))
             if self._processor.GetPieceSize() < 1:
                 raise RuntimeError("it has no pieces")
-            if self._processor.bos_id() >= 0:
-                self._processor.EncodeAsIds("", add_bos=True)
-            self._bytes = [self._piece_bytes(token) for token in range(self._processor.GetPieceSize())]
-        except (RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())[:100] or "damaged"
-            raise TokenizerError(f"{path} is not a whole SentencePiece model ({reason}); copy it again") from None
+            self.vocab_size: int = self._processor.GetPieceSize()
+            self._bytes = [self._piece_bytes(token) for token in range(self.vocab_size)]
+            self.special_tokens: dict[str, int] = {
+                self._processor.IdToPiece(token): token
+                for token in range(self.vocab_size)
+                if self._processor.IsControl(token) or self._processor.IsUnknown(token)
+            }
+            self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
+        self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
+        self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
+        self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.chat_template = settings.chat_template
 
-    @property
-    def vocab_size(self) -> int:
-        return self._processor.GetPieceSize()
+    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+        """Ids of the text; see `Tokenizer.encode`."""
+        parts = split_special(text, self.special_tokens) if special else [text]
+        return with_ends(self, self.encode_parts(parts), bos, eos)
 
-    @property
-    def bos_id(self) -> int:
-        return self._processor.bos_id()
-
-    @property
-    def eos_id(self) -> int:
-        return self._processor.eos_id()
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text: end of sequence, and the beginning of another; for `generate(stop_tokens=...)`."""
-        return tuple(sorted(i for i in {self.bos_id, self.eos_id} if i >= 0))
-
-    def encode(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
-        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token behind if asked for."""
-        return self._processor.EncodeAsIds(text, add_bos=bos, add_eos=eos)
+    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Ids of texts and special tokens; each text gets its leading space, as in Meta's code and llama.cpp."""
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                check_text(part)
+                ids += self._processor.EncodeAsIds(part)
+            else:
+                ids.append(part)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, without a leading space: to continue a prompt, decode both together."""
-        self._check(*ids)
+        check_ids(self.vocab_size, *ids)
         return self._processor.DecodeIds(list(map(int, ids)))
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
-        self._check(token)
+        check_ids(self.vocab_size, token)
         return self._bytes[token]
+
+    def save(self, folder: Path) -> None:
+        """Write the model as ``tokenizer.model``, added tokens included, and the settings beside it."""
+        (folder / "tokenizer.model").write_bytes(self._processor.serialized_model_proto())
+        write_settings(folder, self, "LlamaTokenizer")
+
+    def pieces(self) -> list[Piece]:
+        """All entries of the vocabulary by id."""
+        p = self._processor
+        kinds = ((Kind.UNKNOWN, p.IsUnknown), (Kind.CONTROL, p.IsControl), (Kind.UNUSED, p.IsUnused), (Kind.BYTE, p.IsByte))
+        return [
+            Piece(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), Kind.NORMAL))
+            for i in range(self.vocab_size)
+        ]
 
     def _piece_bytes(self, token: int) -> bytes:
         if self._processor.IsControl(token):
@@ -69,7 +130,62 @@ class SentencePieceTokenizer:
             return bytes([int(piece[1:-1], 16)])  # "<0x0A>"
         return piece.replace(SPACE, " ").encode()
 
-    def _check(self, *ids: int) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise TokenizerError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+
+def _behind(where: str, added: Iterable[AddedToken], size: int) -> list[Piece]:
+    """The added tokens that the model itself has not, as pieces: their ids must go on where its own end."""
+    new = sorted((token for token in added if token.id >= size), key=lambda token: token.id)
+    for expected, token in enumerate(new, size):
+        if token.id != expected:
+            raise TokenizerError(
+                f"{where} has {size} pieces, and the added token {token.text!r} has id {token.id} where {expected} comes"
+                " next; copy the tokenizer's files again"
+            )
+    return [Piece(token.text, 0.0, Kind.CONTROL if token.special else Kind.USER_DEFINED) for token in new]
+
+
+def write_model(pieces: Iterable[Piece], *, bos: str, eos: str, space_prefix: bool) -> bytes:
+    """A serialised BPE model with these pieces, their ids in this order.
+
+    Args:
+      bos, eos: which of the control pieces begin and end a sequence.
+      space_prefix: whether a space is put before each text.
+    """
+    pieces = list(pieces)
+    unknown = next((piece.text for piece in pieces if piece.kind == Kind.UNKNOWN), "<unk>")
+    bytes_too = any(piece.kind == Kind.BYTE for piece in pieces)
+    # Field numbers of ModelProto, TrainerSpec and NormalizerSpec in sentencepiece_model.proto.
+    bpe = 2
+    trainer = b"".join(
+        (_number(3, bpe), _number(35, bytes_too), *(_text(n, t) for n, t in ((45, unknown), (46, bos), (47, eos))))
+    )
+    normalizer = b"".join((_text(1, "identity"), _number(3, space_prefix), _number(4, False), _number(5, True)))
+    return write_pieces(pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
+
+
+def write_pieces(pieces: Iterable[Piece]) -> bytes:
+    """The pieces as the protocol buffer's field 1."""
+    return b"".join(
+        _bytes(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _number(3, piece.kind))
+        for piece in pieces
+    )
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    low = []
+    while value > 0x7F:
+        low.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*low, value])
+
+
+def _number(field: int, value: int) -> bytes:
+    return _varint(field << 3) + _varint(int(value))
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(value)) + value
+
+
+def _text(field: int, value: str) -> bytes:
+    return _bytes(field, value.encode())

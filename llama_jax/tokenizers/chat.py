@@ -1,0 +1,178 @@
+"""Chats as token ids: the formats of Llama 2, Llama 3 and Zephyr (TinyLlama), and the checkpoint's own Jinja template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, TypedDict, get_args
+
+from llama_jax.errors import GenerationError
+from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_special
+
+Role = Literal["system", "user", "assistant"]
+Format = Literal["auto", "llama2", "llama3", "zephyr", "template"]
+PRIVATE = range(0xE000, 0xF900)  # characters without a meaning
+
+
+class Message(TypedDict):
+    """One turn of a chat."""
+
+    role: Role
+    content: str
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], format: Format = "auto") -> list[int]:
+    """Ids of a chat up to where the assistant's reply begins, with the begin-of-sequence token if the format has one.
+
+    What stands for a special token inside a message is text, whatever the format. Llama 2's "[INST]" is none: its format
+    is made of text, and a message can imitate it.
+
+    Args:
+      messages: a system prompt if there is one, then turns; the last is the user's.
+      format: see `resolve_format`.
+
+    Raises:
+      GenerationError: messages that are no chat, or that the format cannot hold; or a format that the vocabulary has not.
+    """
+    _check(messages)
+    if messages[-1]["role"] != "user":
+        raise GenerationError(f"the last message is from {messages[-1]['role']!r}; a reply follows one from 'user'")
+    return tokenizer.encode_parts(_parts(tokenizer, messages, resolve_format(tokenizer, format)))
+
+
+def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
+    """The tokens that end a reply: the tokenizer's `stop_ids`, and the one that the format puts behind a reply."""
+    ends = set(tokenizer.stop_ids)
+    reply = chr(PRIVATE[-1])
+    chat: list[Message] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": "?"},
+    ]
+    parts = _parts(tokenizer, chat, resolve_format(tokenizer, format))
+    for part, following in pairwise(parts):
+        if isinstance(part, str) and isinstance(following, int) and part.rstrip().endswith(reply):
+            ends.add(following)
+    return tuple(sorted(ends))
+
+
+def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
+    """The format that is meant.
+
+    "llama2", "llama3" and "zephyr" are the published ones; "template" is the checkpoint's own; "auto" is that if there is
+    one, and otherwise "llama3" for a vocabulary with Llama 3's headers.
+
+    Raises:
+      GenerationError: none fits, or one that the vocabulary has no tokens for.
+    """
+    if format == "auto":
+        if tokenizer.chat_template is not None:
+            return "template"
+        if "<|start_header_id|>" in tokenizer.special_tokens:
+            return "llama3"
+        raise GenerationError(
+            "the model has no chat template, so its chat format is not known (it may not be a chat model);"
+            " choose a format (--format): llama2, llama3 or zephyr"
+        )
+    if format not in get_args(Format):
+        raise GenerationError(f"format={format!r} is not a chat format; choose {', '.join(get_args(Format))}")
+    if format == "template" and tokenizer.chat_template is None:
+        raise GenerationError("the model has no chat template; choose another format: llama2, llama3 or zephyr")
+    return format
+
+
+def _parts(tokenizer: Tokenizer, messages: Sequence[Message], format: Format) -> list[Part]:
+    if format == "template":
+        return _template(tokenizer, messages)
+    return {"llama2": _llama2, "llama3": _llama3, "zephyr": _zephyr}[format](tokenizer, messages)
+
+
+def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+    """Meta's llama/generation.py, chat_completion: each exchange is a sequence, the system prompt in the first."""
+    bos, eos = _ends(tokenizer, "llama2")
+    system, turns = "", messages
+    if messages[0]["role"] == "system":
+        system, turns = f"<<SYS>>\n{messages[0]['content']}\n<</SYS>>\n\n", messages[1:]
+    for i, turn in enumerate(turns):
+        if turn["role"] != ("user", "assistant")[i % 2]:
+            raise GenerationError(
+                f"message {len(messages) - len(turns) + i} is from {turn['role']!r}; in the format llama2 a system prompt"
+                " comes first if at all, and then 'user' and 'assistant' take turns"
+            )
+    parts: list[Part] = []
+    for i in range(0, len(turns), 2):
+        text = f"[INST] {(system + turns[i]['content']).strip()} [/INST]"
+        system = ""
+        if i + 1 < len(turns):
+            parts += [bos, f"{text} {turns[i + 1]['content'].strip()} ", eos]
+        else:
+            parts += [bos, text]
+    return parts
+
+
+def _llama3(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+    """Meta's llama/tokenizer.py of Llama 3, ChatFormat: a header with the role before each message, a token behind it."""
+    names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    missing = [name for name in names if name not in tokenizer.special_tokens]
+    if missing:
+        raise GenerationError(
+            f"the format llama3 needs the token {missing[0]}, which the vocabulary has not; choose another"
+        )
+    bos, start, end, eot = (tokenizer.special_tokens[name] for name in names)
+    parts: list[Part] = [bos]
+    for message in messages:
+        parts += [start, message["role"], end, f"\n\n{message['content'].strip()}", eot]
+    return [*parts, start, "assistant", end, "\n\n"]
+
+
+def _zephyr(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+    """The template of Zephyr and TinyLlama's chat models, which has no begin-of-sequence token."""
+    _, eos = _ends(tokenizer, "zephyr")
+    parts: list[Part] = []
+    for i, message in enumerate(messages):
+        parts += [("\n" if i else "") + f"<|{message['role']}|>\n{message['content']}", eos]
+    return [*parts, "\n<|assistant|>\n"]
+
+
+def _template(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+    """The checkpoint's own template, whose special tokens are told from those in messages by a character inside these."""
+    from llama_jax.tokenizers.template import render
+
+    assert tokenizer.chat_template is not None
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    pattern = special_pattern(names.values())
+    text = "".join([tokenizer.chat_template, *(message["content"] for message in messages)])
+    inside = next(chr(code) for code in PRIVATE if chr(code) not in text)
+    marked = [
+        Message(role=each["role"], content=pattern.sub(lambda found: found[0][0] + inside + found[0][1:], each["content"]))
+        for each in messages
+    ]
+    rendered = render(
+        tokenizer.chat_template,
+        marked,
+        bos_token=names.get(tokenizer.bos_id, ""),
+        eos_token=names.get(tokenizer.eos_id, ""),
+        reply=True,
+    )
+    parts = split_special(rendered, tokenizer.special_tokens)
+    return [part.replace(inside, "") if isinstance(part, str) else part for part in parts]
+
+
+def _ends(tokenizer: Tokenizer, format: str) -> tuple[int, int]:
+    if min(tokenizer.bos_id, tokenizer.eos_id) < 0:
+        raise GenerationError(
+            f"the format {format} needs a bos and an eos token, which the vocabulary has not; choose another"
+        )
+    return tokenizer.bos_id, tokenizer.eos_id
+
+
+def _check(messages: Sequence[Message]) -> None:
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise GenerationError("messages must be a list with at least one message, of the user")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise GenerationError(f"message {i} is {message!r:.60}; it must be an object with a role and a content")
+        if message["role"] not in get_args(Role):
+            raise GenerationError(f"message {i} has the role {message['role']!r:.40}; use {', '.join(get_args(Role))}")
+        if not isinstance(message["content"], str):
+            raise GenerationError(f"message {i} has the content {message['content']!r:.40}, which is no text")

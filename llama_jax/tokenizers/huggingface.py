@@ -1,0 +1,206 @@
+"""Hugging Face's ``tokenizer.json``, run by the tokenizers library: any BPE of Llama's two families.
+
+One spells a space as U+2581 and unknown characters as byte tokens (Llama 1 and 2, TinyLlama), the other spells every byte
+as a printable character (Llama 3).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers.base import (
+    Part,
+    check_ids,
+    check_text,
+    decode_bytes,
+    ending_ids,
+    library_errors,
+    special_pattern,
+    split_special,
+    with_ends,
+)
+from llama_jax.tokenizers.settings import Settings, write_settings
+
+if TYPE_CHECKING:
+    import tokenizers
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
+# Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks
+# for special tokens before it normalizes, so it sees none there and still encodes the text as a whole.
+MARK = "\ufdd0\ufdd1"
+# The begin and end of a sequence where no file names them.
+USUAL_BOS = ("<|begin_of_text|>", "<s>")
+USUAL_EOS = ("<|end_of_text|>", "</s>")
+
+
+def byte_characters() -> dict[str, int]:
+    """{character: byte}: GPT-2's spelling of bytes, where those that are no printable character go to U+0100 and on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+CHARACTER_BYTES = byte_characters()
+BYTE_CHARACTERS = {byte: character for character, byte in CHARACTER_BYTES.items()}
+
+
+def spell(token: bytes) -> str:
+    """The bytes as the characters that stand for them."""
+    return "".join(BYTE_CHARACTERS[byte] for byte in token)
+
+
+def recognises(start: bytes) -> bool:
+    """Whether a file begins as a tokenizer.json does: an object whose first key is its version."""
+    return re.match(rb'\s*\{\s*"(version|added_tokens)"\s*:', start) is not None
+
+
+def from_json(content: bytes, where: str, settings: Settings = Settings()) -> HuggingFaceTokenizer:
+    """The vocabulary in the content of a ``tokenizer.json`` that was found at `where`.
+
+    Raises:
+      TokenizerError: a damaged file, or a decoder of another family.
+    """
+    import tokenizers
+
+    with library_errors(f"{where} is not a whole tokenizer.json"):
+        library = tokenizers.Tokenizer.from_buffer(content)
+    return HuggingFaceTokenizer(library, where, settings)
+
+
+class HuggingFaceTokenizer:
+    """A vocabulary that the tokenizers library runs."""
+
+    def __init__(self, library: tokenizers.Tokenizer, where: str, settings: Settings = Settings()) -> None:
+        """Take over a tokenizer of the library, found at `where`: this changes it.
+
+        Raises:
+          TokenizerError: a decoder of another family.
+        """
+        from tokenizers import normalizers
+
+        with library_errors(f"{where} is not a tokenizer.json of a Llama"):
+            self.spells_bytes, self.space_prefix = _spelling(where, library.decoder)
+            library, special = _find_special_tokens(library, settings)
+            added = library.get_added_tokens_decoder()
+            self._own_normalizer = library.normalizer
+            # What undoes the marks runs behind the search for special tokens and before all else.
+            steps = [normalizers.Replace(MARK, ""), *([] if library.normalizer is None else [library.normalizer])]
+            library.normalizer = normalizers.Sequence(steps)
+            library.no_truncation()
+            library.no_padding()
+            self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._library = library
+        self._where = where
+        self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
+        self.special_tokens = special
+        self._names = {i: name for name, i in self.special_tokens.items()}
+        self._pattern = special_pattern([*self.special_tokens, MARK])
+        self.bos_id = self._named(settings.bos_token, USUAL_BOS)
+        self.eos_id = self._named(settings.eos_token, USUAL_EOS)
+        self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.chat_template = settings.chat_template
+
+    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+        """Ids of the text; see `Tokenizer.encode`."""
+        parts = split_special(text, self.special_tokens) if special else [text]
+        return with_ends(self, self.encode_parts(parts), bos, eos)
+
+    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Ids of texts and special tokens, as the library gives them for the whole."""
+        pieces = [self._as_text(part) if isinstance(part, str) else self._names[part] for part in parts]
+        text = "".join(pieces)
+        check_text(text)
+        seen = [found.group() for found in self._pattern.finditer(text) if found.group() != MARK]
+        if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
+            text = MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
+        with library_errors(f"{self._where} cannot encode a text"):
+            return self._library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
+        return decode_bytes(self, ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
+        check_ids(self.vocab_size, token)
+        if token in self._added:
+            return self._added[token]
+        piece = self._library.id_to_token(token) or ""  # ids need not be without gaps
+        if self.spells_bytes:
+            if all(character in CHARACTER_BYTES for character in piece):
+                return bytes(CHARACTER_BYTES[character] for character in piece)
+            return piece.encode()
+        byte = BYTE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``, and the settings beside it."""
+        text = json.dumps(self.description(), indent=2, ensure_ascii=False)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        write_settings(folder, self, "PreTrainedTokenizerFast")
+
+    def description(self) -> dict[str, Any]:
+        """The content of its ``tokenizer.json``."""
+        own = self._own_normalizer
+        return json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
+
+    def _as_text(self, text: str) -> str:
+        return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
+
+    def _named(self, name: str | None, usual: Sequence[str]) -> int:
+        names = usual if name is None else [name]
+        return next((self.special_tokens[name] for name in names if name in self.special_tokens), -1)
+
+
+def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+    """The special tokens, and the library looking for them in the raw text: old files say otherwise, and find them at the
+    start of a text only.
+
+    Those are the tokens marked as special, the begin and the end of a sequence, and those in angle or square brackets that
+    the chat template speaks with, whether or not they are marked.
+    """
+    from tokenizers import AddedToken, Tokenizer
+
+    template = settings.chat_template or ""
+    added = {token.content for token in library.get_added_tokens_decoder().values()}
+    ends = [name for name in (settings.bos_token, settings.eos_token) if name and library.token_to_id(name) is not None]
+    library.add_special_tokens([AddedToken(name, normalized=False) for name in ends if name not in added])
+    special = {
+        token.content: i
+        for i, token in library.get_added_tokens_decoder().items()
+        if token.special or token.content in ends or (BRACKETED.fullmatch(token.content) and token.content in template)
+    }
+    tokens = [token for token in library.get_added_tokens_decoder().values() if token.content in special]
+    if any(token.normalized or (token.content in ends and not token.special) for token in tokens):
+        described = json.loads(library.to_str())  # what is said of a token cannot be changed otherwise
+        for entry in described["added_tokens"]:
+            entry["normalized"] &= entry["content"] not in special
+            entry["special"] |= entry["content"] in ends
+        library = Tokenizer.from_str(json.dumps(described))
+    return library, special
+
+
+def _spelling(where: str, decoder: Any) -> tuple[bool, bool]:
+    """Whether the vocabulary spells bytes as characters, and whether decoding takes a leading space away."""
+    described: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
+    steps: list[dict[str, Any]] = described["decoders"] if described["type"] == "Sequence" else [described]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return True, False
+    if kinds == ["Metaspace"] and steps[0]["replacement"] == SPACE:
+        return False, steps[0].get("prepend_scheme", "always") != "never"
+    to_space = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and steps[0] == to_space and steps[3:] in ([], [strip]):
+        return False, bool(steps[3:])
+    raise TokenizerError(
+        f"{where}: the decoder {' + '.join(map(str, kinds))} is not of a Llama;"
+        " ByteLevel, Metaspace and Replace + ByteFallback + Fuse are supported"
+    )

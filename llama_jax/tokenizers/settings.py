@@ -1,0 +1,153 @@
+"""What the files beside a vocabulary say of it: Hugging Face's ``tokenizer_config.json`` and its neighbours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers.base import Tokenizer
+
+LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
+
+
+class AddedToken(NamedTuple):
+    """A token put behind a vocabulary's own; a special one is hidden, and no user's text becomes it."""
+
+    text: str
+    id: int
+    special: bool
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a vocabulary does not say itself; nothing by default.
+
+    Attributes:
+      bos_token, eos_token: the texts of the begin and end-of-sequence tokens.
+      stop_ids: tokens that end a reply.
+      chat_template: the chat format in Jinja.
+      added_tokens: tokens put behind the vocabulary's own.
+    """
+
+    bos_token: str | None = None
+    eos_token: str | None = None
+    stop_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    added_tokens: tuple[AddedToken, ...] = ()
+
+
+def read_settings(folder: Path) -> Settings:
+    """The settings in a folder, as transformers writes them; none where it has no such files.
+
+    ``tokenizer_config.json`` and, for what it leaves out, ``special_tokens_map.json``, ``added_tokens.json`` and
+    ``chat_template.jinja``, which counts more; the ends of a reply from ``generation_config.json``, else ``config.json``.
+
+    Raises:
+      TokenizerError: a file that is not JSON, or a value of the wrong kind.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    names = read_json(folder / "special_tokens_map.json") | config
+    generation = read_json(folder / "generation_config.json")
+    if generation.get("eos_token_id") is None:
+        generation = read_json(folder / "config.json")
+    where = str(folder)
+    template = folder / "chat_template.jinja"
+    return Settings(
+        bos_token=_token_text(where, "bos_token", names.get("bos_token")),
+        eos_token=_token_text(where, "eos_token", names.get("eos_token")),
+        stop_ids=_ids(where, "eos_token_id", generation.get("eos_token_id")),
+        chat_template=read_text(template) if template.is_file() else _template(where, config.get("chat_template")),
+        added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), read_json(folder / "added_tokens.json")),
+    )
+
+
+def write_settings(folder: Path, tokenizer: Tokenizer, tokenizer_class: str) -> None:
+    """Write what `read_settings` reads of a tokenizer that is saved; the class is transformers' name for its kind."""
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    config = {
+        "tokenizer_class": tokenizer_class,
+        "bos_token": names.get(tokenizer.bos_id),
+        "eos_token": names.get(tokenizer.eos_id),
+        "chat_template": tokenizer.chat_template,
+    }
+    ends = [token for token in tokenizer.stop_ids if token != tokenizer.bos_id]
+    for name, content in (("tokenizer_config.json", config), ("generation_config.json", {"eos_token_id": ends})):
+        text = json.dumps({key: value for key, value in content.items() if value is not None}, indent=2, ensure_ascii=False)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's bytes, unless it is larger than any vocabulary."""
+    size = path.stat().st_size
+    if size > LARGEST:
+        raise TokenizerError(f"{path} has {size} bytes, over the {LARGEST} of the largest vocabulary; is it another file?")
+    return path.read_bytes()
+
+
+def read_text(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 text ({error}); copy it again") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    text = read_text(path)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(f"{path} holds a {type(found).__name__}, not an object; copy it again")
+    return found
+
+
+def _token_text(where: str, name: str, value: Any) -> str | None:
+    """A token is a text, or an object with its text under "content"."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong(where, name, value, "a text")
+
+
+def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
+    """One id, a list of ids, or nothing."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise _wrong(where, name, value, "a token id or a list of them")
+    return tuple(ids)
+
+
+def _template(where: str, value: Any) -> str | None:
+    """One template, or a list of named ones, of which "default" is for chats."""
+    if isinstance(value, list):
+        value = next(
+            (each.get("template") for each in value if isinstance(each, dict) and each.get("name") == "default"), None
+        )
+    if value is None or isinstance(value, str):
+        return value
+    raise _wrong(where, "chat_template", value, "a text")
+
+
+def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[AddedToken, ...]:
+    """{"32000": {"content": "<|im_start|>", "special": true}}, or in older folders {"<|im_start|>": 32000}."""
+    try:
+        older = {int(number): AddedToken(text, int(number), True) for text, number in by_text.items()}
+        newer = {
+            int(number): AddedToken(str(token["content"]), int(number), bool(token.get("special")))
+            for number, token in (by_id or {}).items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise _wrong(where, "added tokens", by_id or by_text, "tokens with ids") from None
+    return tuple(token for _, token in sorted((older | newer).items()))
+
+
+def _wrong(where: str, name: str, value: Any, need: str) -> TokenizerError:
+    return TokenizerError(f"{where}: {name}={value!r:.60} must be {need}; copy the tokenizer's files again")

@@ -1,0 +1,183 @@
+"""Llama 3's vocabulary as Meta publishes it: a rank file, one "base64 rank" per line, which tiktoken runs."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers.base import (
+    Part,
+    check_ids,
+    check_text,
+    decode_bytes,
+    ending_ids,
+    library_errors,
+    split_special,
+    with_ends,
+)
+from llama_jax.tokenizers.settings import Settings, write_settings
+
+# How Llama 3 cuts a text before merging (Meta's tokenizer.py and every tokenizer.json of Llama 3).
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The 256 ids behind the ranks, in the names of llama-models. Llama 3.0 and the tokenizer.json of 3.1 number their
+# reserved tokens otherwise and leave some of these reserved, but every name that all of them use has the same id.
+SPECIAL_TOKENS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|image|>",
+    *(f"<|reserved_special_token_{n}|>" for n in range(2, 246)),
+)
+# The pattern's lookahead overflows the stack on about a million spaces, so long texts are cut as Meta's code cuts them.
+LONGEST_TEXT = 400_000
+LONGEST_RUN = 25_000  # characters that all are, or all are not, white space
+LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
+LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+
+def recognises(start: bytes) -> bool:
+    """Whether a file begins with the line of a rank."""
+    return LINE.match(start) is not None
+
+
+class TiktokenTokenizer:
+    """A rank file of Llama 3, with the published special tokens behind its ranks."""
+
+    def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
+        """Read the ranks (the content of a rank file) that were found at `where`.
+
+        Raises:
+          TokenizerError: damaged ranks.
+        """
+        import tiktoken
+
+        self._bytes = read_ranks(ranks, where)
+        self.vocab_size = len(self._bytes) + len(SPECIAL_TOKENS)
+        self.space_prefix = False
+        self.special_tokens = {name: len(self._bytes) + n for n, name in enumerate(SPECIAL_TOKENS)}
+        with library_errors(f"{where} cannot be used as ranks"):
+            self._encoding = tiktoken.Encoding(
+                where,
+                pat_str=SPLIT,
+                mergeable_ranks={token: rank for rank, token in enumerate(self._bytes)},
+                special_tokens=self.special_tokens,
+            )
+        self.bos_id = self.special_tokens.get(settings.bos_token or "", self.special_tokens["<|begin_of_text|>"])
+        self.eos_id = self.special_tokens.get(settings.eos_token or "", self.special_tokens["<|end_of_text|>"])
+        self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.chat_template = settings.chat_template
+
+    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+        """Ids of the text; see `Tokenizer.encode`."""
+        parts = split_special(text, self.special_tokens) if special else [text]
+        return with_ends(self, self.encode_parts(parts), bos, eos)
+
+    def encode_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Ids of texts and special tokens."""
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                check_text(part)
+                for piece in cut(part):
+                    ids += self._encoding.encode_ordinary(piece)
+            else:
+                ids.append(part)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
+        return decode_bytes(self, ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
+        check_ids(self.vocab_size, token)
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def save(self, folder: Path) -> None:
+        """Write the ranks as ``tokenizer.model``, and the settings beside it."""
+        lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self._bytes))
+        (folder / "tokenizer.model").write_bytes(b"".join(lines))
+        write_settings(folder, self, "PreTrainedTokenizerFast")
+
+    def ranks(self) -> list[bytes]:
+        """The tokens that are no special ones, by id."""
+        return list(self._bytes)
+
+
+def read_ranks(content: bytes, where: str) -> list[bytes]:
+    """The tokens of a rank file by rank.
+
+    Raises:
+      TokenizerError: a line that is no rank, a rank or a token twice, a rank left out, or a byte that no token is.
+    """
+    ranks: dict[int, bytes] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line:
+            continue
+        try:
+            token, rank = line.split()
+            key, value = int(rank), base64.b64decode(token, validate=True)
+        except (ValueError, binascii.Error):
+            raise _damaged(where, f"line {number} is {line[:40]!r}, not a token in base64 and its rank") from None
+        if key in ranks or not value:
+            raise _damaged(where, f"line {number} has rank {key} again" if value else f"line {number} has an empty token")
+        ranks[key] = value
+    tokens = [ranks[rank] for rank in sorted(ranks)]
+    missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
+    if missing is not None:
+        raise _damaged(where, f"rank {missing} is missing")
+    known = set(tokens)
+    if len(known) != len(tokens):
+        raise _damaged(where, "it has a token twice")
+    absent = next((byte for byte in range(256) if bytes([byte]) not in known), None)
+    if absent is not None:
+        raise _damaged(where, f"no rank is the byte {absent}, so not every text could be encoded")
+    return tokens
+
+
+def _damaged(where: str, reason: str) -> TokenizerError:
+    return TokenizerError(f"{where} is not a whole rank file of Llama 3: {reason}; copy it again")
+
+
+def merges(tokens: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """The pair that each token is merged from, in the order of ranks; tokens that no merges lead to have none."""
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    found = []
+    for token, limit in ranks.items():
+        parts = [token[i : i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            rank, at = min((ranks.get(a + b, limit), i) for i, (a, b) in enumerate(pairwise(parts)))
+            if rank >= limit:
+                break
+            parts[at : at + 2] = [tokens[rank]]
+        if len(parts) == 2:
+            found.append((parts[0], parts[1]))
+    return found
+
+
+def cut(text: str) -> Iterator[str]:
+    """The text in pieces that tiktoken can take: at most LONGEST_TEXT characters and no run over LONGEST_RUN."""
+    for start in range(0, len(text), LONGEST_TEXT):
+        block = text[start : start + LONGEST_TEXT]
+        end = 0
+        for run in LONG_RUN.finditer(block):
+            for at in range(run.start() + LONGEST_RUN, run.end(), LONGEST_RUN):
+                yield block[end:at]
+                end = at
+        yield block[end:]

@@ -1,0 +1,205 @@
+import pytest
+import vocabularies
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_jax.errors import GenerationError
+from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format
+
+# The published formats as templates.
+LLAMA_2 = (
+    "{% set start = 1 if messages[0].role == 'system' else 0 %}{% for m in messages[start:] %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set text = m.content %}{% if start and loop.first %}"
+    "{% set text = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' + text %}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token + '[INST] ' + text.strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + text | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+LLAMA_3 = (
+    "{{- bos_token }}\n{%- for m in messages %}\n"
+    "{{- '<|start_header_id|>' ~ m['role'] ~ '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}\n"
+)
+ZEPHYR = (
+    "{% for m in messages %}\n{{ '<|' + m.role + '|>\n' + m.content + eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}\n{{ '<|assistant|>\n' }}{% endif %}"
+)
+TEMPLATES = {"llama2": LLAMA_2, "llama3": LLAMA_3, "zephyr": ZEPHYR}
+VOCABULARIES = {"llama2": "sentencepiece", "llama3": "bytes", "zephyr": "spaces"}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hello! "},
+    {"role": "assistant", "content": "Hi."},
+    {"role": "user", "content": "Once upon?"},
+]
+TEXTS = st.lists(
+    st.sampled_from(["once upon", "</s>", "<s>", "<|eot_id|>", "<|end_header_id|>", " ", "\n", "[INST]"])
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
+    max_size=5,
+).map("".join)
+
+
+@st.composite
+def chats(draw, texts=TEXTS):
+    turns = [("user", "assistant")[i % 2] for i in range(2 * draw(st.integers(0, 2)) + 1)]
+    system = ["system"] * draw(st.integers(0, 1))
+    return [{"role": role, "content": draw(texts)} for role in system + turns]
+
+
+@pytest.fixture(scope="module")
+def all_kinds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vocabularies")
+    return {
+        format: load_tokenizer(
+            vocabularies.write(folder / format, kind, tokenizer_config={"chat_template": TEMPLATES[format]})
+        )
+        for format, kind in VOCABULARIES.items()
+    }
+
+
+@given(chat=chats())
+def test_the_formats_are_those_of_the_templates(all_kinds, chat):
+    for format, tokenizer in all_kinds.items():
+        assert encode_chat(tokenizer, chat, format) == encode_chat(tokenizer, chat), format
+
+
+def test_llama2_is_metas_reference():
+    """llama/generation.py: each exchange is encoded by itself, between bos and eos."""
+    llama2 = vocabularies.published("llama2")[0]
+    first = "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\n Hello! [/INST] Hi. "
+    expected = llama2.encode(first, eos=True) + llama2.encode("[INST] Once upon? [/INST]")
+    assert encode_chat(llama2, CHAT, "llama2") == expected
+    assert encode_chat(llama2, CHAT[1:2], "llama2") == llama2.encode("[INST] Hello! [/INST]")
+
+
+def test_llama3_is_metas_reference():
+    """llama3's tokenizer.py, ChatFormat: the header, two line breaks and the content are encoded one by one."""
+    llama3 = vocabularies.published("llama3")[0]
+    special = llama3.special_tokens
+    expected = [special["<|begin_of_text|>"]]
+    for message in [*CHAT, {"role": "assistant", "content": ""}]:
+        expected += [
+            special["<|start_header_id|>"],
+            *llama3.encode(message["role"], bos=False),
+            special["<|end_header_id|>"],
+        ]
+        expected += llama3.encode("\n\n", bos=False) + llama3.encode(message["content"].strip(), bos=False)
+        expected += [special["<|eot_id|>"]]
+    assert encode_chat(llama3, CHAT) == expected[:-1]
+
+
+def test_zephyr_is_tinyllamas(all_kinds):
+    tokenizer = all_kinds["zephyr"]
+    text = "<|system|>\nBe brief.</s>\n<|user|>\n Hello! </s>\n<|assistant|>\nHi.</s>\n"
+    text += "<|user|>\nOnce upon?</s>\n<|assistant|>\n"
+    assert encode_chat(tokenizer, CHAT, "zephyr") == tokenizer.encode(text, bos=False, special=True)
+
+
+@given(text=TEXTS)
+def test_special_tokens_in_a_message_are_text(all_kinds, text):
+    """Their number is the format's own, and the message comes out as it went in."""
+    plain = [{"role": "user", "content": "x"}]
+    chat = [{"role": "user", "content": f"({text}</s><|eot_id|>)"}]
+    for format, tokenizer in all_kinds.items():
+        special = set(tokenizer.special_tokens.values())
+        for how in (format, "template"):
+            ids = encode_chat(tokenizer, chat, how)
+            assert [i for i in ids if i in special] == [i for i in encode_chat(tokenizer, plain, how) if i in special]
+            if "▁" not in text:
+                assert chat[0]["content"] in tokenizer.decode(ids), how
+
+
+@pytest.mark.parametrize(("format", "end"), [("llama2", "</s>"), ("llama3", "<|eot_id|>"), ("zephyr", "</s>")])
+def test_what_ends_a_reply(all_kinds, format, end):
+    tokenizer = all_kinds[format]
+    for how in ("auto", format):
+        ends = reply_ends(tokenizer, how)
+        assert tokenizer.special_tokens[end] in ends
+        assert set(tokenizer.stop_ids) <= set(ends)
+
+
+def test_the_end_that_only_the_template_knows(tmp_path):
+    template = "{% for m in messages %}<|python_tag|>{{ m.role }}\n{{ m.content }}<|reserved_special_token_9|>\n{% endfor %}"
+    tokenizer = load_tokenizer(vocabularies.write(tmp_path, "ranks", tokenizer_config={"chat_template": template}))
+    assert set(reply_ends(tokenizer)) - set(tokenizer.stop_ids) == {tokenizer.special_tokens["<|reserved_special_token_9|>"]}
+
+
+def test_which_format_auto_is(all_kinds, tmp_path):
+    assert {resolve_format(tokenizer, "auto") for tokenizer in all_kinds.values()} == {"template"}
+    ranks = load_tokenizer(vocabularies.write(tmp_path / "ranks", "ranks"))
+    assert resolve_format(ranks, "auto") == "llama3"
+    plain = load_tokenizer(vocabularies.write(tmp_path / "plain", "sentencepiece"))
+    with pytest.raises(GenerationError, match=r"no chat template.*choose a format .--format.: llama2, llama3 or zephyr"):
+        resolve_format(plain, "auto")
+    with pytest.raises(GenerationError, match="no chat template; choose another"):
+        resolve_format(plain, "template")
+    with pytest.raises(GenerationError, match="format='chatml' is not a chat format; choose auto, llama2"):
+        resolve_format(plain, "chatml")
+    with pytest.raises(GenerationError, match=r"the format llama3 needs the token <\|begin_of_text\|>"):
+        encode_chat(plain, CHAT, "llama3")
+
+
+@pytest.mark.parametrize(
+    ("messages", "format", "message"),
+    [
+        ([], "llama3", "at least one message"),
+        ("Hello", "llama3", "must be a list"),
+        (["Hello"], "llama3", "message 0 is 'Hello'"),
+        ([{"role": "user"}], "llama3", "it must be an object with a role and a content"),
+        ([{"role": "tool", "content": ""}], "llama3", "message 0 has the role 'tool'; use system, user, assistant"),
+        ([{"role": "user", "content": None}], "llama3", "message 0 has the content None"),
+        (CHAT[:3], "llama3", "the last message is from 'assistant'"),
+        (CHAT[:1], "llama3", "the last message is from 'system'"),
+        ([CHAT[1], CHAT[1]], "llama2", "message 1 is from 'user'; in the format llama2"),
+        ([CHAT[0], *CHAT[2:]], "llama2", "message 1 is from 'assistant'"),
+        ([*CHAT[1:3], CHAT[0], CHAT[1]], "llama2", "message 2 is from 'system'"),
+        ([CHAT[1], CHAT[1]], "template", "the checkpoint's chat template cannot be used here: roles must alternate"),
+    ],
+)
+def test_what_is_no_chat_is_named(all_kinds, messages, format, message):
+    tokenizer = all_kinds["llama3" if format == "llama3" else "llama2"]
+    with pytest.raises(GenerationError, match=message):
+        encode_chat(tokenizer, messages, format)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("format", TEMPLATES)
+def test_ids_are_transformers_own(all_kinds, format, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    kind = VOCABULARIES[format].replace("sentencepiece", "spaces")  # transformers would make a tokenizer.json of its own
+    names = ("<|begin_of_text|>", "<|end_of_text|>") if kind == "bytes" else ("<s>", "</s>")
+    settings = {"chat_template": TEMPLATES[format], "bos_token": names[0], "eos_token": names[1]}
+    vocabularies.write(tmp_path, kind, tokenizer_config=settings)
+    vocabularies.find_special_tokens_in_raw_text(tmp_path / "tokenizer.json")
+    ours, theirs = load_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+
+    @given(chat=chats(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"))))
+    def compare(chat):
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert encode_chat(ours, chat) == encode_chat(ours, chat, format) == expected
+
+    compare()
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", ["bytes", "spaces", "first", "never"])
+def test_transformers_encodes_alike(kind, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("<|begin_of_text|>", "<|end_of_text|>") if kind == "bytes" else ("<s>", "</s>")
+    settings = {"bos_token": names[0], "eos_token": names[1], "unk_token": None if kind == "bytes" else "<unk>"}
+    vocabularies.write(tmp_path, kind, tokenizer_config=settings)
+    vocabularies.find_special_tokens_in_raw_text(tmp_path / "tokenizer.json")
+    ours, theirs = load_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+
+    @given(text=TEXTS)
+    def compare(text):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, bos=False, special=True) == ids
+        if kind != "first":  # theirs takes all leading spaces of the first token away there
+            assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    compare()

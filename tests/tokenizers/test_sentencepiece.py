@@ -1,0 +1,95 @@
+import pytest
+import sentencepiece
+import vocabularies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers import SentencePieceTokenizer, load_tokenizer
+from llama_jax.tokenizers.sentencepiece import Kind, write_model
+from llama_jax.tokenizers.settings import AddedToken, Settings
+
+NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return vocabularies.sentencepiece_model()
+
+
+@pytest.fixture(scope="module")
+def small(model):
+    return SentencePieceTokenizer(model, "small")
+
+
+def test_ids_equal_llama_cpps_vectors():
+    llama2, vectors = vocabularies.published("llama2")
+    for text, ids in vectors:
+        assert llama2.encode(text, bos=False) == ids, repr(text)
+        assert llama2.decode(ids) == text
+    assert (llama2.bos_id, llama2.eos_id, llama2.vocab_size, llama2.stop_ids) == (1, 2, 32_000, (1, 2))
+    assert llama2.special_tokens == {"<unk>": 0, "<s>": 1, "</s>": 2}
+    assert llama2.space_prefix
+
+
+@settings(max_examples=200)
+@given(NO_SURROGATES)
+def test_ids_and_text_are_those_of_sentencepiece(model, small, text):
+    library = sentencepiece.SentencePieceProcessor(model_proto=model)
+    ids = library.EncodeAsIds(text)
+    assert small.encode(text, bos=False) == ids
+    assert small.encode(text, eos=True) == library.EncodeAsIds(text, add_bos=True, add_eos=True)
+    assert small.decode(ids) == library.DecodeIds(ids)
+
+
+def test_control_and_unknown_tokens(small):
+    assert small.token_bytes(small.bos_id) == b""
+    assert small.token_bytes(0).decode().strip() == "⁇"
+
+
+def test_each_text_between_special_tokens_has_its_leading_space(small):
+    """As in Meta's code, where each exchange of a chat is encoded by itself."""
+    hello = small.encode("Hello", bos=False)
+    assert small.encode("Hello</s>Hello", bos=False, special=True) == [*hello, small.eos_id, *hello]
+
+
+def test_added_tokens_are_put_behind(model, small):
+    size = small.vocab_size
+    added = [AddedToken("<|im_start|>", size, True), AddedToken("<think>", size + 1, False), AddedToken("<s>", 1, True)]
+    tokenizer = SentencePieceTokenizer(model, "small", Settings(eos_token="<|im_start|>", added_tokens=tuple(added)))
+    assert tokenizer.vocab_size == size + 2
+    assert tokenizer.eos_id == size
+    assert tokenizer.stop_ids == (1, size)
+    assert size not in tokenizer.encode("<|im_start|>", bos=False)
+    assert tokenizer.encode("<|im_start|>", bos=False, special=True) == [size]
+    assert size + 1 in tokenizer.encode("Hello<think>", bos=False)
+    assert tokenizer.decode([size, size + 1]) == "<think>"
+    with pytest.raises(TokenizerError, match=f"added token '<x>' has id {size + 1} where {size} comes next"):
+        SentencePieceTokenizer(model, "small", Settings(added_tokens=(AddedToken("<x>", size + 1, True),)))
+
+
+def test_a_model_written_from_its_pieces_is_the_same(model, small):
+    written = SentencePieceTokenizer(write_model(small.pieces(), bos="<s>", eos="</s>", space_prefix=True), "written")
+    assert written.pieces() == small.pieces()
+    assert (written.bos_id, written.eos_id) == (1, 2)
+    for text in ("once upon a time", "  léger\n🦙", ""):
+        assert written.encode(text) == small.encode(text)
+    plain = SentencePieceTokenizer(write_model(small.pieces(), bos="<s>", eos="</s>", space_prefix=False), "written")
+    assert not plain.space_prefix
+    assert plain.decode(plain.encode(" once")) == " once"
+
+
+def test_a_vocabulary_without_bos_says_so(small):
+    pieces = [piece for piece in small.pieces() if piece.kind != Kind.CONTROL]
+    tokenizer = SentencePieceTokenizer(write_model(pieces, bos="", eos="", space_prefix=True), "none")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (-1, -1, ())
+    with pytest.raises(TokenizerError, match="has no bos token; encode with bos=False"):
+        tokenizer.encode("Hello")
+    assert tokenizer.decode(tokenizer.encode("Hello", bos=False)) == "Hello"
+
+
+def test_damage_is_named(tmp_path):
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(b"\x0a\x0e\x0anoise that is no vocabulary")
+    with pytest.raises(TokenizerError, match=r"tokenizer.model is not a whole SentencePiece model .*copy it again"):
+        load_tokenizer(file)

@@ -1,0 +1,124 @@
+import base64
+
+import pytest
+import tiktoken
+import vocabularies
+from conftest import shared_data
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiktoken.load import load_tiktoken_bpe
+
+from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers import TiktokenTokenizer
+from llama_jax.tokenizers.settings import Settings
+from llama_jax.tokenizers.tiktoken import LONGEST_RUN, LONGEST_TEXT, SPLIT, cut, merges
+
+NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.fixture(scope="module")
+def llama3():
+    return vocabularies.published("llama3")[0]
+
+
+@pytest.fixture(scope="module")
+def library():
+    """tiktoken by itself, from its own reader of the file."""
+    ranks = load_tiktoken_bpe(str(shared_data("tokenizers/llama3/tokenizer.model")))
+    return tiktoken.Encoding("llama3", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={})
+
+
+def test_ids_equal_llama_cpps_vectors():
+    llama3, vectors = vocabularies.published("llama3")
+    for text, ids in vectors:
+        assert llama3.encode(text, bos=False) == ids, repr(text)
+        assert llama3.decode(ids) == text
+
+
+def test_the_ids_that_meta_published(llama3):
+    """Of all releases: llama3's tokenizer.py, llama-models' and the tokenizer.json of 3.0 to 3.3 agree on these."""
+    expected = {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|finetune_right_pad_id|>": 128004,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|eom_id|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|python_tag|>": 128010,
+    }
+    assert {name: llama3.special_tokens[name] for name in expected} == expected
+    assert sorted(llama3.special_tokens.values()) == list(range(128000, 128256))
+    assert (llama3.vocab_size, llama3.bos_id, llama3.eos_id) == (128256, 128000, 128001)
+    assert llama3.stop_ids == (128000, 128001, 128008, 128009)
+
+
+@settings(max_examples=300)
+@given(text=NO_SURROGATES)
+def test_ids_are_those_of_tiktoken_and_the_text_comes_back(llama3, library, text):
+    ids = llama3.encode(text, bos=False)
+    assert ids == library.encode_ordinary(text)
+    assert llama3.decode(ids) == text
+    assert b"".join(map(llama3.token_bytes, ids)) == text.encode()
+
+
+def test_special_tokens(llama3):
+    text = "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+    assert llama3.encode(text, special=True) == [128000, 128006, 882, 128007, 271, 13347, 128009]
+    assert llama3.decode(llama3.encode(text, bos=False)) == text
+    assert llama3.decode(llama3.encode(text, special=True)) == "user\n\nHi"
+
+
+def test_the_files_beside_it_name_other_ends():
+    tokenizer = TiktokenTokenizer(vocabularies.rank_file(), "here", Settings(eos_token="<|eot_id|>", stop_ids=(300,)))
+    assert tokenizer.eos_id == tokenizer.special_tokens["<|eot_id|>"]
+    assert 300 in tokenizer.stop_ids
+
+
+@given(st.lists(st.tuples(st.sampled_from("a \n"), st.integers(1, 3 * LONGEST_RUN)), max_size=20))
+def test_long_texts_are_cut_as_meta_cuts_them(runs):
+    """Oracle: the rule in words, character by character."""
+    text = "".join(character * count for character, count in runs)
+    expected = []
+    for start in range(0, len(text), LONGEST_TEXT):
+        piece, run, was_space = "", 0, None
+        for character in text[start : start + LONGEST_TEXT]:
+            run = run + 1 if character.isspace() == was_space else 1
+            was_space = character.isspace()
+            if run > LONGEST_RUN:
+                expected.append(piece)
+                piece, run = "", 1
+            piece += character
+        expected.append(piece)
+    assert list(cut(text)) == expected
+
+
+def test_merges_lead_to_the_tokens():
+    tokens = vocabularies.ranks()
+    found = merges(tokens)
+    assert [left + right for left, right in found] == [token for token in tokens if len(token) > 1]
+    assert all(left in tokens and right in tokens for left, right in found)
+    assert merges([b"a", b"b", b"c", b"abc"]) == []  # no pair leads there
+
+
+def damaged(change):
+    lines = vocabularies.rank_file().splitlines()
+    change(lines)
+    return b"\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: lines.pop(3), "rank 3 is missing"),
+        (lambda lines: lines.append(lines[5]), "has rank 5 again"),
+        (lambda lines: lines.append(lines[5].split()[0] + b" %d" % len(lines)), "it has a token twice"),
+        (lambda lines: lines.__setitem__(7, b"I*== 7"), r"line 8 is b'I\*== 7', not a token in base64 and its rank"),
+        (lambda lines: lines.__setitem__(7, b"IQ== seven"), "line 8 is"),
+        (lambda lines: lines.__setitem__(7, b"IQ=="), "line 8 is"),
+        (lambda lines: lines.__setitem__(0, base64.b64encode(b"xyz") + b" 0"), "no rank is the byte 0"),
+    ],
+)
+def test_damage_is_named(change, message):
+    with pytest.raises(TokenizerError, match=rf"here is not a whole rank file of Llama 3: .*{message}.*copy it again"):
+        TiktokenTokenizer(damaged(change), "here")

@@ -1,0 +1,133 @@
+import json
+
+import pytest
+import tokenizers
+import vocabularies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llama_jax.errors import TokenizerError
+from llama_jax.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer
+from llama_jax.tokenizers.huggingface import byte_characters, from_json, recognises
+from llama_jax.tokenizers.settings import Settings
+
+NO_SURROGATES = st.text(st.characters(exclude_categories=["Cs"]))
+SPACES = {kind: vocabularies.FILES[kind][1]() for kind in ("spaces", "first", "never")}
+
+
+@pytest.fixture(scope="module")
+def in_bytes():
+    return from_json(vocabularies.bytes_json(), "here")
+
+
+@settings(max_examples=200)
+@given(text=NO_SURROGATES)
+def test_ids_are_those_of_tiktoken(in_bytes, text):
+    ranks = TiktokenTokenizer(vocabularies.rank_file(), "here")
+    assert in_bytes.encode(text) == ranks.encode(text)
+    assert in_bytes.special_tokens == ranks.special_tokens
+    assert (in_bytes.vocab_size, in_bytes.eos_id, in_bytes.stop_ids) == (ranks.vocab_size, ranks.eos_id, ranks.stop_ids)
+
+
+@given(text=st.lists(st.sampled_from(["the ", "in", "<s>", "</s>", " ", "\n", "é"]), max_size=8).map("".join))
+@pytest.mark.parametrize("kind", SPACES)
+def test_ids_are_the_librarys_own(kind, text):
+    """With special tokens looked for in the raw text."""
+    ours = from_json(SPACES[kind], "here")
+    library = tokenizers.Tokenizer.from_str(SPACES[kind].decode().replace('"normalized":true', '"normalized":false'))
+    ids = library.encode(text, add_special_tokens=False).ids
+    assert ours.encode(text, bos=False, special=True) == ids
+    assert ours.decode(ids) == library.decode(ids, skip_special_tokens=True)
+    library.encode_special_tokens = True
+    assert ours.encode(text, bos=False) == library.encode(text, add_special_tokens=False).ids
+
+
+def test_bytes_as_characters():
+    """GPT-2's table, in the places that are easy to get wrong."""
+    found = byte_characters()
+    assert sorted(found.values()) == list(range(256))
+    assert {character: found[character] for character in "!~ĀĠĊ¡¬®ÿŃ"} == {
+        "!": 0x21, "~": 0x7E, "Ā": 0, "Ġ": 0x20, "Ċ": 0x0A, "¡": 0xA1, "¬": 0xAC, "®": 0xAE, "ÿ": 0xFF, "Ń": 0xAD,
+    }  # fmt: skip
+
+
+def test_added_tokens():
+    described = json.loads(vocabularies.bytes_json())
+    size = max(token["id"] for token in described["added_tokens"]) + 1
+    flags = dict(lstrip=False, rstrip=False, single_word=False)
+    described["added_tokens"] += [
+        {"id": size, "content": "<think>", "normalized": True, "special": False, **flags},
+        {"id": size + 1, "content": "né é", "normalized": False, "special": False, **flags},
+        {"id": size + 9, "content": "<|late|>", "normalized": False, "special": True, **flags},
+    ]
+    content = json.dumps(described).encode()
+    tokenizer = from_json(content, "here")
+    assert tokenizer.encode("a<think>né é", bos=False)[1:] == [size, size + 1]
+    assert tokenizer.decode([size, size + 1]) == "<think>né é"
+    assert "<think>" not in tokenizer.special_tokens
+    # The library numbers what is missing: the ids must be those of the file.
+    assert tokenizer.vocab_size == 1 + max(tokenizers.Tokenizer.from_str(content.decode()).get_vocab().values())
+
+    talking = from_json(content, "here", Settings(chat_template="{{ '<think>' + messages[0].content }}"))
+    assert size not in talking.encode("a<think>", bos=False)
+    assert talking.encode("a<think>", bos=False, special=True)[1:] == [size]
+    assert talking.decode([size]) == "<think>"
+
+    ending = from_json(content, "here", Settings(eos_token="<think>"))
+    assert ending.eos_id == ending.special_tokens["<think>"] == size
+    assert ending.token_bytes(size) == b""
+
+
+def test_named_ends():
+    tokenizer = from_json(vocabularies.bytes_json(), "here", Settings(bos_token="<|python_tag|>", eos_token="<|eot_id|>"))
+    assert tokenizer.bos_id == tokenizer.special_tokens["<|python_tag|>"]
+    assert tokenizer.eos_id == tokenizer.special_tokens["<|eot_id|>"]
+    assert tokenizer.special_tokens["<|end_of_text|>"] in tokenizer.stop_ids
+    unknown = from_json(vocabularies.bytes_json(), "here", Settings(bos_token="<none>"))
+    with pytest.raises(TokenizerError, match="has no bos token"):
+        unknown.encode("Hi")
+    plain = from_json(vocabularies.bytes_json(), "here", Settings(bos_token="user"))  # a token, but not an added one
+    assert plain.encode("Hi")[0] == plain.special_tokens["user"]
+    assert plain.token_bytes(plain.bos_id) == b""
+
+
+def test_truncation_and_padding_of_the_file_are_off():
+    library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
+    library.enable_truncation(2)
+    library.enable_padding(length=50)
+    tokenizer = HuggingFaceTokenizer(library, "here")
+    assert tokenizer.decode(tokenizer.encode("once upon a time", bos=False)) == "once upon a time"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a whole tokenizer.json"),
+        (b"{", "is not a whole tokenizer.json"),
+        (b"\xff", "is not a whole tokenizer.json"),
+        (b'{"version": "1.0"}', "is not a whole tokenizer.json .*Model missing"),
+        (b"[" * 100_000, "is not a whole tokenizer.json"),
+        (vocabularies.bytes_json()[:-100], "is not a whole tokenizer.json"),
+    ],
+)
+def test_damage_is_named(content, message):
+    with pytest.raises(TokenizerError, match=rf"here {message}.*; copy it again"):
+        from_json(content, "here")
+
+
+@pytest.mark.parametrize(
+    ("decoder", "name"),
+    [(None, "None"), (tokenizers.decoders.WordPiece(), "WordPiece"), (tokenizers.decoders.Metaspace("_"), "Metaspace")],
+)
+def test_vocabularies_of_other_families_are_refused_by_name(decoder, name):
+    library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
+    library.decoder = decoder
+    with pytest.raises(TokenizerError, match=f"here: the decoder {name} is not of a Llama"):
+        HuggingFaceTokenizer(library, "here")
+
+
+def test_recognised_by_its_first_key():
+    assert recognises(b'{\n  "version": "1.0", ...')
+    assert recognises(b' {"added_tokens": []')
+    for other in (b"", b'{"added_tokens_decoder": {', b'{"metadata": {}, "version": 1}', b"\x0a\x05\x0a<unk>"):
+        assert not recognises(other)
