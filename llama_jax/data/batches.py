@@ -1,0 +1,107 @@
+"""Batches in order, from any point on, for any number of hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from typing import Any
+
+from llama_jax.data.corpus import Corpus
+from llama_jax.data.errors import DataError
+from llama_jax.data.packing import Batch, empty_batch, fill_row, lay_out, row_count
+from llama_jax.data.shuffle import check_seed
+
+ENDLESS = 1 << 62
+AHEAD = 8  # batches that are made before they are asked for
+
+
+class Batches(Iterator[Batch]):
+    """Batches one by one, the next ones made meanwhile. The whole state is the number of the next batch."""
+
+    def __init__(self, rows: Rows, start: int) -> None:
+        import grain
+
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
+        self._batches: Any = iter(grain.MapDataset.source(rows)[start:].to_iter_dataset(options))
+        self._next = start
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._next += 1
+        return batch
+
+    @property
+    def state(self) -> dict[str, int]:
+        """What brings back this place: `training_batches(..., start=state["next_batch"])`, on any number of hosts."""
+        return {"next_batch": self._next}
+
+    def close(self) -> None:
+        """Stop making batches."""
+        self._batches.close()
+
+
+class Rows:
+    """The batches of one host by number, as grain takes a source of data."""
+
+    def __init__(self, corpus: Corpus, batch: int, length: int, seed: int | None, host: int, hosts: int) -> None:
+        """With a seed, epoch after epoch; with None one pass in the order of the corpus.
+
+        Raises:
+          DataError: sizes or a seed that cannot be, or a corpus with nothing to predict.
+        """
+        if length < 1:
+            raise DataError(f"length={length} must be at least 1 token")
+        if hosts < 1 or not 0 <= host < hosts:
+            raise DataError(f"host={host} must be at least 0 and below hosts={hosts}")
+        if batch < 1 or batch % hosts:
+            raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
+        if seed is not None:
+            check_seed(seed)
+        self._corpus, self._length, self._seed = corpus, length, seed
+        self._batch, self._share, self._first = batch, batch // hosts, batch // hosts * host
+        self._rows = row_count(corpus, length)
+        self._count = -(-self._rows // batch) if seed is None else ENDLESS
+        self._lay_out = lru_cache(maxsize=1)(partial(lay_out, corpus, length, seed))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Batch:
+        """This host's rows of a global batch: int32[B / hosts, T + 1] each."""
+        batch = empty_batch(self._share, self._length)
+        begin = number * self._batch + self._first
+        for at in range(self._share):
+            epoch, row = divmod(begin + at, self._rows)
+            if epoch == 0 or self._seed is not None:  # behind the end of a single pass the last batch is padding
+                laid_out = self._lay_out(epoch)
+                fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
+        return batch
+
+
+def training_batches(
+    corpus: Corpus, batch: int, length: int, *, seed: int, host: int = 0, hosts: int = 1, start: int = 0
+) -> Batches:
+    """Batches without end, every epoch in another order.
+
+    The order depends on the corpus, the seed, `batch` and `length` alone: batch n is the same however the run came there.
+
+    Args:
+      batch: B, rows of a step on all hosts together; batches go on over the end of an epoch.
+      length: T, tokens of a row that are predicted.
+      host, hosts: this host's number and how many there are: it gets rows [host·B/hosts, (host+1)·B/hosts).
+      start: the number of the first batch: `Batches.state` of the run that is continued.
+
+    Raises:
+      DataError: sizes, a seed or a start that cannot be, or a corpus with nothing to predict.
+    """
+    if start < 0:
+        raise DataError(f"start={start} must be at least 0: batches are counted from there")
+    return Batches(Rows(corpus, batch, length, seed, host, hosts), start)
+
+
+def validation_batches(corpus: Corpus, batch: int, length: int, *, host: int = 0, hosts: int = 1) -> Batches:
+    """The corpus once and in its order; the last batch is filled up with padding, of which the segment is 0.
+
+    For the arguments and errors see `training_batches`.
+    """
+    return Batches(Rows(corpus, batch, length, None, host, hosts), 0)

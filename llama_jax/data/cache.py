@@ -1,0 +1,136 @@
+"""The file of a tokenised corpus: written whole or not at all, checked whole when it is opened.
+
+    8 bytes     MAGIC
+    8 bytes     size of the description
+    32 bytes    SHA-256 of the description, which holds that of the data
+    tokens      uint16 or uint32 [all], filled up to a multiple of 8 bytes
+    starts      int64[N + 1], where documents begin, and the end of the last
+    bytes       int64[N], UTF-8 bytes of each document's text
+    description JSON
+
+All numbers are little-endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import uuid
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from llama_jax.data.corpus import Corpus
+from llama_jax.data.errors import DataError
+from llama_jax.data.pieces import Piece
+
+MAGIC = b"llamajx1"
+HEADER = struct.Struct("<8sQ32s")
+
+
+def write_corpus(path: Path, pieces: Iterable[Piece], vocab_size: int, origin: dict[str, Any]) -> None:
+    """Write pieces as they come: under `path` appears the whole corpus, or nothing.
+
+    Args:
+      origin: what the corpus was made from, in values of JSON, for `read_corpus` to give back.
+    """
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    starts, byte_counts = array("q"), array("q")
+    total = 0
+    digest = hashlib.sha256()
+    with _appearing(path) as file:
+
+        def put(content: bytes) -> None:
+            digest.update(content)
+            file.write(content)
+
+        file.write(bytes(HEADER.size))
+        for piece in pieces:
+            if piece.begins:
+                starts.append(total)
+                byte_counts.append(0)
+            byte_counts[-1] += piece.text_bytes
+            total += len(piece.tokens)
+            put(piece.tokens.astype(dtype).tobytes())
+        put(bytes(-total * dtype.itemsize % 8))
+        starts.append(total)
+        for numbers in (starts, byte_counts):
+            put(np.array(numbers, "<i8").tobytes())
+        description = {
+            "token_type": dtype.str,
+            "tokens": total,
+            "documents": len(byte_counts),
+            "vocab_size": vocab_size,
+            "sha256": digest.hexdigest(),
+            "origin": origin,
+        }
+        text = json.dumps(description).encode()
+        file.write(text)
+        file.seek(0)
+        file.write(HEADER.pack(MAGIC, len(text), hashlib.sha256(text).digest()))
+
+
+def read_corpus(path: Path) -> tuple[Corpus, dict[str, Any]]:
+    """The corpus in a file, its tokens mapped, and the origin that was written with it. All of it is read once to check it.
+
+    Raises:
+      DataError: a file that is not what was written.
+    """
+    damaged = DataError(f"{path} is no whole corpus of tokens")
+    size = path.stat().st_size
+    if size < HEADER.size:
+        raise damaged
+    mapped = np.asarray(np.memmap(path, np.uint8, "r"))
+    magic, length, checksum = HEADER.unpack(mapped[: HEADER.size].tobytes())
+    text = mapped[max(size - length, HEADER.size) :]
+    if magic != MAGIC or hashlib.sha256(text.data).digest() != checksum:
+        raise damaged
+    # Authentic from here on: with the data that it vouches for, its sizes are those of the file.
+    description = json.loads(text.tobytes())
+    data = mapped[HEADER.size : size - length]
+    dtype, total, count = np.dtype(description["token_type"]), description["tokens"], description["documents"]
+    end = -(-total * dtype.itemsize // 8) * 8
+    if hashlib.sha256(data.data).hexdigest() != description["sha256"]:
+        raise damaged
+    numbers = np.array(data[end:].view("<i8"))
+    corpus = Corpus(
+        tokens=data[: total * dtype.itemsize].view(dtype),
+        starts=numbers[:count],
+        stops=numbers[1 : count + 1],
+        byte_counts=numbers[count + 1 :],
+        vocab_size=description["vocab_size"],
+        digest=description["sha256"],
+    )
+    return corpus, description["origin"]
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file beside `path`, renamed to it when all is written, removed when something fails.
+
+    Raises:
+      DataError: the folder cannot be written to.
+    """
+    target = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = target.open("xb")
+    except OSError as error:
+        raise DataError(f"{path.parent} cannot be written to ({error.strerror}); name another folder as `cache`") from None
+    try:
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # otherwise a power cut can leave the name without the content
+        with suppress(FileNotFoundError):  # another process has written the same corpus and removed this one
+            target.replace(path)
+        for other in path.parent.glob(f".{path.name}.*.partial"):  # of processes that were killed
+            other.unlink(missing_ok=True)
+    finally:
+        target.unlink(missing_ok=True)

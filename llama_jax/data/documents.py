@@ -1,0 +1,157 @@
+"""Text files and JSONL as a stream of documents; memory is a few of them, however large the file."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from llama_jax.data.errors import DataError
+
+CHUNK = 1 << 20  # bytes of a text file that are read at once
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.bin`` or ``.array_record``.
+
+    Attributes:
+      separator: what stands between the documents of a text file. White space around a document is not part of it.
+      longest: characters of the longest document of a text file. A longer one, such as a whole file without separators,
+        becomes several: it is cut behind the last empty line that leaves more than half of that, else behind the last
+        line, else behind the last word. The default is about 30,000 tokens.
+      field: of each object of a JSONL file that is the text of a document; taken as it is, whatever its length.
+      token_type: of the ids in ``.bin`` and ``.array_record``; None means "uint16" where that holds the vocabulary.
+
+    Raises:
+      DataError: an empty separator, or a length that is not positive, or another type of ids.
+    """
+
+    separator: str = "<|endoftext|>"
+    longest: int = 1 << 17
+    field: str = "text"
+    token_type: Literal["uint16", "uint32"] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.separator:
+            raise DataError("separator='' stands between any two characters; a text without it is cut by `longest` alone")
+        if self.longest < 1:
+            raise DataError(f"longest={self.longest} must be at least 1 character")
+        if self.token_type not in (None, "uint16", "uint32"):
+            raise DataError(f"token_type={self.token_type!r} is not one of uint16, uint32")
+
+
+class Document(NamedTuple):
+    """A text, the line of the file on which it begins, and how many bytes of the file have been read so far."""
+
+    text: str
+    line: int
+    read: int
+
+
+def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
+    """The documents of a text file in UTF-8, with or without a byte-order mark; every end of line becomes a newline.
+
+    Raises:
+      DataError: bytes that are no text, by their line.
+    """
+    line = 1
+    for piece, read in _pieces(path, reading.separator, reading.longest):
+        text = piece.removesuffix(reading.separator)
+        begun = text.lstrip()
+        if begun:
+            yield Document(begun.rstrip(), line + text.count("\n", 0, len(text) - len(begun)), read)
+        line += piece.count("\n")
+
+
+def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
+    """The texts of a JSONL file, one object a line; empty lines and empty texts are passed over.
+
+    Raises:
+      DataError: a line that is no JSON object, or has no text in the field.
+    """
+    read = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            read += len(line)
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise DataError(f"{path}, line {number} is not JSON ({reason}); JSONL has one object a line") from None
+            if not isinstance(found, dict):
+                raise DataError(f"{path}, line {number} is a {type(found).__name__}; JSONL has one object a line")
+            text = found.get(reading.field)
+            if not isinstance(text, str):
+                fields = ", ".join(map(repr, found)) or "no fields"
+                raise DataError(
+                    f"{path}, line {number} has no text in the field {reading.field!r}; it has {fields[:200]}:"
+                    " name the one with the text by `field`"
+                )
+            if text:
+                yield Document(text, number, read)
+
+
+def _pieces(path: Path, separator: str, longest: int) -> Iterator[tuple[str, int]]:
+    """Pieces whose concatenation is the file, each with the separator that ends it, and the bytes read so far."""
+    rest = ""
+    read = 0
+    for chunk, read in _decoded(path):
+        *whole, rest = (rest + chunk).split(separator)
+        for text in whole:
+            last = yield from _cut(text, longest, longest, read)
+            yield last + separator, read
+        # What follows may be the rest of a separator: where to cut is decided only when no part of one can be in reach.
+        rest = yield from _cut(rest, longest, longest + len(separator), read)
+    last = yield from _cut(rest, longest, longest, read)
+    yield last, read
+
+
+def _cut(text: str, longest: int, keep: int, read: int) -> Generator[tuple[str, int], None, str]:
+    """Pieces of at most `longest` characters from the front, until no more than `keep` are left, which it returns."""
+    start = 0
+    while len(text) - start > keep:
+        end = start + longest
+        for mark in ("\n\n", "\n", " "):
+            found = text.rfind(mark, start + longest // 2, end)
+            if found >= 0:
+                end = found + len(mark)
+                break
+        yield text[start:end], read
+        start = end
+    return text[start:]
+
+
+def _decoded(path: Path) -> Iterator[tuple[str, int]]:
+    """The text of a file in chunks, and the bytes read so far."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    line, read = 1, 0
+    with path.open("rb") as file:
+        while True:
+            chunk = file.read(CHUNK)
+            read += len(chunk)
+            binary = chunk.find(b"\0")
+            if binary >= 0:
+                at = line + chunk.count(b"\n", 0, binary)
+                raise DataError(
+                    f"{path}, line {at} holds a zero byte, so it is no text; give text in UTF-8, or files that end in"
+                    " .jsonl, .bin or .array_record"
+                )
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                # What the decoder kept of the chunk before is a part of a character, without an end of line.
+                at = line + error.object.count(b"\n", 0, error.start)
+                raise DataError(
+                    f"{path}, line {at} is not UTF-8 (byte {error.object[error.start]:#04x}); save the text as UTF-8"
+                ) from None
+            line += chunk.count(b"\n")
+            yield text, read
+            if not chunk:
+                return

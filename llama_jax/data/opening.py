@@ -1,0 +1,95 @@
+"""Files to a corpus, tokenised once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import platformdirs
+
+from llama_jax.data.cache import read_corpus, write_corpus
+from llama_jax.data.corpus import Corpus
+from llama_jax.data.documents import Reading
+from llama_jax.data.errors import DataError
+from llama_jax.data.pieces import Piece, read_pieces
+from llama_jax.data.sources import Paths, Source, describe, find_files, unchanged, untouched
+from llama_jax.data.vocabulary import Vocabulary, examine
+from llama_jax.tokenizers import Tokenizer
+
+MEGABYTE = 1 << 20
+Progress = Callable[[range], Iterable[int]]
+
+
+def open_corpus(
+    paths: Paths,
+    tokenizer: Tokenizer,
+    *,
+    reading: Reading = Reading(),
+    cache: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Corpus:
+    """The documents of files as tokens: tokenised the first time, mapped from a cache file every other time.
+
+    The cache file is made again when a source has other content, the tokenizer encodes otherwise, `reading` is another, or
+    the file itself is damaged (which warns). Memory is a block of a file, and 16 bytes per document.
+
+    Args:
+      paths: files, or folders whose ``.txt``, ``.jsonl``, ``.bin`` and ``.array_record`` are read in order of their names.
+        See `Reading` for where documents end, `read_pieces` for what tokens they become.
+      cache: folder of the cache files; None takes the user's cache folder.
+      progress: wraps the range of megabytes to read, as `tqdm.tqdm` does, where there is something to tokenise.
+
+    Raises:
+      DataError: an empty, damaged or binary file, a token outside the vocabulary, or a file that changes meanwhile.
+    """
+    files = find_files(paths)
+    vocabulary = examine(tokenizer)
+    recipe = {"files": [str(file) for file in files], "reading": asdict(reading), "tokenizer": vocabulary.fingerprint}
+    folder = Path(platformdirs.user_cache_dir("llama_jax")) / "corpora" if cache is None else Path(cache)
+    path = folder / f"{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]}.corpus"
+    if path.exists():
+        try:
+            corpus, origin = read_corpus(path)
+        except DataError as error:
+            warnings.warn(f"{error}; tokenising again", stacklevel=2)
+        else:
+            sources = [Source(*source) for source in origin["sources"]]
+            if origin["recipe"] == recipe and all(map(unchanged, files, sources)):
+                return corpus
+    sources = [describe(file) for file in files]
+    pieces = _read_all(files, sources, tokenizer, vocabulary, reading, progress)
+    write_corpus(path, pieces, vocabulary.size, {"recipe": recipe, "sources": sources})
+    return read_corpus(path)[0]
+
+
+def _read_all(
+    files: list[Path],
+    sources: list[Source],
+    tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
+    reading: Reading,
+    progress: Progress | None,
+) -> Iterator[Piece]:
+    """The pieces of all files, each megabyte of them seen by `progress`."""
+    megabytes = range(-(-sum(source.size for source in sources) // MEGABYTE))
+    walk = iter(progress(megabytes) if progress else megabytes)
+    before = done = 0
+    for file, source in zip(files, sources, strict=True):
+        piece = None
+        for piece in read_pieces(file, tokenizer, vocabulary, reading):
+            yield piece
+            while done < (before + piece.read) // MEGABYTE:
+                next(walk)
+                done += 1
+        if piece is None:
+            raise DataError(f"{file} holds no document; is it the right file?")
+        if not untouched(file, source):
+            raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+        before += source.size
+    for _ in walk:  # lets a progress bar see its end
+        pass

@@ -1,0 +1,97 @@
+"""Documents laid end to end and cut into rows: every row is computed from its number alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from llama_jax.data.corpus import Corpus
+from llama_jax.data.errors import DataError
+from llama_jax.data.shuffle import shuffled
+
+
+class Batch(NamedTuple):
+    """Rows of tokens: of each row the first T are read, the last T are predicted.
+
+    Attributes:
+      tokens: int32[B, T + 1].
+      segment_ids: int32[B, T + 1]: 1 for the tokens of a row's first document, 2 for those of its second, and so on; 0 for
+        padding. A token sees, and is predicted from, those of its own segment only.
+      positions: int32[B, T + 1], from 0 in every segment.
+    """
+
+    tokens: np.ndarray
+    segment_ids: np.ndarray
+    positions: np.ndarray
+
+
+class Epoch(NamedTuple):
+    """One pass over a corpus.
+
+    Attributes:
+      documents: int64[N], their order.
+      ends: int64[N], where each ends in the stream that they are when laid end to end in this order.
+      rows: int64[R], the order of the rows that the stream is cut into.
+    """
+
+    documents: np.ndarray
+    ends: np.ndarray
+    rows: np.ndarray
+
+
+def row_count(corpus: Corpus, length: int) -> int:
+    """R, rows of `length` = T predicted tokens in an epoch.
+
+    Raises:
+      DataError: nothing to predict.
+    """
+    tokens = corpus.token_count
+    if tokens < 2:
+        raise DataError(f"the corpus has {tokens} tokens, and a token is predicted from the one before; give more data")
+    return -(-(tokens - 1) // length)
+
+
+def lay_out(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Epoch:
+    """The order of an epoch: of documents and of rows, so that the parts of a long document are not all in one batch.
+
+    Args:
+      length: T.
+      seed: decides it together with the epoch's number; None keeps the order of the corpus.
+    """
+    rows = row_count(corpus, length)
+    if seed is None:
+        documents, order = np.arange(corpus.document_count), np.arange(rows)
+    else:
+        documents = shuffled(corpus.document_count, seed, 2 * epoch + 1)
+        order = shuffled(rows, seed, 2 * epoch + 2)
+    return Epoch(documents, np.cumsum((corpus.stops - corpus.starts)[documents]), order)
+
+
+def empty_batch(rows: int, length: int) -> Batch:
+    """A batch [rows, length + 1] of padding."""
+    return Batch(*(np.zeros((rows, length + 1), np.int32) for _ in Batch._fields))
+
+
+def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> None:
+    """Write a row of an epoch into a batch of padding, at its row `at`.
+
+    Row r is what the stream holds from r·T to r·T + T, both included: its last token is the next row's first. So over an
+    epoch every token is read once and every token but a document's first is predicted once. A document that goes on in the
+    next row is a new segment there.
+    """
+    length = batch.tokens.shape[1] - 1
+    start = row * length
+    stop = min(start + length + 1, int(epoch.ends[-1]))
+    first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")
+    within = slice(first, last + 1)
+    segments = np.zeros(stop - start, np.int64)
+    breaks = epoch.ends[first:last] - start  # where in the row another document begins
+    segments[breaks] = 1
+    np.cumsum(segments, out=segments)
+    place = np.arange(stop - start)
+    # From the place in the stream to the place in the corpus it is the same way for all tokens of a document.
+    shift = corpus.stops[epoch.documents[within]] - epoch.ends[within] + start
+    batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + place]
+    batch.segment_ids[at, : stop - start] = segments + 1
+    batch.positions[at, : stop - start] = place - np.concatenate([[0], breaks])[segments]

@@ -1,0 +1,172 @@
+"""How much memory the library's programs take on every device, from shapes and XLA's plan: nothing is allocated.
+
+The devices may be simulated ones (``jax_num_cpu_devices``), as many as one likes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.config import LlamaConfig
+from llama_jax.inference.generate import LARGEST_PREFILL, DecodeState, Request, decode, prefill
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.cache import KVCache, grow, init_cache
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.scratch import kernel_scratch
+from llama_jax.parallel.specs import (
+    batch_spec,
+    cache_specs,
+    constrain_over,
+    param_shapes,
+    param_specs,
+    shardings,
+    train_state_specs,
+)
+from llama_jax.training.objective import Remat
+from llama_jax.training.optimizer import adamw
+from llama_jax.training.step import init_state, train_step
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device while a program runs, at most.
+
+    Attributes:
+      parameters, optimizer, cache: the device's shares, from their shapes.
+      gradients: likewise, in the parameters' dtype; XLA counts them among its temporaries.
+      temporaries: the rest of the plan: activations kept for the backward pass, gathered parameters, the batch.
+      scratch: what CPU kernels take beyond the plan, see `kernel_scratch`; 0 on other devices.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    cache: int = 0
+    temporaries: int = 0
+    scratch: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is alive: arguments, outputs and temporaries, what is updated in place counted once, and scratch."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Program:
+    """A jitted function with the shapes and shardings of its arguments, not compiled yet.
+
+    Attributes:
+      known: what is certain of its memory without compiling, temporaries apart.
+      beside: bytes that are alive on each device while it runs, but are no argument.
+    """
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    known: Memory
+    beside: int = 0
+
+    def memory(self) -> Memory:
+        """Compile the program and read XLA's plan."""
+        compiled = self.function.lower(*self.arguments).compile()
+        plan = compiled.memory_analysis()
+        # Not the plan's arguments: it leaves out those that the program does not read, which are alive all the same.
+        alive = bytes_per_device(self.arguments) + plan.output_size_in_bytes - plan.alias_size_in_bytes
+        total = alive + plan.temp_size_in_bytes + self.beside
+        known = replace(self.known, gradients=min(self.known.gradients, plan.temp_size_in_bytes))
+        return replace(known, temporaries=total - known.total, scratch=kernel_scratch(compiled.as_text()))
+
+
+def train_programs(
+    config: LlamaConfig,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    remat: Remat = "full",
+) -> list[Program]:
+    """One step of training with AdamW: float32 parameters, the computation in `dtype`.
+
+    Args:
+      batch, length: B rows over the whole mesh, of T tokens to predict each.
+
+    Raises:
+      MeshError: the model or the batch cannot be split over the mesh.
+    """
+    sizes = MeshSizes(**mesh.shape)
+    optimizer = adamw(1e-4)
+    placement = shardings(mesh, train_state_specs(config, sizes, optimizer))
+    state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
+    tokens = _placed(jax.ShapeDtypeStruct((batch, length + 1), jnp.int32), shardings(mesh, batch_spec(sizes, batch)))
+    step = partial(train_step, config, optimizer, dtype=dtype, remat=remat, constrain=constrain_over(mesh))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
+    share = bytes_per_device(state.params)
+    known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
+    return [Program("train step", jitted, (state, tokens), known)]
+
+
+def decode_programs(
+    config: LlamaConfig, mesh: Mesh, batch: int, capacity: int, *, dtype: jax.typing.DTypeLike = jnp.float32
+) -> list[Program]:
+    """What `generate` runs to fill a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
+
+    Args:
+      batch: B rows over the whole mesh.
+      dtype: of parameters, computation and cache.
+
+    Raises:
+      MeshError: the model or the batch cannot be split over the mesh.
+    """
+    sizes = MeshSizes(**mesh.shape)
+    rows, whole = shardings(mesh, (batch_spec(sizes, batch), P()))
+    placement = shardings(mesh, cache_specs(config, sizes, batch))
+    params = _placed(param_shapes(config, dtype, stacked=False), shardings(mesh, param_specs(config, sizes, stacked=False)))
+
+    def cache_of(capacity: int) -> KVCache:
+        return _placed(jax.eval_shape(lambda: init_cache(config, batch, capacity, jnp.dtype(dtype))), placement)
+
+    def per_row(dtype: jax.typing.DTypeLike, *rest: int) -> Any:
+        return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=rows)
+
+    def on_all(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+
+    cache, half = cache_of(capacity), cache_of(capacity // 2)
+    share = bytes_per_device(params)
+    known = Memory(parameters=share, cache=bytes_per_device(cache))
+
+    tokens = per_row(jnp.int32, min(capacity, LARGEST_PREFILL))
+    read = jax.jit(partial(prefill, config), donate_argnums=1, out_shardings=(placement, rows))
+
+    larger = jax.jit(partial(grow, capacity=capacity), out_shardings=placement)
+    both = replace(known, cache=known.cache + bytes_per_device(half))
+
+    sampling = jax.tree.map(lambda a: per_row(a.dtype), Sampling().per_row(1))
+    request = Request(sampling, limit=per_row(jnp.int32), stop=on_all(4))
+    state = DecodeState(cache, per_row(jnp.int32), per_row(bool, config.vocab_size), per_row(jnp.int32), per_row(bool))
+    out = jax.tree.map(lambda a: a.sharding, state), whole, rows, rows, rows
+    run = jax.jit(partial(decode, config), donate_argnums=2, out_shardings=out)
+    return [
+        Program("prefill", read, (params, cache, tokens, per_row(jnp.int32), per_row(dtype, config.dim)), known),
+        Program("grow", larger, (half,), both, beside=share),
+        Program("decode", run, (params, request, state, on_all()), known),
+    ]
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of a tree of arrays, or of shapes with shardings, on each of its devices."""
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def _placed(shapes: Any, placement: Any) -> Any:
+    """Shapes with their shardings."""
+    return jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes, placement)

@@ -1,0 +1,82 @@
+"""The mesh of devices: how many ways the batch, the parameters and the heads are split."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from llama_jax.errors import MeshError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """The sizes of the three axes of a mesh; 1 is an axis that splits nothing.
+
+    Attributes:
+      data: copies of the model, each with its share of the batch.
+      fsdp: shares of the batch whose devices keep the parameters together, each a part, and gather a layer when it runs
+        (Rajbhandari et al. 2020, stage 3; fully sharded data parallelism).
+      tensor: parts of every matrix product, by heads and by features (Shoeybi et al. 2019, section 3).
+
+    Raises:
+      MeshError: a size that is not a positive whole number.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise MeshError(f"mesh axis {axis}={size!r} must be a positive whole number")
+
+    def items(self) -> tuple[tuple[str, int], ...]:
+        """Axes and sizes in the mesh's order: neighbours along `tensor`, which talk most, are neighbouring devices."""
+        return tuple((axis, getattr(self, axis)) for axis in AXES)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh has."""
+        return self.data * self.fsdp * self.tensor
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.items())
+
+
+def parse_mesh(text: str) -> MeshSizes:
+    """The sizes in a text such as ``data=2,fsdp=4,tensor=1``, in any order; an absent axis is 1.
+
+    Raises:
+      MeshError: something else, an axis that is not there, or one given twice.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part, re.ASCII)
+        if not found:
+            raise MeshError(f"mesh {text!r:.80}: {part!r:.40} is not axis=size; write it as data=2,fsdp=4,tensor=1")
+        axis, size = found[1], int(found[2])
+        if axis not in AXES:
+            raise MeshError(f"mesh {text!r:.80} has no axis {axis!r:.40}; the axes are {', '.join(AXES)}")
+        if axis in sizes:
+            raise MeshError(f"mesh {text!r:.80} gives {axis} twice; give it once")
+        sizes[axis] = size
+    return MeshSizes(**sizes)
+
+
+def make_mesh(sizes: MeshSizes) -> Mesh:
+    """A mesh of those sizes over the first devices there are, with axes that XLA propagates by itself.
+
+    Raises:
+      MeshError: there are fewer devices.
+    """
+    devices = jax.devices()
+    if sizes.devices > len(devices):
+        raise MeshError(f"mesh {sizes} needs {sizes.devices} devices; there are {len(devices)}")
+    shape = tuple(size for _, size in sizes.items())
+    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices[: sizes.devices])

@@ -1,0 +1,146 @@
+"""Which device holds what: a partition spec for every array, before anything is compiled.
+
+The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` cuts heads and features, so that a layer needs one sum
+over the devices behind attention and one behind the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` cuts the axis D,
+which every matrix has; `data` and `fsdp` together cut the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import MeshError
+from llama_jax.model.cache import KVCache
+from llama_jax.model.params import Llama, init, unstack
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.training.step import TrainState, init_state
+
+BATCH = ("data", "fsdp")
+# Of each array of a model with a tuple of blocks, by its name in the tree.
+PARAMETERS = {
+    "embedding": P("tensor", "fsdp"),  # [V, D]
+    "attention_norm": P(),  # [D]
+    "qkv": P("tensor", None, None, "fsdp"),  # [K, G + 2, H, D]
+    "out": P("fsdp", "tensor"),  # [D, N * H]
+    "ffn_norm": P(),  # [D]
+    "gate_up": P("tensor", None, "fsdp"),  # [F, 2, D]
+    "down": P("fsdp", "tensor"),  # [D, F]
+    "final_norm": P(),  # [D]
+    "lm_head": P("tensor", "fsdp"),  # [V, D]
+}
+
+
+def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True) -> Llama:
+    """A `Llama` of partition specs, for stacked blocks or for a tuple of them.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh; the message says which sizes would do.
+    """
+    check_model(config, sizes)
+
+    def spec(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> P:
+        found = PARAMETERS[path[-1].name]
+        return P(None, *found) if stacked and path[0].name == "blocks" else found
+
+    return jax.tree_util.tree_map_with_path(spec, param_shapes(config, stacked=stacked))
+
+
+def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True) -> Llama:
+    """A `Llama` of shapes: what `init` would give, without allocating it."""
+
+    def make(key: jax.Array) -> Llama:
+        params = init(config, key, jnp.dtype(dtype))
+        return params if stacked else unstack(params)
+
+    return jax.eval_shape(make, jax.random.key(0))
+
+
+def train_state_specs(config: LlamaConfig, sizes: MeshSizes, optimizer: optax.GradientTransformation) -> TrainState:
+    """A `TrainState` of partition specs: what the optimizer keeps for a parameter lies where the parameter lies."""
+    params = param_specs(config, sizes)
+    shapes = jax.eval_shape(lambda params: init_state(optimizer, params), param_shapes(config))
+    opt_state = optax.tree_map_params(
+        optimizer, lambda _, spec: spec, shapes.opt_state, params, transform_non_params=lambda _: P()
+    )
+    return shapes.replace(step=P(), params=params, opt_state=opt_state)
+
+
+def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: bool = False) -> KVCache:
+    """A `KVCache` of partition specs: rows over `data` and `fsdp`, key/value heads over `tensor`.
+
+    Raises:
+      MeshError: heads or rows that cannot be split over the mesh.
+    """
+    check_model(config, sizes)
+    rows = batch_spec(sizes, batch)
+    layer = P(*rows, "tensor")  # [B, K, S, H]
+    buffers = P(None, *layer) if stacked else (layer,) * config.n_layers
+    return KVCache(k=buffers, v=buffers, length=rows)
+
+
+def batch_spec(sizes: MeshSizes, batch: int) -> P:
+    """How the first axis of a batch is split: over `data` and `fsdp`.
+
+    Raises:
+      MeshError: `batch` rows cannot be.
+    """
+    _check("batch", batch, "data*fsdp", sizes.data * sizes.fsdp, batch)
+    return P(BATCH)
+
+
+def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
+    """Raise MeshError for a dimension of the model that cannot be split over the mesh, naming the sizes that would do."""
+    c = config
+    fit = math.gcd(c.n_kv_heads, c.hidden_dim, c.vocab_size)
+    for name, value in (("n_kv_heads", c.n_kv_heads), ("hidden_dim", c.hidden_dim), ("vocab_size", c.vocab_size)):
+        _check(name, value, "tensor", sizes.tensor, fit)
+    _check("dim", c.dim, "fsdp", sizes.fsdp, c.dim)
+
+
+def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
+    """`fit` is the number whose divisors would do: the value itself, or what several values have in common."""
+    if value % size:
+        small = [n for n in range(1, math.isqrt(fit) + 1) if fit % n == 0]
+        nearest = sorted({*small, *(fit // n for n in small)}, key=lambda n: abs(n - size))[:12]
+        would_do = ", ".join(map(str, sorted(nearest)))
+        raise MeshError(f"{name}={value} cannot be split over {axis}={size}; {would_do} would do")
+
+
+def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
+    """The `constrain` of `forward` and `next_token_loss` for a mesh.
+
+    XLA propagates the parameters' shardings to most activations by itself. Where it is not told otherwise it keeps the
+    whole batch on every device instead of gathering the weights; hence these four points.
+    """
+    tensor = mesh.shape["tensor"]
+
+    def constrain(x: jax.Array, where: str) -> jax.Array:
+        match where:
+            case "embedded":  # [B, T, D] as it lies in the table, which a lookup by batch would gather whole
+                spec = P("data", None, "fsdp")
+            case "residual":  # [B, T, D] between layers: what the backward pass keeps (Korthikanti et al. 2022, section 4.2)
+                spec = P(BATCH, "tensor" if x.shape[1] % tensor == 0 else None)
+            case "hidden":  # [B, T, D]
+                spec = P(BATCH)
+            case "logits":  # [B, T, V]
+                spec = P(BATCH, None, "tensor")
+            case _:
+                raise ValueError(f"no point of the model is called {where!r}")
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return constrain
+
+
+def shardings(mesh: Mesh, specs: Any) -> Any:
+    """The same tree with a `NamedSharding` for each partition spec: for `jax.device_put` and `jax.jit`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

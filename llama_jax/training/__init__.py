@@ -1,0 +1,1 @@
+"""Learning from tokens: the loss, the optimizer, and the step that joins them."""

@@ -1,0 +1,59 @@
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+from llama_jax.parallel.mesh import AXES, MeshError, MeshSizes, make_mesh, parse_mesh
+
+sizes = st.builds(MeshSizes, *[st.integers(1, 10**6)] * 3)
+
+
+@given(sizes, st.permutations(range(3)))
+def test_a_mesh_reads_back_in_any_order(sizes, order):
+    parts = str(sizes).split(",")
+    assert parse_mesh(",".join(parts[i] for i in order)) == sizes
+
+
+def test_an_absent_axis_is_one():
+    assert parse_mesh("tensor=4") == MeshSizes(data=1, fsdp=1, tensor=4)
+    assert parse_mesh(" fsdp = 2 , data=3") == MeshSizes(data=3, fsdp=2)
+    assert MeshSizes(2, 3, 4).devices == 24
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not axis=size"),
+        ("8", "'8' is not axis=size"),
+        ("data=", "'data=' is not axis=size"),
+        ("data=2,", "'' is not axis=size"),
+        ("data=-2", "'data=-2' is not axis=size"),
+        ("data=two", "'data=two' is not axis=size"),
+        ("data=²", "'data=²' is not axis=size"),
+        ("data=0", "mesh axis data=0 must be a positive whole number"),
+        ("model=8", "has no axis 'model'; the axes are data, fsdp, tensor"),
+        ("data=2,fsdp=2,data=4", "gives data twice"),
+    ],
+)
+def test_what_is_no_mesh_is_named(text, message):
+    with pytest.raises(MeshError, match=message):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])
+def test_sizes_are_positive_whole_numbers(size):
+    with pytest.raises(MeshError, match=r"fsdp=.* must be a positive whole number"):
+        MeshSizes(fsdp=size)
+
+
+def test_a_mesh_has_all_axes_in_order_and_leaves_propagation_to_xla():
+    mesh = make_mesh(MeshSizes())
+    assert mesh.axis_names == AXES
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+def test_more_devices_than_there_are():
+    there = len(jax.devices())
+    with pytest.raises(MeshError, match=f"needs {there + 1} devices; there are {there}"):
+        make_mesh(MeshSizes(data=there + 1))
