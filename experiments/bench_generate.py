@@ -53,12 +53,12 @@ def ours(shape: str, arguments: Arguments) -> dict[str, Measure]:
     import jax
 
     import llama_jax
-    from llama_jax.checkpoints.assemble import place
+    from llama_jax.checkpoints.assemble import assemble
+    from llama_jax.checkpoints.memory import from_params
     from llama_jax.model.cache import init_cache
 
     config = llama_jax.preset(shape)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
-    params = jax.tree.map(lambda a: place([np.asarray(a)], 0, a.dtype), params)  # where `load` would put them
+    params = assemble(from_params(config, llama_jax.init(config, jax.random.key(0)), None), None)  # where `load` puts them
     rng = np.random.default_rng(0)
 
     def decode(batch: int) -> float:
@@ -228,6 +228,7 @@ def measure(shape: str, arguments: Arguments) -> dict[str, dict[str, list[float]
         mine, theirs = spawn.Pipe()
         process = spawn.Process(target=worker, args=(peer, shape, arguments, theirs), daemon=True)
         process.start()
+        theirs.close()  # so that a worker that dies is an EOFError here and not an endless wait
         workers[peer] = (process, mine, mine.recv())  # one loads at a time
     results: dict[str, dict[str, list[float]]] = {}
     for repetition in range(arguments.repetitions):

@@ -2,13 +2,14 @@
 
 The public face, loaded on first use so that importing the package costs nothing:
 
-  load(path)                          -> Checkpoint(config, params, tokenizer)
+  load(path)                          -> Checkpoint(config, params, tokenizer), from any format
+  save(path, config, params)          a file of a chosen format;  convert(source, path) from one to another
   forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits
   logits(config, params, tokens)      the plain case of both
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   LlamaConfig, RopeScaling, preset    what a Llama is
   Sampling                            how to choose tokens
-  load_tokenizer, TextStream          text to ids and back, text from a stream of tokens
+  load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   KVCache, init_cache, cache_bytes    the cache, an immutable tree
 """
 
@@ -21,13 +22,16 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Checkpoint": "checkpoints",
+    "convert": "checkpoints",
     "load": "checkpoints",
+    "save": "checkpoints",
     "LlamaConfig": "config",
     "RopeScaling": "config",
     "preset": "config",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "GenerationError": "errors",
+    "MeshError": "errors",
     "TokenizerError": "errors",
     "UserError": "errors",
     "Generation": "inference.generate",
@@ -48,10 +52,12 @@ _HOME = {
     "parameter_count": "model.params",
     "stack": "model.params",
     "unstack": "model.params",
+    "Message": "tokenizers",
     "TextStream": "tokenizers",
+    "encode_chat": "tokenizers",
     "load_tokenizer": "tokenizers",
 }
-_ROOMS = ("checkpoints", "config", "errors", "inference", "model", "ops", "tokenizers")
+_ROOMS = ("checkpoints", "config", "data", "errors", "inference", "model", "ops", "parallel", "tokenizers", "training")
 __all__ = [
     "Checkpoint",
     "CheckpointError",
@@ -61,6 +67,8 @@ __all__ = [
     "KVCache",
     "Llama",
     "LlamaConfig",
+    "MeshError",
+    "Message",
     "Piece",
     "RopeScaling",
     "Sampling",
@@ -68,6 +76,8 @@ __all__ = [
     "TokenizerError",
     "UserError",
     "cache_bytes",
+    "convert",
+    "encode_chat",
     "forward",
     "generate",
     "grow",
@@ -79,6 +89,7 @@ __all__ = [
     "parameter_count",
     "preset",
     "rotary_frequencies",
+    "save",
     "stack",
     "stream",
     "unembed",
@@ -86,15 +97,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints import Checkpoint, load
+    from llama_jax.checkpoints import Checkpoint, convert, load, save
     from llama_jax.config import LlamaConfig, RopeScaling, preset
-    from llama_jax.errors import CheckpointError, ConfigError, GenerationError, TokenizerError, UserError
+    from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.inference.generate import Generation, Piece, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
     from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
-    from llama_jax.tokenizers import TextStream, load_tokenizer
+    from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer
 
 
 def __getattr__(name: str) -> Any:

@@ -14,8 +14,13 @@ from hypothesis import settings
 from safetensors.numpy import save_file
 
 import llama_jax
-from llama_jax.checkpoints.assemble import Reader, assemble
+from llama_jax.checkpoints.assemble import assemble
 from llama_jax.checkpoints.huggingface import NAMES, config_to_dict
+from llama_jax.checkpoints.memory import Held
+from llama_jax.checkpoints.tensors import Opened
+
+# Enough to split a model in every way. JAX must be told before its backend starts, so no test module may start it on import.
+jax.config.update("jax_num_cpu_devices", 8)
 
 # Compiling is most of the time of a test, so an example may be slow without the code being slow.
 settings.register_profile("llama_jax", deadline=None, max_examples=25, derandomize=True)
@@ -50,7 +55,8 @@ def goldens() -> dict[str, np.ndarray]:
 
 def params_of(config, tensors: dict[str, np.ndarray], dtype=None):
     """Parameters from tensors by Hugging Face name."""
-    return assemble(config, Reader("test", set(tensors), NAMES, tensors.__getitem__), dtype, interleaved=False)
+    held = {name: Held(array) for name, array in tensors.items()}
+    return assemble(Opened("test", Path("test"), config, held, NAMES, False, lambda: None), dtype)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import make_format_goldens as formats
 import make_goldens
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax import Sampling
+from llama_jax.checkpoints import huggingface
 from llama_jax.checkpoints.huggingface import config_from_dict
+from llama_jax.checkpoints.memory import from_params
+from llama_jax.checkpoints.pickled import read_pickled
 from llama_jax.inference.sampling import penalise, threshold
 from llama_jax.model.forward import forward, logits, unembed
 
@@ -153,3 +157,57 @@ def test_kept_sets(seed, temperature, top_k, top_p, min_p, penalty):
     edge = np.isclose(probability, probability[wanted].min(), rtol=1e-4)
     np.testing.assert_array_equal(kept[~edge], wanted[~edge])
     np.testing.assert_allclose(np.asarray(scores[0])[kept & wanted], want[0][kept & wanted], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3", "linear", "head_dim"])
+@pytest.mark.parametrize("largest", [5_000_000_000, 20_000])
+def test_transformers_reads_what_is_saved(kind, largest, tmp_path):
+    import torch
+    import transformers
+
+    config = make_goldens.KINDS[kind]
+    params = params_of(config, make_goldens.random_tensors(config))
+    huggingface.write_folder(tmp_path, from_params(config, params, None), None, largest_file=largest)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = make_goldens.tokens(config)
+    with torch.inference_mode():
+        want = model(torch.from_numpy(tokens).long()).logits.numpy()
+    np.testing.assert_allclose(jit_logits(config, params, tokens), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["gqa", "mha"])
+def test_meta_files_that_torch_writes(kind, ranks, tmp_path):
+    config = replace(make_goldens.KINDS[kind], max_seq_len=4096)
+    tensors = make_goldens.random_tensors(config)
+    formats.write_meta(tmp_path / "model", config, tensors, ranks)
+    path = tmp_path / "model" / "params.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_kv_heads": config.n_kv_heads}))
+    assert_loads(tmp_path / "model", config, tensors)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "tied"])
+def test_other_files_that_torch_writes(kind, tmp_path):
+    config = make_goldens.KINDS[kind]
+    tensors = make_goldens.random_tensors(config)
+    for files in (1, 3):
+        formats.write_pytorch_bin(tmp_path / f"bin-{files}", config, tensors, files)
+        assert_loads(tmp_path / f"bin-{files}", config, tensors)
+    formats.write_training(tmp_path / "ckpt.pt", config, tensors)
+    assert_loads(tmp_path / "ckpt.pt", config, tensors)
+
+
+def test_a_pickle_of_a_module_is_refused(tmp_path):
+    """A whole module instead of its state: its classes would have to be imported."""
+    import torch
+
+    torch.save({"model_args": torch.nn.Linear(2, 2)}, tmp_path / "ckpt.pt")
+    with pytest.raises(llama_jax.CheckpointError, match=r"asks for 'torch.nn.modules.linear.Linear'"):
+        read_pickled(tmp_path / "ckpt.pt")
+
+
+def assert_loads(path, config, tensors):
+    found, params, _ = llama_jax.load(path)
+    assert found == config
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(params_of(config, tensors)), strict=True):
+        np.testing.assert_array_equal(a, b)

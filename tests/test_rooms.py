@@ -16,7 +16,10 @@ FLOOR = {
     "ops": 1,
     "model": 2,
     "inference": 3,
+    "training": 3,
     "tokenizers": 3,
+    "data": 4,  # reads text through a tokenizer
+    "parallel": 4,  # lays out what is trained and decoded
     "checkpoints": 4,  # finds the tokenizer beside the weights
     "cli": 5,
     "__main__": 6,

@@ -10,12 +10,22 @@ from typing import Annotated
 import tyro
 
 import llama_jax
+from llama_jax.cli.chat import Chat
+from llama_jax.cli.convert import Convert
+from llama_jax.cli.estimate import Estimate
 from llama_jax.cli.generate import Generate
+from llama_jax.cli.inspect import Inspect
 from llama_jax.cli.quickstart import Quickstart
+from llama_jax.cli.verify import Verify
 from llama_jax.errors import UserError
 
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate", prefix_name=False)]
+    | Annotated[Estimate, tyro.conf.subcommand("estimate", prefix_name=False)]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
+    | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
+    | Annotated[Chat, tyro.conf.subcommand("chat", prefix_name=False)]
+    | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Quickstart, tyro.conf.subcommand("quickstart", prefix_name=False)]
 )
 

@@ -7,49 +7,24 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from llama_jax.cli.options import ModelOptions
 from llama_jax.errors import GenerationError
 
-if TYPE_CHECKING:
-    from llama_jax.checkpoints import Checkpoint
-    from llama_jax.tokenizers import Tokenizer
 
-DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-@dataclass(frozen=True)
-class Generate:
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelOptions):
     """Continue a prompt. The text goes to stdout as it comes, statistics to stderr."""
 
     prompt: tyro.conf.Positional[str]
     """Text to continue."""
-    model: Path
-    """A Hugging Face folder (config.json and safetensors) or a llama2.c .bin file, or a folder that holds one."""
-    tokenizer: Path | None = None
-    """A SentencePiece .model file; by default the one beside the weights."""
     max_new_tokens: int | None = None
     """Tokens to generate at most; by default 256, or less where the model's context ends."""
-    temperature: float = 0.8
-    """Divides the logits; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 0.95
-    """Keep the most probable tokens until their probability reaches p; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the most probable; 0 keeps all."""
-    repetition_penalty: float = 1.0
-    """Makes tokens that the text already has less probable; 1 is off."""
-    seed: int | None = None
-    """Start of the random stream; by default taken from the clock and printed."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """End where this text appears (it is not printed); may be given several times."""
-    dtype: DTYPES = "auto"
-    """Of weights and cache; auto keeps that of the file."""
     json: bool = False
     """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
 
@@ -65,16 +40,8 @@ class Generate:
         import llama_jax
 
         # Impossible values are refused before minutes go into loading.
-        seed = time.time_ns() % 2**32 if self.seed is None else self.seed
-        sampling = llama_jax.Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=seed,
-        )
-        sampling.per_row(1)
+        seed = self.choose_seed()
+        sampling = self.sampling(seed)
         if not self.prompt:
             raise GenerationError("the prompt is empty; give some text to continue, such as 'Once upon a time'")
         try:
@@ -87,9 +54,7 @@ class Generate:
             raise GenerationError(f"max_new_tokens={self.max_new_tokens} must be a positive whole number")
 
         start_backend()
-        checkpoint = self._load()
-        tokenizer = self._tokenizer(checkpoint)
-        config, params = checkpoint.config, checkpoint.params
+        config, params, tokenizer = self.load()
         prompt = tokenizer.encode(self.prompt)
         room = config.max_seq_len - len(prompt)
         if room < 1:
@@ -155,33 +120,6 @@ class Generate:
         else:
             print(flush=True)
             print(_summary(statistics), file=sys.stderr)
-
-    def _load(self) -> Checkpoint:
-        import jax.numpy as jnp
-        from tqdm import tqdm
-
-        import llama_jax
-
-        dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
-        # Seen where it takes over a second and somebody looks at stderr.
-        bar = partial(tqdm, desc="loading", unit=" layers", leave=False, delay=1.0, disable=None)
-        return llama_jax.load(self.model, dtype, progress=bar)
-
-    def _tokenizer(self, checkpoint: Checkpoint) -> Tokenizer:
-        from llama_jax.tokenizers import load_tokenizer
-
-        size = checkpoint.config.vocab_size
-        tokenizer = checkpoint.tokenizer if self.tokenizer is None else load_tokenizer(self.tokenizer)
-        if tokenizer is None:
-            raise GenerationError(
-                f"no SentencePiece vocabulary of at most {size} pieces lies beside {self.model}; give one with --tokenizer"
-                " (the vocabularies of Llama 3 are not read yet)"
-            )
-        if tokenizer.vocab_size > size:
-            raise GenerationError(
-                f"{self.tokenizer} has {tokenizer.vocab_size} pieces, the model a vocabulary of {size}; give the model's own"
-            )
-        return tokenizer
 
 
 def _print(text: str) -> None:

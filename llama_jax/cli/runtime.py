@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable, Sequence
 
 import jax
 import platformdirs
@@ -29,6 +30,13 @@ def start_backend() -> None:
     except RuntimeError as error:
         reason = str(error).splitlines()[0][:200]
         raise UserError(f"JAX finds no device ({reason}); JAX_PLATFORMS=cpu uses the processor") from None
+
+
+def loading_bar(layers: Sequence[int]) -> Iterable[int]:
+    """Shows layers being read, where that takes over a second and somebody looks at stderr."""
+    from tqdm import tqdm
+
+    return tqdm(layers, desc="loading", unit=" layers", leave=False, delay=1.0, disable=None)
 
 
 class CompileClock:

@@ -10,8 +10,10 @@ from llama_jax.tokenizers import TextStream, Tokenizer
 class Text:
     """Turns tokens into text and ends at a stop string, holding back what may be the beginning of one."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], write: Callable[[str], None]) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], write: Callable[[str], None], *, at_start: bool = False
+    ) -> None:
+        self._stream = TextStream(tokenizer, at_start=at_start)
         self._stop = stop
         self._write = write
         self._held = ""

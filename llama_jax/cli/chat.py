@@ -1,0 +1,222 @@
+"""``llama-jax chat``: talk with a model, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from llama_jax.cli.options import ModelOptions
+from llama_jax.errors import GenerationError, UserError
+from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
+
+if TYPE_CHECKING:
+    from llama_jax.inference.generate import Piece
+    from llama_jax.tokenizers import Tokenizer
+
+USUAL_REPLY = 512  # tokens
+COMMANDS = """\
+/clear        forget what was said, but not the system prompt
+/system TEXT  set the system prompt, or without a text remove it
+/help         show this
+/exit         end, as Ctrl-D does
+A line that begins with a space is sent even if a slash follows. Ctrl-C stops a reply, twice it ends the program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(ModelOptions):
+    """Talk with a chat model: each line is a message, from a terminal or a pipe. Replies go to stdout, notes to stderr.
+
+    The model reads the history again at each turn. When the context is full, the oldest messages are dropped, which a note
+    says. Ctrl-C stops a reply, twice it ends the program; /help lists the commands.
+    """
+
+    system: str | None = None
+    """The system prompt, which is never dropped."""
+    format: Format = "auto"
+    """How messages are put together; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's."""
+    max_new_tokens: int | None = None
+    """Tokens of a reply at most; by default 512, or half of the context where that is less."""
+    context: int | None = None
+    """Tokens of history and reply together; by default all that the model can read."""
+
+    def run(self) -> None:
+        for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors=errors)  # what is no text must not end the chat
+        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+
+        use_compilation_cache()
+        import llama_jax
+
+        seed = self.choose_seed()
+        sampling = self.sampling(seed)
+        for name in ("max_new_tokens", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise GenerationError(f"{name}={value} must be a positive whole number")
+
+        start_backend()
+        config, params, tokenizer = self.load()
+        context = config.max_seq_len if self.context is None else self.context
+        if context > config.max_seq_len:
+            raise GenerationError(
+                f"context={context} exceeds the model's context of {config.max_seq_len}; choose at most that"
+            )
+        reply_room = min(USUAL_REPLY, max(1, context // 2)) if self.max_new_tokens is None else self.max_new_tokens
+        if reply_room >= context:
+            raise GenerationError(
+                f"max_new_tokens={reply_room} leaves no room for a message in a context of {context}; lower it"
+            )
+        format = resolve_format(tokenizer, self.format)
+        ends = reply_ends(tokenizer, format)
+        system = _system(self.system)
+        if system:  # refused now rather than at the first message
+            encode_chat(tokenizer, [*system, {"role": "user", "content": ""}], format)
+
+        import jax
+
+        _note(
+            f"{jax.default_backend()} · {params.embedding.dtype} · format {format} · context {context} tokens · seed {seed}"
+            " · /help lists the commands"
+        )
+        history: list[Message] = []
+        turn = 0
+        for line in _lines():
+            command, _, text = line.partition(" ")
+            if command == "/exit":
+                break
+            elif command == "/clear":
+                history = []
+            elif command == "/system":
+                system = _system(text)
+            elif command == "/help":
+                print(COMMANDS, file=sys.stderr)
+            elif line.startswith("/"):
+                _note(f"error: {command} is not a command; /help lists them, and a space before it sends it as text")
+            elif line.strip():
+                asked: list[Message] = [*history, {"role": "user", "content": line}]
+                try:
+                    prompt, kept = fit(tokenizer, system, asked, format, context - reply_room)
+                except UserError as error:
+                    _note(f"error: {error}")
+                    continue
+                if len(kept) < len(asked):
+                    _note(_dropped(asked[: len(asked) - len(kept)], context))
+                pieces = llama_jax.stream(
+                    config,
+                    params,
+                    [prompt],
+                    max_new_tokens=reply_room,
+                    sampling=replace(sampling, seed=(seed + turn) % 2**32),
+                    stop_tokens=ends,
+                )
+                history = [*kept, {"role": "assistant", "content": reply(tokenizer, pieces, ends)}]
+                turn += 1
+
+
+def fit(
+    tokenizer: Tokenizer, system: Sequence[Message], history: Sequence[Message], format: Format, room: int
+) -> tuple[list[int], list[Message]]:
+    """The ids of a chat in at most `room` tokens, and what is left of its history, whose oldest exchanges are dropped.
+
+    Raises:
+      GenerationError: the last message alone is too long; or what `encode_chat` raises.
+    """
+    kept = list(history)
+    while True:
+        ids = encode_chat(tokenizer, [*system, *kept], format)
+        if len(ids) <= room:
+            return ids, kept
+        if len(kept) == 1:
+            raise GenerationError(
+                f"the message needs {len(ids)} tokens with the system prompt, and {room} are free beside a reply; shorten it"
+            )
+        kept = kept[2:]
+
+
+def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int]) -> str:
+    """Print a reply as it comes, until an end, the limit or Ctrl-C; its text."""
+    from llama_jax.cli.text import Text
+
+    text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=True)
+    with _interruptible() as interrupted:
+        count, ended = 0, False
+        for piece in pieces:
+            for token in piece.tokens[0][piece.valid[0]].tolist():
+                ended = token in ends
+                if not ended:
+                    text.push(token)
+                    count += 1
+            if ended or interrupted():
+                break
+        text.finish()
+        print(flush=True)
+        if interrupted():
+            _note("the reply was stopped")
+        elif not ended:
+            _note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
+    return text.shown
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed once; the second time it does what it did before.
+
+    Nothing is raised: XLA may be compiling, and must not be left in the midst of it.
+    """
+    pressed: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(*_: object) -> None:
+        pressed.append(True)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _lines() -> Iterator[str]:
+    """Lines from a terminal, with a prompt, or from a pipe, until either ends."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            yield line.rstrip("\r\n")
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # lets input() edit and remember lines
+    while True:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # lets readline put the terminal in order
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            sys.exit(130)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        yield line
+
+
+def _system(text: str | None) -> list[Message]:
+    return [{"role": "system", "content": text}] if text and text.strip() else []
+
+
+def _dropped(messages: Sequence[Message], context: int) -> str:
+    first = " ".join(messages[0]["content"].split())
+    return (
+        f"the context of {context} tokens is full: dropped the {len(messages)} oldest messages, from"
+        f" {first if len(first) <= 40 else first[:39] + '…'!r} on"
+    )
+
+
+def _note(text: str) -> None:
+    print(f"llama-jax: {text}", file=sys.stderr, flush=True)

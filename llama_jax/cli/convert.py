@@ -1,0 +1,55 @@
+"""``llama-jax convert``: write a model in another format."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    from llama_jax.checkpoints.saving import Kind
+
+FORMATS = Literal["safetensors", "gguf", "llama2c", "orbax"]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Write a model of any readable format in another. Where memory is short: only orbax needs the model to fit into it."""
+
+    source: tyro.conf.Positional[Path]
+    """A model's folder or file, of any format that is read."""
+    destination: tyro.conf.Positional[Path]
+    """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
+    format: FORMATS
+    """What to write. llama2c is the legacy .bin, float32."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
+    """Of what is written; auto keeps that of the source, float32 where it is quantised. q8_0 is for gguf alone."""
+    overwrite: bool = False
+    """Replace what is at the destination."""
+
+    def run(self) -> None:
+        from tqdm import tqdm
+
+        from llama_jax.checkpoints.saving import convert
+
+        # Unlike a generation this may end in order, and must: a temporary file would be left behind.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        started = time.perf_counter()
+        dtype: Kind | None = None if self.dtype == "auto" else self.dtype
+        bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
+        try:
+            convert(self.source, self.destination, format=self.format, dtype=dtype, overwrite=self.overwrite, progress=bar)
+        except KeyboardInterrupt:
+            print("\nllama-jax: stopped; nothing was written", file=sys.stderr)
+            os._exit(130)
+        files = self.destination.rglob("*") if self.destination.is_dir() else [self.destination]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+        print(f"{self.destination}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

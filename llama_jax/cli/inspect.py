@@ -1,0 +1,211 @@
+"""``llama-jax inspect``: what is in a model's files."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from llama_jax.cli.page import columns, printable, size
+from llama_jax.config import PRESETS, LlamaConfig
+from llama_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from llama_jax.checkpoints.store import Stored
+    from llama_jax.checkpoints.tensors import Described, Opened
+    from llama_jax.tokenizers import Tokenizer
+
+SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "tie_embeddings")
+CACHE_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Say what is in a model's files: types and bytes of the tensors, configuration, parameters, cache, vocabulary.
+
+    No weight is read. Exit code 2 where something is wrong with the files."""
+
+    path: tyro.conf.Positional[Path]
+    """A model's folder or file, of any format that is read."""
+    tensors: bool = False
+    """List every tensor."""
+    json: bool = False
+    """Print one JSON object instead."""
+
+    def run(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        import jax
+
+        from llama_jax.checkpoints.loading import open_checkpoint
+
+        jax.config.update("jax_platforms", "cpu")  # nothing is computed: no accelerator need be there, or be free
+        opened = open_checkpoint(self.path)
+        facts = describe(opened)
+        if self.tensors:
+            facts["tensors"] = [
+                {"name": name, "kind": tensor.kind, "shape": tensor.shape, "bytes": tensor.nbytes}
+                for name, tensor in opened.tensors.items()
+            ]
+        print(json.dumps(facts) if self.json else page(facts))
+        if facts["problems"]:
+            raise UserError(facts["problems"][0])
+
+
+def describe(opened: Opened | Stored) -> dict[str, Any]:
+    """What `inspect` says, as its JSON has it."""
+    import jax.numpy as jnp
+
+    from llama_jax.model.cache import cache_bytes
+    from llama_jax.model.params import parameter_count
+
+    config = opened.config
+    tokenizer, problems = None, []
+    try:
+        _check_names(opened)
+    except UserError as error:
+        problems.append(str(error))
+    try:
+        tokenizer = opened.tokenizer()
+    except UserError as error:
+        problems.append(str(error))
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        problems.append(
+            f"{opened.path}: the vocabulary has {tokenizer.vocab_size} pieces, the embedding {config.vocab_size} rows;"
+            " are both of one model?"
+        )
+    return {
+        "path": str(opened.path),
+        "format": opened.format,
+        "files": {str(file): file.stat().st_size for file in _files(opened)},
+        "config": asdict(config),
+        "presets": _presets(config),
+        "parameters": parameter_count(config),
+        "kinds": _kinds(opened.tensors),
+        "cache_bytes_per_token": {dtype: cache_bytes(config, 1, 1, jnp.dtype(dtype)) for dtype in CACHE_DTYPES},
+        "vocabulary": None if tokenizer is None else _vocabulary(tokenizer),
+        "problems": problems,
+    }
+
+
+def page(facts: Mapping[str, Any]) -> str:
+    """The same for people."""
+    parts = [f"{printable(facts['path'])}: {facts['format']}", columns(_rows(facts), indent="  ")]
+    if "tensors" in facts:
+        rows = [[printable(t["name"]), t["kind"], str(list(t["shape"])), size(t["bytes"])] for t in facts["tensors"]]
+        parts.append(columns(rows, right=(3,), indent="  "))
+    parts += [f"problem: {printable(problem)}" for problem in facts["problems"]]
+    return "\n\n".join(parts)
+
+
+def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
+    c, files, kinds = facts["config"], facts["files"], facts["kinds"]
+    rows = [
+        ["layers", f"{c['n_layers']:,}"],
+        ["embedding width", f"{c['dim']:,}"],
+        ["query heads", f"{c['n_heads']:,}"],
+        ["key/value heads", f"{c['n_kv_heads']:,}"],
+        ["head dimension", f"{c['head_dim']:,}"],
+        ["feed-forward width", f"{c['hidden_dim']:,}"],
+        ["vocabulary size", f"{c['vocab_size']:,}"],
+        ["context length", f"{c['max_seq_len']:,}"],
+        ["RoPE theta", f"{c['rope_theta']:,.12g}"],
+        ["RoPE scaling", _scaling(c["rope_scaling"])],
+        ["RMSNorm epsilon", f"{c['norm_eps']:g}"],
+        ["tied embeddings", "yes" if c["tie_embeddings"] else "no"],
+        ["preset", "; ".join(_preset(**each) for each in facts["presets"]) or "none of these sizes"],
+        ["", ""],
+        ["parameters", f"{facts['parameters']:,}"],
+        ["files", f"{len(files):,}, {size(sum(files.values()))}"],
+    ]
+    rows += [[f"{kind} tensors", f"{each['tensors']:,}, {size(each['bytes'])}"] for kind, each in kinds.items()]
+    for dtype, count in facts["cache_bytes_per_token"].items():
+        full = f"{size(count * c['max_seq_len'])} for the whole context"
+        rows.append([f"{dtype} cache", f"{size(count)} per token, {full}"])
+    return [*rows, ["vocabulary", _in_words(facts["vocabulary"])]]
+
+
+def _check_names(opened: Opened | Stored) -> None:
+    """Raise CheckpointError for a tensor that is missing, left over or misshapen."""
+    from llama_jax.checkpoints.assemble import plan
+    from llama_jax.checkpoints.store import Stored
+
+    if not isinstance(opened, Stored):  # which were checked when it was opened
+        plan(opened)
+
+
+def _files(opened: Opened | Stored) -> list[Path]:
+    """What the model's tensors lie in."""
+    from llama_jax.checkpoints.store import Stored
+
+    if isinstance(opened, Stored):
+        return sorted(file for file in opened.path.rglob("*") if file.is_file())
+    return sorted({file for tensor in opened.tensors.values() for file in _files_of(tensor)})
+
+
+def _files_of(tensor: Any) -> list[Path]:
+    from llama_jax.checkpoints.pickled import Strided
+    from llama_jax.checkpoints.tensors import Joined
+
+    if isinstance(tensor, Joined):
+        return [file for part in tensor.parts for file in _files_of(part)]
+    return [tensor.span.path if isinstance(tensor, Strided) else tensor.path]
+
+
+def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, int]]:
+    """How many tensors, and bytes, there are of each kind, the most bytes first."""
+    found: dict[str, dict[str, int]] = {}
+    for tensor in tensors.values():
+        each = found.setdefault(tensor.kind, {"tensors": 0, "bytes": 0})
+        each["tensors"] += 1
+        each["bytes"] += tensor.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _presets(config: LlamaConfig) -> list[dict[str, Any]]:
+    """The presets that are this configuration; where none is, those of its sizes, with what differs."""
+    differing = {
+        name: [f.name for f in fields(LlamaConfig) if getattr(config, f.name) != getattr(preset, f.name)]
+        for name, preset in PRESETS.items()
+    }
+    least = [] if [] in differing.values() else [name for name in differing if not set(SIZES) & set(differing[name])]
+    return [{"name": name, "differs": differs} for name, differs in differing.items() if not differs or name in least]
+
+
+def _preset(name: str, differs: list[str]) -> str:
+    return f"the sizes of {name}, but not {', '.join(differs)}" if differs else name
+
+
+def _scaling(scaling: Mapping[str, Any] | None) -> str:
+    if scaling is None:
+        return "none"
+    factor = f"{scaling['kind']}, factor {scaling['factor']:g}"
+    if scaling["kind"] == "linear":
+        return factor
+    low, high, trained = (scaling[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_seq_len"))
+    return f"{factor}, low and high frequency factors {low:g} and {high:g}, trained at {trained:,}"
+
+
+def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "kind": type(tokenizer).__name__.removesuffix("Tokenizer"),
+        "size": tokenizer.vocab_size,
+        "bos": tokenizer.bos_id,
+        "eos": tokenizer.eos_id,
+        "stop": tokenizer.stop_ids,
+        "chat_template": tokenizer.chat_template is not None,
+    }
+
+
+def _in_words(vocabulary: Mapping[str, Any] | None) -> str:
+    if vocabulary is None:
+        return "none"
+    ids = f"bos {vocabulary['bos']}, eos {vocabulary['eos']}, stop {' '.join(map(str, vocabulary['stop'])) or 'none'}"
+    template = "with" if vocabulary["chat_template"] else "no"
+    return f"{vocabulary['kind']}, {vocabulary['size']:,} pieces; {ids}; {template} chat template"

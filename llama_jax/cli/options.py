@@ -1,0 +1,78 @@
+"""The options of every command that runs a model: which one, how to choose tokens, and in which type."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from llama_jax.errors import GenerationError
+
+if TYPE_CHECKING:
+    from llama_jax.config import LlamaConfig
+    from llama_jax.inference.sampling import Sampling
+    from llama_jax.model.params import Llama
+    from llama_jax.tokenizers import Tokenizer
+
+DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    model: Path
+    """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content."""
+    tokenizer: Path | None = None
+    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 0.95
+    """Keep the most probable tokens until their probability reaches p; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the most probable; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the text already has less probable; 1 is off."""
+    seed: int | None = None
+    """Start of the random stream; by default taken from the clock and printed."""
+    dtype: DTYPES = "auto"
+    """Of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
+
+    def choose_seed(self) -> int:
+        return time.time_ns() % 2**32 if self.seed is None else self.seed
+
+    def sampling(self, seed: int) -> Sampling:
+        """How to choose tokens; GenerationError for an impossible value."""
+        import llama_jax
+
+        sampling = llama_jax.Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=seed,
+        )
+        sampling.per_row(1)
+        return sampling
+
+    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model and its vocabulary; GenerationError where there is none, or one that is not the model's."""
+        import jax.numpy as jnp
+
+        import llama_jax
+        from llama_jax.cli.runtime import loading_bar
+
+        dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
+        config, params, tokenizer = llama_jax.load(self.model, dtype, tokenizer=self.tokenizer, progress=loading_bar)
+        if tokenizer is None:
+            raise GenerationError(
+                f"no vocabulary of at most {config.vocab_size} pieces lies with {self.model}; give one with --tokenizer"
+            )
+        if tokenizer.vocab_size > config.vocab_size:
+            raise GenerationError(
+                f"{self.tokenizer} has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
+                " give the model's own"
+            )
+        return config, params, tokenizer

@@ -1,0 +1,33 @@
+"""How `inspect` and `verify` write: sizes, columns, and names from files that a terminal can be given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def printable(text: str) -> str:
+    """A text out of a file on one line: what a terminal would obey, or cannot show, is escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that leaves one to three digits before the point: 4.1 GB."""
+    number = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.0f} {unit}" if unit == "bytes" or number >= 99.95 else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:,.1f} TB"
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> str:
+    """Rows of as many cells each, in columns; those of the numbers in `right` end at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join((indent + line).rstrip() for line in lines)

@@ -1,0 +1,270 @@
+"""``llama-jax verify``: is this the model that it should be, and if not, by how much and where?"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import tyro
+
+from llama_jax.cli.page import columns, printable
+from llama_jax.config import RopeScaling
+from llama_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from llama_jax.checkpoints.compare import Comparison, Part, Settings
+    from llama_jax.checkpoints.store import Stored
+    from llama_jax.checkpoints.tensors import Opened
+    from llama_jax.checkpoints.trace import Origin, Trace
+    from llama_jax.config import LlamaConfig
+    from llama_jax.tokenizers import Tokenizer
+
+TOKENS = 64
+LARGEST_TEXT = 1 << 20  # characters
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Compare a model with a reference: its logits and every layer. Exit code 0 where they are the same, 1 where not.
+
+    Without a reference, check what a model can show of itself."""
+
+    path: tyro.conf.Positional[Path]
+    """A model's folder or file, of any format that is read."""
+    against: Path | None = None
+    """The reference: a Hugging Face folder, run by transformers in float32 (needs the extra 'parity')."""
+    oracle: Path | None = None
+    """The reference: a file that --write-oracle stored, on any machine and from any format."""
+    write_oracle: Path | None = None
+    """Store in this file what --against gave, or without it what PATH gave."""
+    text: Path | None = None
+    """A text in UTF-8 to read; by default a built-in one."""
+    tokens: int | None = None
+    """Tokens to read at most; by default 64. Where there is no vocabulary they are random."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights and the arithmetic of PATH; the reference keeps its own."""
+    per_layer: bool = False
+    """Show how every layer differs."""
+    json: bool = False
+    """Print one JSON object instead, with every layer."""
+
+    def run(self) -> None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        self._check_options()
+        from llama_jax.checkpoints.compare import compare
+        from llama_jax.checkpoints.loading import load, open_checkpoint
+        from llama_jax.checkpoints.reference import check_room, read_oracle, run_transformers, write_oracle
+        from llama_jax.checkpoints.trace import trace
+        from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+
+        # What is quick comes first: no mistake shall be found after minutes of loading.
+        use_compilation_cache()
+        start_backend()
+        opened = open_checkpoint(self.path)
+        origin = self._origin(opened)
+        config, tokenizer = opened.config, opened.tokenizer()
+        reference: Trace | None = None
+        if self.oracle is not None:
+            reference = read_oracle(self.oracle)
+            self._check_sizes(config, reference.origin.config)
+            tokens, read = reference.tokens, f"{len(reference.tokens)} tokens of the oracle"
+        else:
+            if self.against is not None:
+                theirs = self._open_against(config)
+                tokenizer = theirs if tokenizer is None else tokenizer
+            tokens, read = self._tokens(config, tokenizer)
+        if self.write_oracle is not None:
+            check_room(self.write_oracle, config, len(tokens))
+
+        # One model after the other, so that memory need hold but one.
+        if self.against is not None:
+            reference = run_transformers(self.against, tokens)
+        params = load(self.path, self.dtype, progress=loading_bar).params
+        ours = trace(params, tokens, origin)
+        if self.write_oracle is not None:
+            write_oracle(self.write_oracle, ours if reference is None else reference)
+            print(f"{self.write_oracle}: {self.write_oracle.stat().st_size / 1e6:.1f} MB written", file=sys.stderr)
+        if reference is None:
+            self._end_alone(ours, tokenizer, read, len(opened.tensors))
+        else:
+            self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read)
+
+    def _check_options(self) -> None:
+        if self.against is not None and self.oracle is not None:
+            raise UserError("--against and --oracle both name a reference; give one of them")
+        if self.oracle is not None:
+            for name, value in (("text", self.text), ("tokens", self.tokens), ("write-oracle", self.write_oracle)):
+                if value is not None:
+                    raise UserError(f"--{name} cannot go with --oracle, whose tokens and numbers are given; leave it out")
+        elif self.against is None and self.per_layer:
+            raise UserError("--per-layer compares with a reference; give one with --against or --oracle")
+        if self.tokens is not None and self.tokens < 2:
+            raise UserError(f"tokens={self.tokens} must be at least 2")
+
+    def _origin(self, opened: Opened | Stored) -> Origin:
+        """What this model's numbers will be of; names and shapes are checked."""
+        import jax
+
+        import llama_jax
+        from llama_jax.checkpoints.assemble import plan
+        from llama_jax.checkpoints.rounding import origin_of
+        from llama_jax.checkpoints.store import Stored
+
+        if not isinstance(opened, Stored):  # which were checked when it was opened
+            plan(opened)
+        versions = {"llama_jax": llama_jax.__version__, "jax": jax.__version__}
+        name = f"{self.path} ({opened.format})"
+        return origin_of(name, opened.config, list(opened.tensors.values()), self.dtype, versions)
+
+    def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
+        """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
+        from llama_jax.checkpoints.huggingface import open_folder
+        from llama_jax.checkpoints.reference import check_transformers
+
+        assert self.against is not None
+        if not (self.against / "config.json").is_file():
+            raise UserError(
+                f"--against {self.against} is not a Hugging Face folder, which transformers needs: no config.json"
+            )
+        check_transformers()
+        opened = open_folder(self.against)
+        self._check_sizes(config, opened.config)
+        return opened.tokenizer()
+
+    def _check_sizes(self, here: LlamaConfig, there: LlamaConfig) -> None:
+        """End here where the two models cannot be compared."""
+        from llama_jax.checkpoints.compare import comparable, differing_settings, in_words
+
+        settings = differing_settings(here, there)
+        if not comparable(settings):
+            self._end(False, f"NOT the same model: {in_words(settings)}", "", {"settings": _settings(settings)})
+
+    def _tokens(self, config: LlamaConfig, tokenizer: Tokenizer | None) -> tuple[np.ndarray, str]:
+        """What to read, int32[T], and in words what it is."""
+        import numpy as np
+
+        from llama_jax.model.forward import check_tokens
+
+        count = min(TOKENS, config.max_seq_len) if self.tokens is None else self.tokens
+        if count > config.max_seq_len:
+            raise UserError(f"tokens={count} exceed the model's context of {config.max_seq_len}")
+        if tokenizer is None:
+            if self.text is not None:
+                raise UserError(
+                    f"--text needs a vocabulary, and none lies beside {self.path}; leave it out for random tokens"
+                )
+            ids = np.random.default_rng(0).integers(0, config.vocab_size, count, dtype=np.int32)
+            return ids, f"{count} random tokens, as there is no vocabulary"
+        ids = np.array(tokenizer.encode(self._text(), bos=tokenizer.bos_id >= 0)[:count], np.int32)
+        if len(ids) < 2:
+            raise UserError(f"{self.text} has {len(ids)} tokens; give a text of at least 2")
+        check_tokens(config, ids)
+        return ids, f"{len(ids)} tokens of {'the built-in text' if self.text is None else self.text}"
+
+    def _text(self) -> str:
+        from llama_jax.checkpoints import soundness
+
+        if self.text is None:
+            return soundness.TEXT
+        if not self.text.is_file():
+            raise UserError(f"{self.text} is not a file; give a text")
+        try:
+            with self.text.open(encoding="utf-8", newline="") as file:
+                return file.read(LARGEST_TEXT)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.text} is not text in UTF-8 ({error.reason} at byte {error.start})") from None
+
+    def _end_alone(self, ours: Trace, tokenizer: Tokenizer | None, read: str, tensors: int) -> NoReturn:
+        from llama_jax.checkpoints.soundness import FEWEST, Check, check_logits, check_speech, check_vocabulary
+
+        checks = [Check("tensors", True, f"{tensors:,}, with the names and shapes of the configuration, all finite")]
+        if tokenizer is not None:
+            checks.append(check_vocabulary(tokenizer, ours.origin.config.vocab_size, self._text()))
+        checks.append(check_logits(ours))
+        readable = tokenizer is not None and len(ours.tokens) >= FEWEST
+        if readable and checks[-1].passed:
+            checks.append(check_speech(ours))
+        failed = [check.name for check in checks if not check.passed]
+        if failed:
+            why = f"NOT as a model should be: {', '.join(failed)}"
+        elif readable:
+            why = "whole, and it speaks; this is an indication: give --against or --oracle to know"
+        else:
+            why = f"whole; whether it speaks can be told of {FEWEST} tokens of text, whether it is right with a reference"
+        rows = [[check.name, printable(check.found)] for check in checks]
+        page = f"{_described(ours.origin)}\nread {printable(read)}\n\n{columns(rows)}\n"
+        facts = {"here": _origin_facts(ours.origin), "read": read, "checks": [check._asdict() for check in checks]}
+        self._end(not failed, why, page, facts)
+
+    def _end_compared(self, found: Comparison, here: Origin, there: Origin, read: str) -> NoReturn:
+        agreeing = f"{found.agreeing} of {found.positions}"
+        if found.ties:
+            agreeing += f", {found.ties} more are ties"
+        rows = [
+            ["logits", f"largest difference {found.max_abs:.2g}, the reference's largest {found.largest:.3g}"],
+            ["KL divergence", f"mean {found.kl:.2g} nats, largest {found.kl_max:.2g} at position {found.kl_max_at}"],
+            ["top-1 agreement", agreeing],
+        ]
+        page = f"{_described(here)}\nagainst {_described(there)}\nread {printable(read)}\n\n{columns(rows)}\n"
+        if self.per_layer:
+            page += f"\n{_table(found.parts)}\n"
+        facts = {
+            "here": _origin_facts(here),
+            "there": _origin_facts(there),
+            "read": read,
+            "settings": _settings(found.settings),
+            "rounding": found.rounding,
+            "logits": {"max_abs": found.max_abs, "largest": found.largest},
+            "kl": {"mean": found.kl, "max": found.kl_max, "position": found.kl_max_at},
+            "top1": {"agreeing": found.agreeing, "ties": found.ties, "of": found.positions},
+            "parts": [part._asdict() for part in found.parts],
+        }
+        self._end(found.same, found.why, page, facts)
+
+    def _end(self, same: bool, why: str, page: str, facts: dict[str, Any]) -> NoReturn:
+        """Print the page and the verdict, or all as JSON, and exit with what the verdict says."""
+        if self.json:
+            print(json.dumps(_finite({"same": same, "verdict": why} | facts)))
+        else:
+            print(f"{page}\n{why}" if page else why)
+        sys.stdout.flush()
+        sys.exit(0 if same else 1)
+
+
+def _described(origin: Origin) -> str:
+    return f"{printable(origin.name)}: {', '.join(origin.kinds)}, computed in {origin.dtype}"
+
+
+def _origin_facts(origin: Origin) -> dict[str, Any]:
+    return {"name": origin.name, "kinds": origin.kinds, "dtype": origin.dtype, "versions": origin.versions}
+
+
+def _settings(settings: Settings) -> dict[str, list[Any]]:
+    return {name: [asdict(value) if isinstance(value, RopeScaling) else value for value in pair] for name, *pair in settings}
+
+
+def _table(parts: tuple[Part, ...]) -> str:
+    rows = [["", "max abs", "relative", "own", "roundings"]]
+    rows += [[p.name, f"{p.max_abs:.2g}", f"{p.relative:.2g}", f"{p.own:.2g}", f"{p.roundings:,.1f}"] for p in parts]
+    legend = """
+  max abs, relative: of the residual stream behind the part
+  own: of the part alone, given the reference's stream, relative to what it adds
+  roundings: how many times what rounding explains of its own difference"""
+    return columns(rows, right=(1, 2, 3, 4), indent="  ") + legend
+
+
+def _finite(found: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    if isinstance(found, dict):
+        return {name: _finite(value) for name, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_finite(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found

@@ -1,0 +1,211 @@
+"""``llama-jax chat`` as a user meets it, and the parts that need no model."""
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import make_goldens
+import numpy as np
+import pytest
+import vocabularies
+from conftest import write_hf_folder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llama_jax.cli.chat import fit, reply
+from llama_jax.errors import GenerationError
+from llama_jax.inference.generate import Piece
+
+PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "chat"]
+TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+
+
+class Letters:
+    """Each character of Latin-1 is a token, and there is a token behind them that ends."""
+
+    vocab_size = 257
+    bos_id = eos_id = 256
+    stop_ids = (256,)
+    special_tokens = {"<end>": 256}  # noqa: RUF012
+    chat_template = TEMPLATE
+    space_prefix = False
+
+    def encode_parts(self, parts):
+        return [i for part in parts for i in ([part] if isinstance(part, int) else part.encode("latin-1"))]
+
+    def token_bytes(self, token):
+        return bytes([token]) if token < 256 else b""
+
+
+def turns(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@given(lengths=st.lists(st.integers(0, 30), max_size=9).filter(lambda some: len(some) % 2 == 1), room=st.integers(10, 200))
+def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed(lengths, room):
+    system = [{"role": "system", "content": "S" * 5}]
+    history = turns(*("x" * length for length in lengths))
+    cost = [len(m["role"]) + 3 + len(m["content"]) for m in [*system, *history]]
+    if cost[0] + cost[-1] > room:
+        with pytest.raises(GenerationError, match=f"needs {cost[0] + cost[-1]} tokens .* and {room} are free"):
+            fit(Letters(), system, history, "template", room)
+        return
+    ids, kept = fit(Letters(), system, history, "template", room)
+    assert len(ids) == cost[0] + sum(cost[len(cost) - len(kept) :]) <= room
+    assert kept == history[len(history) - len(kept) :]
+    assert (len(history) - len(kept)) % 2 == 0
+    if len(kept) < len(history):
+        assert len(ids) + sum(cost[len(cost) - len(kept) - 2 : len(cost) - len(kept)]) > room
+
+
+def pieces(*texts):
+    for text in texts:
+        if callable(text):
+            text()
+            continue
+        tokens = np.array([[*text.replace("#", "").encode("latin-1"), *[256] * ("#" in text)]], np.int32)
+        yield Piece(tokens, np.zeros(tokens.shape, np.float32), np.ones(tokens.shape, bool))
+
+
+def test_a_reply_is_shown_until_its_end(capsys):
+    assert reply(Letters(), pieces("H", "ello", " wor", "ld#"), (256,)) == "Hello world"
+    assert capsys.readouterr() == ("Hello world\n", "")
+    assert reply(Letters(), pieces("H", "ello"), (256,)) == "Hello"
+    out, err = capsys.readouterr()
+    assert out == "Hello\n"
+    assert "cut at 5 tokens" in err
+
+
+def test_ctrl_c_stops_a_reply_and_keeps_what_was_said(capsys):
+    before = signal.getsignal(signal.SIGINT)
+    said = pieces("H", "ello", lambda: signal.raise_signal(signal.SIGINT), " wor", "ld", "#")
+    assert reply(Letters(), said, (256,)) == "Hello wor"  # what comes as it is pressed is still shown
+    out, err = capsys.readouterr()
+    assert out == "Hello wor\n"
+    assert err == "llama-jax: the reply was stopped\n"
+    assert len(list(said)) == 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_twice_does_what_it_always_does():
+    calls = []
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append("ended"))
+    try:
+        twice = [lambda: signal.raise_signal(signal.SIGINT)] * 2
+        reply(Letters(), pieces("H", *twice, "i"), (256,))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert calls == ["ended"]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "200",
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small random model with a vocabulary and a chat template."""
+    config = replace(make_goldens.KINDS["gqa"], vocab_size=400, max_seq_len=256)
+    folder = write_hf_folder(tmp_path_factory.mktemp("chat") / "model", config)
+    return vocabularies.write(folder, "sentencepiece", tokenizer_config={"chat_template": TEMPLATE})
+
+
+@pytest.fixture(scope="module")
+def chat(environment, model):
+    def chat(lines, *arguments, **options):
+        return subprocess.run(
+            [*PROGRAM, "--model", str(model), "--temperature", "0", *map(str, arguments)],
+            input=lines,
+            capture_output=True,
+            timeout=300,
+            env=environment,
+            **options,
+        )
+
+    return chat
+
+
+def test_a_conversation(chat):
+    lines = ["Hello", "", "Hello", "/clear", "Hello", "/clear", "/system Be kind.", "Hello", "/unknown", "/help", " /slash"]
+    lines += ["x" * 300, "caf\udcff", "Hello", "/exit", "never read"]
+    done = chat("\n".join(lines).encode(errors="surrogateescape"), "--max-new-tokens", 8, "--context", 100)
+    err = done.stderr.decode()
+    assert done.returncode == 0, err
+    assert "format template · context 100 tokens" in err.splitlines()[0]
+    replies = done.stdout.decode(errors="replace").removesuffix("\n").split("\n")
+    assert len(replies) == 6
+    assert replies[0] == replies[2]  # the same history, greedily
+    assert replies[0] != replies[1]
+    assert replies[0] != replies[3]
+    assert "error: /unknown is not a command; /help lists them" in err
+    assert "/system TEXT" in err
+    assert "error: the message needs" in err
+    assert "and 92 are free beside a reply; shorten it" in err
+    assert "error: the text is not valid Unicode" in err
+    assert err.count("error") == 3
+
+
+def test_a_full_context_is_said(chat):
+    lines = b"".join(b"once upon a time number %d\n" % i for i in range(4))
+    done = chat(lines, "--max-new-tokens", 8, "--context", 100, "--system", "Be kind.")
+    assert done.returncode == 0, done.stderr
+    notes = [line for line in done.stderr.decode().splitlines() if "is full" in line]
+    assert notes
+    assert notes[0] == (
+        "llama-jax: the context of 100 tokens is full: dropped the 2 oldest messages, from 'once upon a time number 0' on"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", 1000], "context=1000 exceeds the model's context of 256; choose at most that"),
+        (["--context", 0], "context=0 must be a positive whole number"),
+        (["--max-new-tokens", 256], "max_new_tokens=256 leaves no room for a message in a context of 256; lower it"),
+        (["--format", "llama3"], "the format llama3 needs the token <|begin_of_text|>"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_code_2(chat, arguments, message):
+    done = chat(b"Hello\n", *arguments)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert message in done.stderr.decode()
+    assert done.stderr.count(b"\n") == 1
+
+
+def test_a_model_without_a_chat_format_says_what_to_choose(chat, model, tmp_path):
+    alone = tmp_path / "tokenizer.model"
+    alone.write_bytes((model / alone.name).read_bytes())
+    done = chat(b"", "--tokenizer", alone)
+    assert done.returncode == 2
+    assert b"the model has no chat template" in done.stderr
+    assert b"choose a format (--format): llama2, llama3 or zephyr" in done.stderr
+    assert chat(b"", "--tokenizer", alone, "--format", "zephyr").returncode == 0
+
+
+@pytest.mark.parametrize(("end", "code"), [(b"/exit\n", 0), (b"\x04", 0), (signal.SIGINT, 130)])
+def test_in_a_terminal(environment, model, end, code):
+    ours, theirs = pty.openpty()
+    arguments = [*PROGRAM, "--model", str(model), "--max-new-tokens", "3"]
+    with subprocess.Popen(arguments, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(theirs)
+        seen = b""
+        while not seen.endswith(b"> "):
+            seen += os.read(ours, 1000)
+        if isinstance(end, bytes):
+            os.write(ours, end)
+        else:
+            process.send_signal(end)
+            with contextlib.suppress(OSError):
+                os.write(ours, b"\n")  # Python looks for signals as it reads: this one may have come just before
+        assert b"Traceback" not in process.stderr.read()
+    os.close(ours)
+    assert process.returncode == code

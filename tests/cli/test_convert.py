@@ -1,0 +1,82 @@
+"""``llama-jax convert`` as a user meets it."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import write_hf_folder
+from make_format_goldens import FORMATS, SMALL
+from make_goldens import random_tensors
+
+import llama_jax
+from llama_jax.checkpoints.saving import KINDS, Format
+from llama_jax.cli.convert import FORMATS as OFFERED
+
+START = "from llama_jax.cli import main; "
+
+
+@pytest.fixture(scope="module")
+def run():
+    def run(*arguments, before=""):
+        command = [sys.executable, "-c", START + before + "main()", "convert", *map(str, arguments)]
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+
+    return run
+
+
+def test_there_and_back(run, tmp_path):
+    source = write_hf_folder(tmp_path / "model", SMALL, random_tensors(SMALL))
+    done = run(source, tmp_path / "model.gguf", "--format", "gguf")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert f"{tmp_path / 'model.gguf'}: 0.0 MB in" in done.stderr
+    done = run(tmp_path / "model.gguf", tmp_path / "back", "--format", "safetensors")
+    assert done.returncode == 0
+    before, after = (jax.tree.leaves(llama_jax.load(path).params) for path in (source, tmp_path / "back"))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "out", "--format", "gguf"], "nowhere does not exist"),
+        (
+            [FORMATS / "meta-1", FORMATS / "meta-2", "--format", "safetensors"],
+            "meta-2 exists; remove it, or replace it with overwrite=True (--overwrite)",
+        ),
+        ([FORMATS / "meta-1", "out", "--format", "safetensors", "--dtype", "q8_0"], "'q8_0' is a type of GGUF"),
+        ([FORMATS / "meta-1", "/proc/out", "--format", "gguf"], "No such file or directory"),
+    ],
+)
+def test_errors_are_one_line(run, arguments, message):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("llama-jax: error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+INTERRUPT = (
+    "import os, signal; from llama_jax.checkpoints.layout import Piece; rows = Piece.rows\n"
+    "def interrupted(self, dtype):\n"
+    "    if self.part == 'final_norm': os.kill(os.getpid(), signal.{0})\n"
+    "    return rows(self, dtype)\n"
+    "Piece.rows = interrupted\n"
+)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_nothing_is_left_when_it_is_stopped(run, name, tmp_path):
+    done = run(FORMATS / "meta-1", tmp_path / "out", "--format", "safetensors", before=INTERRUPT.format(name))
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "llama-jax: stopped; nothing was written"
+    assert not os.listdir(tmp_path)
+
+
+def test_what_is_offered_is_what_there_is():
+    assert Format == OFFERED
+    assert set(KINDS) == {"float32", "bfloat16", "float16", "q8_0"}

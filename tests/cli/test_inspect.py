@@ -1,0 +1,313 @@
+"""`llama-jax inspect` as a user meets it: every format, whole or not, and nothing read but headers."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import jax
+import make_goldens
+import numpy as np
+import pytest
+from conftest import write_hf_folder
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llama_jax
+from llama_jax.checkpoints import store
+from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.checkpoints.tensors import Dense, Joined, Opened
+from llama_jax.cli import main
+from llama_jax.cli.inspect import describe, page
+from llama_jax.cli.page import columns, printable, size
+from llama_jax.config import PRESETS
+
+CONFIG = make_goldens.KINDS["gqa"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the program in this process: its exit code (None where it ends by itself), stdout and stderr."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", *map(str, arguments)])
+        code = None
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def opened(config, tensors=None, tokenizer=lambda: None, path="model.x"):
+    return Opened("some format", path, config, tensors or {}, NAMES, False, tokenizer)
+
+
+def rows_of(page: str) -> dict[str, str]:
+    """{what: value} of the lines of a page."""
+    split = (line.strip().split("  ", 1) for line in page.splitlines() if line.startswith("  "))
+    return {row[0]: row[1].strip() for row in split if len(row) == 2}
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_stories_model(run, stories_folder):
+    code, out, err = run(stories_folder)
+    assert (code, err) == (None, "")
+    assert out.splitlines()[0] == f"{stories_folder / 'stories260K.bin'}: llama2.c"
+    assert rows_of(out) == {
+        "layers": "5",
+        "embedding width": "64",
+        "query heads": "8",
+        "key/value heads": "4",
+        "head dimension": "8",
+        "feed-forward width": "172",
+        "vocabulary size": "512",
+        "context length": "512",
+        "RoPE theta": "10,000",
+        "RoPE scaling": "none",
+        "RMSNorm epsilon": "1e-05",
+        "tied embeddings": "yes",
+        "preset": "stories-260k",
+        "parameters": "260,032",
+        "files": "1, 1.1 MB",
+        "F32 tensors": "47, 1.0 MB",
+        "bfloat16 cache": "640 bytes per token, 328 kB for the whole context",
+        "float32 cache": "1.3 kB per token, 655 kB for the whole context",
+        "vocabulary": "SentencePiece, 512 pieces; bos 1, eos 2, stop 1 2; no chat template",
+    }
+
+
+def test_json(run, tmp_path):
+    folder = write_hf_folder(tmp_path / "model", CONFIG)
+    code, out, _ = run(folder, "--json", "--tensors")
+    found = json.loads(out)
+    assert code is None
+    assert found["config"] == asdict(CONFIG)
+    assert found["parameters"] == llama_jax.parameter_count(CONFIG)
+    assert found["kinds"] == {"F32": {"tensors": len(make_goldens.random_tensors(CONFIG)), "bytes": 4 * found["parameters"]}}
+    assert found["files"] == {str(folder / "model.safetensors"): (folder / "model.safetensors").stat().st_size}
+    assert found["cache_bytes_per_token"]["float32"] == llama_jax.cache_bytes(CONFIG, 1, 1, np.dtype(np.float32))
+    assert (found["vocabulary"], found["presets"], found["problems"]) == (None, [], [])
+    assert {"name": NAMES["q"].format(1), "kind": "F32", "shape": [32, 32], "bytes": 4096} in found["tensors"]
+    assert "tensors" not in json.loads(run(folder, "--json")[1])
+
+
+def test_every_tensor_has_a_line(run, tmp_path):
+    tensors = make_goldens.random_tensors(CONFIG)
+    out = run(write_hf_folder(tmp_path / "model", CONFIG), "--tensors")[1]
+    lines = [line.split() for line in out.splitlines()]
+    for name, array in tensors.items():
+        assert [name, "F32", *str(list(array.shape)).split(), *size(array.nbytes).split()] in lines
+
+
+def test_orbax(run, tmp_path, models):
+    store.save(tmp_path, *models["gqa"])
+    code, out, _ = run(tmp_path)
+    assert code is None
+    assert out.splitlines()[0] == f"{tmp_path}: orbax"
+    assert rows_of(out)["F32 tensors"].startswith(f"{len(jax.tree.leaves(models['gqa'][1]))}, ")
+    assert rows_of(out)["vocabulary"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (PRESETS["llama-3.1-70b"], "llama-3.1-70b; llama-3.3-70b"),
+        (PRESETS["llama-2-7b"], "llama-2-7b"),
+        (
+            replace(PRESETS["llama-2-7b"], max_seq_len=32_768, rope_theta=1e6),
+            "the sizes of llama-7b, but not max_seq_len, norm_eps, rope_theta;"
+            " the sizes of llama-2-7b, but not max_seq_len, rope_theta",
+        ),
+        (replace(PRESETS["llama-2-7b"], n_layers=31), "none of these sizes"),
+    ],
+)
+def test_presets(config, words):
+    assert rows_of(page(describe(opened(config))))["preset"] == words
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        (llama_jax.RopeScaling("linear", 4), "linear, factor 4"),
+        (
+            PRESETS["llama-3.2-1b"].rope_scaling,
+            "llama3, factor 32, low and high frequency factors 1 and 4, trained at 8,192",
+        ),
+    ],
+)
+def test_rope_scaling(scaling, words):
+    assert rows_of(page(describe(opened(replace(CONFIG, rope_scaling=scaling)))))["RoPE scaling"] == words
+
+
+def test_kinds_and_files_of_parts(tmp_path):
+    """Tensors in several files, as Meta's ranks have them, and of several kinds."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(100))
+    tensors = {
+        "x": Joined([Dense(tmp_path / "a", 0, (2, 3), "F32"), Dense(tmp_path / "b", 0, (2, 3), "F32")], 0),
+        "y": Dense(tmp_path / "b", 24, (4, 4), "BF16"),
+        "z": Dense(tmp_path / "b", 56, (2, 2), "F32"),
+    }
+    found = describe(opened(CONFIG, tensors))
+    assert list(found["files"].items()) == [(str(tmp_path / "a"), 100), (str(tmp_path / "b"), 100)]
+    assert list(found["kinds"].items()) == [("F32", {"tensors": 2, "bytes": 64}), ("BF16", {"tensors": 1, "bytes": 32})]
+
+
+# -- what is wrong -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.pop(NAMES["up"].format(1)), f"tensor '{NAMES['up'].format(1)}' is missing"),
+        (lambda t: t.update(more=np.zeros(2, np.float32)), "tensor 'more' is not part of a Llama"),
+        (
+            lambda t: t.update({NAMES["final_norm"]: np.zeros(31, np.float32)}),
+            "has shape [31], the configuration needs [32]",
+        ),
+        (lambda t: t.update({NAMES["final_norm"]: np.zeros(32, np.int8)}), "is I8; a float"),
+    ],
+)
+def test_a_problem_is_shown_with_all_there_is(run, tmp_path, change, problem):
+    tensors = make_goldens.random_tensors(CONFIG)
+    change(tensors)
+    folder = write_hf_folder(tmp_path / "model", CONFIG, tensors)
+    code, out, err = run(folder)
+    assert code == 2
+    assert rows_of(out)["layers"] == "2"
+    assert out.splitlines()[-1].startswith("problem: ")
+    assert problem in out.splitlines()[-1]
+    assert problem in err
+    assert err.count("\n") == 1
+    code, out, _ = run(folder, "--json")
+    assert code == 2
+    assert problem in json.loads(out)["problems"][0]
+
+
+class Vocabulary:
+    vocab_size, bos_id, eos_id, stop_ids, chat_template = 97, -1, 5, (), "{{ messages }}"
+
+
+def test_a_vocabulary_that_is_damaged_or_too_large():
+    def damaged():
+        raise llama_jax.TokenizerError("the vocabulary is damaged")
+
+    found = describe(opened(CONFIG, tokenizer=damaged))
+    assert found["vocabulary"] is None
+    assert found["problems"][1:] == ["the vocabulary is damaged"]
+    found = describe(opened(CONFIG, tokenizer=Vocabulary))
+    assert "97 pieces, the embedding 96 rows" in found["problems"][1]
+    assert rows_of(page(found))["vocabulary"] == "Vocabulary, 97 pieces; bos -1, eos 5, stop none; with chat template"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "does not exist"), (b"x" * 99, "not a model of a supported format")]
+)
+def test_no_model_is_one_line_and_exit_code_2(run, tmp_path, content, message):
+    if content:
+        (tmp_path / "model").write_bytes(content)
+    code, out, err = run(tmp_path / "model")
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_names_that_a_terminal_would_obey(run, tmp_path):
+    tensors = make_goldens.random_tensors(CONFIG) | {"a\x1b[2J\nb": np.zeros(2, np.float32)}
+    out = run(write_hf_folder(tmp_path / "model", CONFIG, tensors), "--tensors")[1]
+    assert "\x1b" not in out
+    assert r"a\x1b[2J\nb  " in out
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures through Linux's /proc")
+def test_a_large_model_is_not_read_and_needs_no_device(tmp_path):
+    """Its weights are a hole in the file, many times what the process takes."""
+    config = replace(PRESETS["llama-2-7b"], n_layers=2)
+    shapes = {
+        NAMES[part].format(i): shape
+        for i in range(2)
+        for part, shape in dict(
+            embedding=(32_000, 4096),
+            final_norm=(4096,),
+            lm_head=(32_000, 4096),
+            attention_norm=(4096,),
+            ffn_norm=(4096,),
+            **dict.fromkeys("qkv", (4096, 4096)),
+            out=(4096, 4096),
+            gate=(11_008, 4096),
+            up=(11_008, 4096),
+            down=(4096, 11_008),
+        ).items()
+    }
+    folder = write_hf_folder(tmp_path / "model", config, {"x": np.zeros(2, np.float32)})
+    offset, header = 0, {}
+    for name, shape in shapes.items():
+        end = offset + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)
+    assert offset > 2.5e9
+    code = (
+        "import sys\n"
+        "from llama_jax.cli import main\n"
+        "sys.argv[1:] = ['inspect', sys.argv[1]]\n"
+        "main()\n"
+        # Not getrusage, whose maximum a process inherits from the one that started it.
+        "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr)"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "no_such_device"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert rows_of(done.stdout)["F32 tensors"] == "21, 2.7 GB"
+    assert int(done.stderr) < 500_000  # kB
+
+
+# -- how it is written ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.0 kB"),
+        (99_949, "99.9 kB"),
+        (99_950, "100 kB"),
+        (999_499, "999 kB"),
+        (999_500, "1.0 MB"),
+        (13_476_839_424, "13.5 GB"),
+        (10**16, "10,000.0 TB"),
+    ],
+)
+def test_sizes(count, words):
+    assert size(count) == words
+
+
+@given(st.text())
+def test_what_is_printed_is_one_line_that_a_terminal_shows(text):
+    assert printable(text).isprintable()
+    assert printable(text) == text or not text.isprintable()
+
+
+CELLS = st.text("abc", min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS, CELLS), min_size=1, max_size=5))
+def test_columns(rows):
+    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+    expected = [f" {a}{' ' * (first - len(a) + 2 + second - len(b))}{b}  {c}" for a, b, c in rows]
+    assert columns(rows, right=(1,), indent=" ").split("\n") == expected

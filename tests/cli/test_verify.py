@@ -1,0 +1,303 @@
+"""`llama-jax verify` as a user meets it: what it prints, and its exit code."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+
+import jax
+import make_goldens
+import numpy as np
+import pytest
+from conftest import write_hf_folder
+from safetensors.numpy import load_file
+
+from llama_jax.checkpoints import store
+from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.checkpoints.reference import read_oracle, write_oracle
+from llama_jax.checkpoints.saving import save
+from llama_jax.cli import main
+
+CONFIG = make_goldens.KINDS["gqa"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the program in this process: its exit code, stdout and stderr."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["llama-jax", "verify", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_hf_folder(tmp_path_factory.mktemp("verify") / "model", CONFIG)
+
+
+@pytest.fixture
+def oracle(folder, tmp_path, run):
+    assert run(folder, "--write-oracle", tmp_path / "oracle")[0] == 0
+    return tmp_path / "oracle"
+
+
+def spoiled(folder, where, change, **settings):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    return write_hf_folder(where, CONFIG, tensors, **settings)
+
+
+def beyond_float16(tensors):
+    """Both factors are a float16, what they give is not."""
+    for part in ("up", "down"):
+        tensors[NAMES[part].format(1)] *= 3000
+
+
+# -- alone ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_alone(run, stories_folder):
+    code, out, _ = run(stories_folder)
+    assert code == 0
+    for line in (
+        "read 64 tokens of the built-in text",
+        "vocabulary  512 pieces for 512 rows of the embedding; the text comes back from its tokens",
+        "text        1.37 nats per token, where guessing costs 6.24",
+    ):
+        assert line in out.splitlines()
+    assert out.splitlines()[-1].startswith("whole, and it speaks; this is an indication")
+
+
+def test_a_model_alone_that_does_not_speak(run, stories_folder, stories, tmp_path):
+    noise = jax.tree.map(lambda a: jax.random.normal(jax.random.key(0), a.shape, a.dtype) * a.std(), stories.params)
+    save(tmp_path / "model", stories.config, noise)
+    shutil.copy(stories_folder / "tok512.model", tmp_path / "model" / "tokenizer.model")
+    code, out, _ = run(tmp_path / "model", "--tokens", 32)
+    assert code == 1
+    assert "read 32 tokens of the built-in text" in out
+    assert out.splitlines()[-1] == "NOT as a model should be: text"
+
+
+def test_a_model_alone_without_vocabulary(run, folder):
+    code, out, _ = run(folder, "--tokens", 8, "--json")
+    found = json.loads(out)
+    assert (code, found["same"]) == (0, True)
+    assert found["read"] == "8 random tokens, as there is no vocabulary"
+    assert [check["name"] for check in found["checks"]] == ["tensors", "logits"]
+    assert found["verdict"].startswith("whole; whether it speaks can be told of 32 tokens of text")
+
+
+def test_logits_that_are_not_finite(run, folder, tmp_path):
+    code, out, _ = run(spoiled(folder, tmp_path / "model", beyond_float16), "--dtype", "float16", "--tokens", 8, "--json")
+    assert (code, json.loads(out)["verdict"]) == (1, "NOT as a model should be: logits")
+
+
+# -- against an oracle ---------------------------------------------------------------------------------------------------
+
+
+def test_the_same_model_in_another_format(run, oracle, folder, tmp_path, models):
+    (tmp_path / "orbax").mkdir()
+    store.save(tmp_path / "orbax", *models["gqa"])
+    code, out, err = run(tmp_path / "orbax", "--oracle", oracle)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].endswith("orbax (orbax): F32, computed in float32")
+    assert lines[1] == f"against {folder} (Hugging Face safetensors): F32, computed in float32"
+    assert lines[2] == "read 64 tokens of the oracle"
+    assert "top-1 agreement  64 of 64" in lines
+    assert lines[-1].startswith("the same model: logits within 0.001")
+    assert "layer 0" not in out
+    assert err == ""
+
+
+def test_another_model(run, oracle, folder, tmp_path):
+    def change(tensors):
+        tensors[NAMES["q"].format(1)][:8] = tensors[NAMES["q"].format(1)][7::-1].copy()
+
+    other = spoiled(folder, tmp_path / "model", change)
+    code, out, err = run(other, "--oracle", oracle, "--per-layer")
+    assert (code, err) == (1, "")
+    assert out.splitlines()[-1].startswith("NOT the same model: it departs in layer 1, by ")
+    rows = {line[:12].strip(): line[12:].split() for line in out.splitlines() if line.startswith("  ")}
+    assert rows[""] == ["max", "abs", "relative", "own", "roundings"]
+    assert rows["embedding"] == rows["layer 0"] == ["0", "0", "0", "0.0"]
+    assert float(rows["layer 1"][0]) > 1e-3
+    assert float(rows["layer 1"][3].replace(",", "")) > 1000
+    assert rows["output"][3] == "0.0"
+
+    code, out, _ = run(other, "--oracle", oracle, "--json")
+    found = json.loads(out)
+    assert (code, found["same"], found["rounding"], found["settings"]) == (1, False, "float32", {})
+    assert [part["name"] for part in found["parts"]] == ["embedding", "layer 0", "layer 1", "output"]
+    assert found["kl"]["mean"] <= found["kl"]["max"]
+    assert found["top1"]["of"] == 64
+    assert found["there"]["versions"].keys() == {"llama_jax", "jax"}
+
+
+def test_another_setting(run, oracle, folder, tmp_path):
+    changes = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}}
+    code, out, _ = run(spoiled(folder, tmp_path / "model", lambda t: None, **changes), "--oracle", oracle, "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["settings"]["rope_scaling"][0]["factor"] == 2.0
+    assert found["settings"]["rope_scaling"][1] is None
+    assert "departs in layer 0" in found["verdict"]
+
+
+def test_other_sizes_end_before_anything_is_loaded(run, oracle, tmp_path):
+    other = write_hf_folder(tmp_path / "model", make_goldens.KINDS["mha"])
+    code, out, _ = run(other, "--oracle", oracle)
+    assert (code, out) == (1, "NOT the same model: n_kv_heads 4 here, 2 there\n")
+    code, out, _ = run(other, "--oracle", oracle, "--json")
+    assert (code, json.loads(out)["settings"]) == (1, {"n_kv_heads": [4, 2]})
+
+
+def test_bfloat16_within_its_rounding(run, oracle, folder):
+    code, out, _ = run(folder, "--oracle", oracle, "--dtype", "bfloat16")
+    assert code == 0
+    assert "computed in bfloat16" in out.splitlines()[0]
+    assert out.splitlines()[-1].startswith("the same model within the rounding of BF16: mean KL divergence ")
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(run, oracle, folder, tmp_path):
+    other = spoiled(folder, tmp_path / "model", beyond_float16)
+    code, out, _ = run(other, "--oracle", oracle, "--dtype", "float16", "--json")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert (code, found["kl"]["mean"]) == (1, None)
+    assert "layer 1 gives numbers that are not finite" in found["verdict"]
+
+
+def test_a_hostile_name_reaches_no_terminal(run, oracle, folder):
+    found = read_oracle(oracle)
+    write_oracle(oracle, replace(found, origin=replace(found.origin, name="a\x1b[2Jb\nc")))
+    _, out, _ = run(folder, "--oracle", oracle)
+    assert r"against a\x1b[2Jb\nc: F32" in out
+
+
+def test_a_text_of_ones_own(run, stories_folder, tmp_path):
+    (tmp_path / "text").write_text("The dog was happy.\n")
+    code, out, _ = run(stories_folder, "--text", tmp_path / "text", "--write-oracle", tmp_path / "oracle")
+    assert code == 0
+    assert f"tokens of {tmp_path / 'text'}" in out
+    assert "nats" not in out
+    assert len(read_oracle(tmp_path / "oracle").tokens) < 20
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["MODEL", "--oracle", "nowhere"], "nowhere is not a file"),
+        (["MODEL", "--oracle", "MODEL/config.json"], "is not a whole oracle"),
+        (["MODEL", "--oracle", "x", "--against", "y"], "--against and --oracle both name a reference"),
+        (["MODEL", "--oracle", "x", "--tokens", "8"], "--tokens cannot go with --oracle"),
+        (["MODEL", "--oracle", "x", "--text", "y"], "--text cannot go with --oracle"),
+        (["MODEL", "--oracle", "x", "--write-oracle", "y"], "--write-oracle cannot go with --oracle"),
+        (["MODEL", "--per-layer"], "--per-layer compares with a reference"),
+        (["MODEL", "--tokens", "1"], "tokens=1 must be at least 2"),
+        (["MODEL", "--tokens", "65"], "tokens=65 exceed the model's context of 64"),
+        (["MODEL", "--text", "MODEL/config.json"], "--text needs a vocabulary"),
+        (["MODEL", "--write-oracle", "MODEL/none/oracle"], "cannot be written"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(run, folder, arguments, message):
+    code, out, err = run(*(argument.replace("MODEL", str(folder)) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("llama-jax: error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"caf\xff", "is not text in UTF-8 (invalid start byte at byte 3)"),
+        (b"", "give a text of at least 2"),
+        (None, "is not a file; give a text"),
+    ],
+)
+def test_texts_that_are_none(run, stories_folder, tmp_path, content, message):
+    if content is None:
+        os.mkfifo(tmp_path / "text")
+    else:
+        (tmp_path / "text").write_bytes(content)
+    code, out, err = run(stories_folder, "--text", tmp_path / "text")
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_damaged_model(run, folder, tmp_path):
+    damaged = spoiled(folder, tmp_path / "model", lambda tensors: tensors.pop(NAMES["up"].format(1)))
+    code, out, err = run(damaged, "--write-oracle", tmp_path / "oracle")
+    assert (code, out) == (2, "")
+    assert f"tensor '{NAMES['up'].format(1)}' is missing" in err
+    assert not (tmp_path / "oracle").exists()
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_without_transformers(run, folder, stories_folder, monkeypatch, vocabulary):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, out, err = run(stories_folder if vocabulary else folder, "--against", folder)
+    assert (code, out) == (2, "")
+    assert "install the extra 'parity'" in err
+    assert err.count("\n") == 1
+
+
+# -- against transformers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+def test_against_transformers(run, folder, tmp_path):
+    code, out, _ = run(folder, "--against", folder, "--per-layer", "--write-oracle", tmp_path / "oracle")
+    assert code == 0
+    assert out.splitlines()[1].startswith("against transformers ")
+    assert out.splitlines()[-1].startswith("the same model: ")
+    assert read_oracle(tmp_path / "oracle").origin.versions.keys() == {"transformers", "torch"}
+    assert run(folder, "--oracle", tmp_path / "oracle")[0] == 0
+
+
+@pytest.mark.parity
+def test_against_transformers_with_another_theta_and_layout(run, folder, tmp_path):
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
+    code, out, _ = run(folder, "--against", spoiled(folder, tmp_path / "theta", lambda t: None, **theta))
+    assert code == 1
+    assert "rope_theta 10000.0 here, 500000.0 there; it departs in layer 0" in out
+
+    def meta(tensors):
+        for i in range(2):
+            name = NAMES["k"].format(i)
+            tensors[name] = tensors[name].reshape(2, 2, 4, 32).swapaxes(1, 2).reshape(16, 32).copy()
+
+    code, out, _ = run(folder, "--against", spoiled(folder, tmp_path / "layout", meta), "--dtype", "bfloat16")
+    assert code == 1
+    assert "NOT the same model: it departs in layer 0" in out
+
+
+@pytest.mark.parity
+def test_against_a_model_of_other_sizes(run, folder, stories_folder):
+    code, out, _ = run(stories_folder, "--against", folder)
+    assert code == 1
+    assert out.startswith("NOT the same model: vocab_size 512 here, 96 there, dim 64 here, 32 there, ")
+    assert out.count("\n") == 1
+
+
+@pytest.mark.parity
+def test_against_what_is_no_model(run, folder, tmp_path):
+    code, out, err = run(folder, "--against", tmp_path)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+
+def test_random_tokens_are_the_same_everywhere(run, oracle):
+    expected = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 64, dtype=np.int32)
+    np.testing.assert_array_equal(read_oracle(oracle).tokens, expected)
