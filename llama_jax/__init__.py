@@ -57,7 +57,19 @@ _HOME = {
     "encode_chat": "tokenizers",
     "load_tokenizer": "tokenizers",
 }
-_ROOMS = ("checkpoints", "config", "data", "errors", "inference", "model", "ops", "parallel", "tokenizers", "training")
+_ROOMS = (
+    "checkpoints",
+    "config",
+    "data",
+    "errors",
+    "inference",
+    "model",
+    "ops",
+    "parallel",
+    "runs",
+    "tokenizers",
+    "training",
+)
 __all__ = [
     "Checkpoint",
     "CheckpointError",

@@ -21,8 +21,9 @@ FLOOR = {
     "data": 4,  # reads text through a tokenizer
     "parallel": 4,  # lays out what is trained and decoded
     "checkpoints": 4,  # finds the tokenizer beside the weights
-    "cli": 5,
-    "__main__": 6,
+    "runs": 5,  # the training loop: reads data, lays it out, writes checkpoints
+    "cli": 6,
+    "__main__": 7,
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -11,7 +11,8 @@ from llama_jax.data.corpus import Corpus, Split, split
 from llama_jax.data.documents import Reading
 from llama_jax.data.errors import DataError
 from llama_jax.data.opening import open_corpus
-from llama_jax.data.packing import Batch, row_count
+from llama_jax.data.packing import row_count
+from llama_jax.training.batch import Batch
 
 __all__ = [
     "Batch",

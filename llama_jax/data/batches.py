@@ -8,8 +8,9 @@ from typing import Any
 
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
-from llama_jax.data.packing import Batch, empty_batch, fill_row, lay_out, row_count
+from llama_jax.data.packing import empty_batch, fill_row, lay_out, row_count
 from llama_jax.data.shuffle import check_seed
+from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
 AHEAD = 8  # batches that are made before they are asked for

@@ -9,21 +9,7 @@ import numpy as np
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 from llama_jax.data.shuffle import shuffled
-
-
-class Batch(NamedTuple):
-    """Rows of tokens: of each row the first T are read, the last T are predicted.
-
-    Attributes:
-      tokens: int32[B, T + 1].
-      segment_ids: int32[B, T + 1]: 1 for the tokens of a row's first document, 2 for those of its second, and so on; 0 for
-        padding. A token sees, and is predicted from, those of its own segment only.
-      positions: int32[B, T + 1], from 0 in every segment.
-    """
-
-    tokens: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
+from llama_jax.training.batch import Batch
 
 
 class Epoch(NamedTuple):
@@ -70,7 +56,8 @@ def lay_out(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Epoch:
 
 def empty_batch(rows: int, length: int) -> Batch:
     """A batch [rows, length + 1] of padding."""
-    return Batch(*(np.zeros((rows, length + 1), np.int32) for _ in Batch._fields))
+    tokens, segment_ids, positions = (np.zeros((rows, length + 1), np.int32) for _ in range(3))
+    return Batch(tokens, segment_ids, positions)
 
 
 def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> None:

@@ -163,13 +163,22 @@ def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
 
     Apart from `forward`, so that a prefill projects one position per row onto the vocabulary and not all of them.
     """
+    wide = jnp.promote_types(hidden.dtype, jnp.float32)
+    return ops.linear(hidden, head_of(config, params), out_dtype=wide)
+
+
+def head_of(config: LlamaConfig, params: Llama) -> jax.Array:
+    """The output projection [V, D]: the embedding where the two are tied.
+
+    Raises:
+      ConfigError: the parameters have one where they are tied, or none where they are not.
+    """
     head = params.lm_head
     if (head is None) != config.tie_embeddings:
         raise ConfigError(
             f"tie_embeddings={config.tie_embeddings} but the parameters have {'no' if head is None else 'an'} lm_head"
         )
-    wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return ops.linear(hidden, params.embedding if head is None else head, out_dtype=wide)
+    return params.embedding if head is None else head
 
 
 def logits(config: LlamaConfig, params: Llama, tokens: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, V v
 """
 
 from llama_jax.ops.attention import attention
+from llama_jax.ops.cross_entropy import cross_entropy
 from llama_jax.ops.feed_forward import feed_forward
 from llama_jax.ops.linear import linear
 from llama_jax.ops.norm import rms_norm
@@ -13,6 +14,7 @@ from llama_jax.ops.rotary import apply_rotary, half_from_interleaved, inverse_fr
 __all__ = [
     "apply_rotary",
     "attention",
+    "cross_entropy",
     "feed_forward",
     "half_from_interleaved",
     "inverse_frequencies",

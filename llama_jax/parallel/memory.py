@@ -30,6 +30,7 @@ from llama_jax.parallel.specs import (
     shardings,
     train_state_specs,
 )
+from llama_jax.training.batch import Batch
 from llama_jax.training.objective import Remat
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
@@ -106,7 +107,8 @@ def train_programs(
     optimizer = adamw(1e-4)
     placement = shardings(mesh, train_state_specs(config, sizes, optimizer))
     state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
-    tokens = _placed(jax.ShapeDtypeStruct((batch, length + 1), jnp.int32), shardings(mesh, batch_spec(sizes, batch)))
+    rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+    tokens = Batch(_placed(rows, shardings(mesh, batch_spec(sizes, batch))))
     step = partial(train_step, config, optimizer, dtype=dtype, remat=remat, constrain=constrain_over(mesh))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     share = bytes_per_device(state.params)

@@ -65,14 +65,17 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32,
     return jax.eval_shape(make, jax.random.key(0))
 
 
-def train_state_specs(config: LlamaConfig, sizes: MeshSizes, optimizer: optax.GradientTransformation) -> TrainState:
-    """A `TrainState` of partition specs: what the optimizer keeps for a parameter lies where the parameter lies."""
+def train_state_specs(
+    config: LlamaConfig, sizes: MeshSizes, optimizer: optax.GradientTransformation, *, ema: bool = False
+) -> TrainState:
+    """A `TrainState` of partition specs: what is kept for a parameter lies where the parameter lies."""
     params = param_specs(config, sizes)
     shapes = jax.eval_shape(lambda params: init_state(optimizer, params), param_shapes(config))
     opt_state = optax.tree_map_params(
         optimizer, lambda _, spec: spec, shapes.opt_state, params, transform_non_params=lambda _: P()
     )
-    return shapes.replace(step=P(), params=params, opt_state=opt_state)
+    average = params if ema else None
+    return shapes.replace(step=P(), params=params, opt_state=opt_state, ema=average, skipped=P(), skipped_in_a_row=P())
 
 
 def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: bool = False) -> KVCache:

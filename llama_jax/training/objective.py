@@ -3,87 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import Constrain, forward, unconstrained, unembed
-from llama_jax.model.params import Llama
+from llama_jax.model.forward import Constrain, forward, head_of, unconstrained
+from llama_jax.model.params import Block, Llama
+from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.training.batch import Batch, predicted
 
-Remat = Literal["none", "full"]
+Remat = Literal["none", "dots", "full", "offload"]
 CHUNK = 128
+LAYER_INPUT = "layer_input"
 
 
 def next_token_loss(
     config: LlamaConfig,
     params: Llama,
-    tokens: jax.Array,
+    batch: Batch,
     *,
     dtype: jax.typing.DTypeLike | None = None,
     remat: Remat = "none",
     chunk: int = CHUNK,
+    z_loss: float = 0.0,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
-    """Mean negative log-likelihood of every token given those before it, in nats: float32[].
+    """Mean negative log-likelihood of every predicted token given those before it in its segment, in nats: float32[].
 
-    The logits [B, T, V] are the largest array of a training step: they are made, and made again in the backward pass, for
-    `chunk` positions at a time.
+    It is 0 where nothing is to be predicted. For the arguments and errors see `total_loss`.
+    """
+    total = total_loss(config, params, batch, dtype=dtype, remat=remat, chunk=chunk, z_loss=z_loss, constrain=constrain)
+    return total.loss / jnp.maximum(jnp.sum(predicted(batch)), 1)
+
+
+def total_loss(
+    config: LlamaConfig,
+    params: Llama,
+    batch: Batch,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    remat: Remat = "none",
+    chunk: int = CHUNK,
+    z_loss: float = 0.0,
+    constrain: Constrain = unconstrained,
+) -> Surprise:
+    """The sums over all predicted tokens: to be divided by their number, wherever the other rows of the batch are.
+
+    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` makes them by chunks.
 
     Args:
-      tokens: int32[B, T + 1]; the first T are read, the last T are predicted.
-      dtype: of the computation; None takes that of the parameters. The sum over the vocabulary is float32 at least, and
+      dtype: of the computation; None takes that of the parameters. The logarithm and the sums are float32 at least, and
         gradients have the dtype of `params`.
-      remat: what the backward pass computes a second time instead of keeping it: "none", or "full", everything inside a
-        layer, so that only the residual stream between layers is kept (Chen et al. 2016, section 3).
+      remat: what the backward pass computes a second time instead of keeping it: "none"; "dots", everything in a layer but
+        its matrix products with weights; "full", everything in a layer, so that only the residual stream between layers
+        is kept (Chen et al. 2016, section 3); "offload", as "full", and the residual stream waits in the host's memory.
       chunk: positions of each row whose logits are held at a time.
+      z_loss: see `ops.cross_entropy`; 1e-4 is usual.
       constrain: see `forward`; here it is told of "hidden", what `forward` gave, and of "logits", [B, chunk, V].
 
     Raises:
       ConfigError: another `remat`.
-      GenerationError: `tokens` is not int[B, T + 1] with T of at least 1.
+      GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
     """
-    if remat not in get_args(Remat):
-        raise ConfigError(f"remat={remat!r} must be one of {', '.join(get_args(Remat))}")
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-
-    def wrap_layer(layer: Callable) -> Callable:
-        # Of a scan nothing can be merged with the forward pass: the barrier that prevents it would only cost.
-        return jax.checkpoint(layer, prevent_cse=isinstance(params.blocks, tuple)) if remat == "full" else layer
-
-    hidden, _ = forward(config, _cast(params, dtype), inputs, constrain=constrain, wrap_layer=wrap_layer)
+    inputs = Batch(*(None if part is None else jnp.asarray(part)[:, :-1] for part in batch))
+    hidden, _ = forward(
+        config,
+        cast(params, dtype),
+        inputs.tokens,
+        positions=inputs.positions,
+        segment_ids=inputs.segment_ids,
+        constrain=constrain,
+        wrap_layer=_rematerialise(remat, stacked=not isinstance(params.blocks, tuple)),
+    )
     hidden = constrain(hidden, "hidden")
-
-    # Cast in every chunk, which XLA does once: so the gradients of all chunks are summed in the parameters' dtype.
-    head = params.replace(blocks=())
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def add_chunk(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        hidden, targets = part
-        logits = constrain(unembed(config, _cast(head, dtype), hidden), "logits")
-        # Compared and not gathered, for the vocabulary may lie on several devices.
-        chosen = jnp.sum(jnp.where(jnp.arange(config.vocab_size) == targets[..., None], logits, 0), axis=-1)
-        losses = jnp.where(targets >= 0, jax.nn.logsumexp(logits, axis=-1) - chosen, 0)
-        return total + jnp.sum(losses), None
-
-    parts = _chunks(hidden, chunk, 0), _chunks(targets, chunk, -1)
-    zero = jnp.zeros((), jnp.promote_types(hidden.dtype, jnp.float32))
-    total, _ = lax.scan(add_chunk, zero, parts)
-    return total / float(targets.size)
+    weights = predicted(batch).astype(jnp.promote_types(hidden.dtype, jnp.float32))
+    return ops.cross_entropy(
+        hidden,
+        head_of(config, params),
+        jnp.asarray(batch.tokens)[:, 1:],
+        weights,
+        chunk=chunk,
+        z_loss=z_loss,
+        dtype=dtype,
+        constrain=lambda logits: constrain(logits, "logits"),
+    )
 
 
-def _cast(params: Llama, dtype: jax.typing.DTypeLike | None) -> Llama:
+def cast(params: Llama, dtype: jax.typing.DTypeLike | None) -> Llama:
+    """The parameters in the dtype of the computation; None leaves them."""
     return params if dtype is None else jax.tree.map(lambda a: a.astype(dtype), params)
 
 
-def _chunks(x: jax.Array, chunk: int, padding: int) -> jax.Array:
-    """[B, T, ...] as [chunks, B, chunk, ...], filled up behind the end."""
-    batch, length, *rest = x.shape
-    chunk = min(chunk, length)
-    missing = -length % chunk
-    x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * len(rest)], constant_values=padding)
-    return x.reshape(batch, -1, chunk, *rest).swapaxes(0, 1)
+def _rematerialise(remat: Remat, *, stacked: bool) -> Callable[[Callable], Callable]:
+    """What `forward` does to the function of a layer."""
+    if remat not in get_args(Remat):
+        raise ConfigError(f"remat={remat!r} must be one of {', '.join(get_args(Remat))}")
+    if remat == "none":
+        return lambda layer: layer
+    policies = jax.checkpoint_policies
+    policy = {
+        "dots": policies.dots_with_no_batch_dims_saveable,
+        "full": policies.nothing_saveable,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[remat]
+
+    def wrap_layer(layer: Callable) -> Callable:
+        def named(block: Block, hidden: jax.Array, *rest: Any) -> Any:
+            return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
+
+        # Of a scan nothing can be merged with the forward pass: the barrier that prevents it would only cost.
+        return jax.checkpoint(named, prevent_cse=not stacked, policy=policy)
+
+    return wrap_layer

@@ -1,22 +1,160 @@
-"""AdamW as Llamas are trained with."""
+"""The optimizers that Llamas are trained with, and their learning rates."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import jax
 import optax
 
+from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama
 
+Name = Literal["adamw", "muon"]
+Course = Literal["cosine", "wsd", "constant"]
 
-def adamw(learning_rate: float | optax.Schedule, *, weight_decay: float = 0.1) -> optax.GradientTransformation:
-    """AdamW with betas 0.9 and 0.95 (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """What decides an update, beside the gradients.
+
+    Attributes:
+      name: "adamw", or "muon" for the matrices inside the layers and AdamW for the rest.
+      learning_rate: the largest.
+      schedule: after the warm-up: "cosine" falls over all other steps; "wsd" (warm-up, stable, decay: Hu et al. 2024,
+        section 4) stays and falls linearly over the last ones; "constant" stays.
+      warmup_steps: over which the learning rate rises linearly from 0.
+      decay_share: of all steps, at the end of "wsd".
+      final_share: of the learning rate, at the last step.
+      b1, b2, eps: of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
+      momentum: of Muon.
+      weight_decay: times the learning rate, for matrices, the embedding among them, and not for normalisations.
+      clip_norm: larger gradients are scaled to this Euclidean norm; 0 leaves them.
+
+    Raises:
+      ConfigError: a value that cannot be.
+    """
+
+    name: Name = "adamw"
+    learning_rate: float = 3e-4
+    schedule: Course = "cosine"
+    warmup_steps: int = 0
+    decay_share: float = 0.2
+    final_share: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field, known in (("name", Name), ("schedule", Course)):
+            value = getattr(self, field)
+            if value not in get_args(known):
+                raise ConfigError(f"{field}={value!r} must be one of {', '.join(get_args(known))}")
+        for field in ("learning_rate", "eps"):
+            if not 0 < getattr(self, field) < float("inf"):
+                raise ConfigError(f"{field}={getattr(self, field)} must be positive")
+        for field in ("weight_decay", "clip_norm", "warmup_steps"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ConfigError(f"{field}={getattr(self, field)} must be at least 0")
+        for field in ("b1", "b2", "momentum"):
+            if not 0 <= getattr(self, field) < 1:
+                raise ConfigError(f"{field}={getattr(self, field)} must be at least 0 and below 1")
+        for field in ("decay_share", "final_share"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ConfigError(f"{field}={getattr(self, field)} must be between 0 and 1")
+
+
+def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
+    """The learning rate of every update, from 0 to `steps` - 1.
+
+    Raises:
+      ConfigError: the warm-up does not end before the last step.
+    """
+    s = settings
+    if s.warmup_steps >= max(steps, 1):
+        raise ConfigError(f"warmup_steps={s.warmup_steps} must be below steps={steps}")
+    rest = steps - s.warmup_steps
+    last = s.final_share * s.learning_rate
+    match s.schedule:
+        case "cosine":
+            after = optax.cosine_decay_schedule(s.learning_rate, max(rest - 1, 1), alpha=s.final_share)
+            pieces, ends = [after], []
+        case "wsd":
+            decay = min(rest - 1, round(s.decay_share * steps))
+            stable = optax.constant_schedule(s.learning_rate)
+            pieces, ends = [stable, optax.linear_schedule(s.learning_rate, last, max(decay, 1))], [steps - 1 - decay]
+        case _:
+            pieces, ends = [optax.constant_schedule(s.learning_rate)], []
+    # Update 0 already learns: the warm-up's first value is one step's share, not 0.
+    warmup = optax.linear_schedule(s.learning_rate / max(s.warmup_steps, 1), s.learning_rate, max(s.warmup_steps - 1, 1))
+    if s.warmup_steps:
+        pieces, ends = [warmup, *pieces], [s.warmup_steps, *ends]
+    return optax.join_schedules(pieces, ends)
+
+
+def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
+    """The optimizer of a run of so many steps: clipping, then AdamW or Muon."""
+    s, rates = settings, learning_rates(settings, steps)
+    rule = adamw(rates, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
+    if s.name == "muon":
+        rule = optax.partition({"muon": _muon(s, rates), "adamw": rule}, _rule_of)
+    return optax.chain(optax.clip_by_global_norm(s.clip_norm), rule) if s.clip_norm else rule
+
+
+def adamw(
+    learning_rate: float | optax.Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+) -> optax.GradientTransformation:
+    """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
     Weight decay is for matrices, the embedding among them, and not for the weights of normalisations: a norm's weight
     that shrinks would only be made up for elsewhere.
     """
-    return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=_is_matrix)
+    return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_is_matrix)
+
+
+def _muon(settings: OptimizerSettings, rates: optax.Schedule) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) with updates of the size of AdamW's (Liu et al. 2025, section 2.2)."""
+    return optax.contrib.muon(
+        rates,
+        beta=settings.momentum,
+        weight_decay=settings.weight_decay,
+        muon_weight_dimension_numbers=_matrix_axes,
+        consistent_rms=0.2,
+    )
+
+
+def _matrix_axes(params: Llama) -> Llama:
+    """Which axes of each array are a matrix's input and output; the others, layers and gate or up, count matrices."""
+    axes = optax.contrib.MuonDimensionNumbers
+    known = {
+        "qkv": axes(reduction_axis=-1, output_axis=(-4, -3, -2)),  # [(L,) K, G + 2, H, D]: one product, one matrix
+        "out": axes(reduction_axis=-1, output_axis=-2),  # [(L,) D, N * H]
+        "gate_up": axes(reduction_axis=-1, output_axis=-3),  # [(L,) F, 2, D]
+        "down": axes(reduction_axis=-1, output_axis=-2),  # [(L,) D, F]
+    }
+    return jax.tree_util.tree_map_with_path(lambda path, _: known[path[-1].name], params)
+
+
+def _rule_of(params: Llama) -> Llama:
+    def rule(path: tuple[Any, ...], _: Any) -> Name:
+        return "muon" if path[0].name == "blocks" and _matrix(path) else "adamw"
+
+    return jax.tree_util.tree_map_with_path(rule, params)
 
 
 def _is_matrix(params: Llama) -> Llama:
+    return jax.tree_util.tree_map_with_path(lambda path, _: _matrix(path), params)
+
+
+def _matrix(path: tuple[Any, ...]) -> bool:
     """By name: the weights of stacked normalisations have two axes as well."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].name.endswith("norm"), params)
+    return not path[-1].name.endswith("norm")

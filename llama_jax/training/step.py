@@ -2,65 +2,142 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax import lax
 
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError
 from llama_jax.model.forward import Constrain, unconstrained
 from llama_jax.model.params import Llama
-from llama_jax.training.objective import CHUNK, Remat, next_token_loss
+from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.objective import CHUNK, Remat, total_loss
 
 
 class TrainState(struct.PyTreeNode):
     """What training carries from step to step: an immutable tree.
 
     Attributes:
-      step: int32[], steps taken.
+      step: int32[], steps taken, skipped ones included.
       params: the parameters, in the dtype in which they are updated.
       opt_state: what the optimizer keeps; for AdamW two numbers per parameter.
+      ema: the exponential moving average of the parameters, or None.
+      skipped: int32[], steps whose loss or gradients were not finite: they changed nothing but these counters.
+      skipped_in_a_row: int32[], how many of them were the last ones.
     """
 
-    step: jax.Array
+    step: Any
     params: Llama
-    opt_state: optax.OptState
+    opt_state: Any
+    ema: Llama | None = None
+    skipped: Any = 0
+    skipped_in_a_row: Any = 0
 
 
-def init_state(optimizer: optax.GradientTransformation, params: Llama) -> TrainState:
-    """The state before the first step."""
-    return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+def init_state(optimizer: optax.GradientTransformation, params: Llama, *, ema: bool = False) -> TrainState:
+    """The state before the first step; with `ema` it keeps a moving average as well, which starts as the parameters."""
+    zero = partial(jnp.zeros, (), jnp.int32)
+    average = jax.tree.map(jnp.copy, params) if ema else None  # copied: both are donated to the step
+    return TrainState(zero(), params, optimizer.init(params), average, zero(), zero())
 
 
 def train_step(
     config: LlamaConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,
-    tokens: jax.Array,
+    batch: Batch,
     *,
     dtype: jax.typing.DTypeLike | None = None,
     remat: Remat = "none",
     chunk: int = CHUNK,
+    accumulate: int = 1,
+    z_loss: float = 0.0,
+    ema_decay: float = 0.0,
+    axis_name: str | None = None,
     constrain: Constrain = unconstrained,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Update the parameters once, to make `tokens` more probable. Meant for `jax.jit` with the state donated.
+    """Update the parameters once, to make `batch` more probable. Meant for `jax.jit` with the state donated.
+
+    Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.
 
     Args:
-      tokens: int32[B, T + 1].
+      batch: B rows; every predicted token of them counts the same, however they are spread over rows and devices.
       dtype: of the computation: with float32 parameters and "bfloat16", updates smaller than bfloat16 can tell are not
         lost (Micikevicius et al. 2018, section 3.1). None takes that of the parameters.
-      remat, chunk, constrain: see `next_token_loss`.
+      accumulate: parts into which the rows are divided, one after the other, so that the activations of only one part are
+        alive; the gradients are summed in the parameters' dtype.
+      ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
+      axis_name: of the mapped axis when this runs per device, under `jax.pmap` or `shard_map`: sums are then over all of
+        its devices, which have the same state and each their own rows.
+      remat, chunk, z_loss, constrain: see `total_loss`.
 
     Returns:
-      The next state, and the metrics of this step before the update: "loss" in nats per token and "grad_norm", the
-      Euclidean norm of all gradients, float32[] each.
+      The next state, and the metrics of this step before the update: "loss", nats per predicted token; "grad_norm", the
+      Euclidean norm of all gradients; "tokens", how many were predicted, on all devices; float32[] each. If the first two
+      are not finite, only the counters of the state have changed.
+
+    Raises:
+      ConfigError: rows that cannot be divided by `accumulate`.
     """
+    batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
+    count = _over(axis_name, jnp.sum(predicted(batch), dtype=jnp.float32))
+    total = partial(total_loss, config, dtype=dtype, remat=remat, chunk=chunk, z_loss=z_loss, constrain=constrain)
 
-    def loss_of(params: Llama) -> jax.Array:
-        return next_token_loss(config, params, tokens, dtype=dtype, remat=remat, chunk=chunk, constrain=constrain)
+    def loss_of(params: Llama, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        loss, nll = total(params, batch)
+        share = 1 / jnp.maximum(count, 1)
+        return loss * share, nll * share
 
-    loss, gradients = jax.value_and_grad(loss_of)(state.params)
+    differentiate = jax.value_and_grad(loss_of, has_aux=True)
+
+    def add(sums: Any, part: Batch) -> tuple[Any, None]:
+        (_, nll), gradients = differentiate(state.params, part)
+        return jax.tree.map(jnp.add, sums, (nll, gradients)), None
+
+    if accumulate == 1:
+        (_, loss), gradients = differentiate(state.params, batch)
+    else:
+        start = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
+        (loss, gradients), _ = lax.scan(add, start, _parts(batch, accumulate))
+    loss, gradients = _over(axis_name, (loss, gradients))
+
+    norm = optax.tree.norm(gradients)
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
-    return TrainState(state.step + 1, params, opt_state), metrics
+    kept = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
+    params = kept(params, state.params)
+    ema = None if state.ema is None else kept(_average(state.ema, params, state.step - state.skipped, ema_decay), state.ema)
+    skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
+    state = TrainState(
+        step=state.step + 1,
+        params=params,
+        opt_state=kept(opt_state, state.opt_state),
+        ema=ema,
+        skipped=state.skipped + skipped,
+        skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
+    )
+    return state, {"loss": loss, "grad_norm": norm, "tokens": count}
+
+
+def _over(axis_name: str | None, values: Any) -> Any:
+    return values if axis_name is None else lax.psum(values, axis_name)
+
+
+def _parts(batch: Batch, parts: int) -> Batch:
+    """[B, ...] as [parts, B / parts, ...], every part with rows of every device over which B may be split."""
+    rows = batch.tokens.shape[0]
+    if parts < 1 or rows % parts:
+        raise ConfigError(f"a batch of {rows} rows cannot be divided into accumulate={parts} equal parts; give a divisor")
+    return jax.tree.map(lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+def _average(ema: Llama, params: Llama, updates: jax.Array, decay: float) -> Llama:
+    """Polyak & Juditsky 1992; the first steps, from random parameters, are forgotten sooner."""
+    keep = jnp.minimum(decay, (1.0 + updates) / (10.0 + updates))
+    return jax.tree.map(lambda old, new: (old + (1 - keep) * (new - old)).astype(old.dtype), ema, params)

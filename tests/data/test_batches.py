@@ -19,7 +19,7 @@ LENGTH = 4
 
 def taken(batches, count=None):
     """Batches as one array [count, B, T + 1, 3]."""
-    found = np.array([np.stack(batch, axis=-1) for batch in islice(batches, count)])
+    found = np.array([np.stack(batch[:3], axis=-1) for batch in islice(batches, count)])
     batches.close()
     return found
 
@@ -32,7 +32,7 @@ def plain(seed, batch, count):
         whole = empty_batch(len(order.rows), LENGTH)
         for at, row in enumerate(order.rows):
             fill_row(whole, at, CORPUS, order, row)
-        rows += list(np.stack(whole, axis=-1))
+        rows += list(np.stack(whole[:3], axis=-1))
         epoch += 1
     return np.array(rows[: batch * count]).reshape(count, batch, LENGTH + 1, 3)
 
@@ -55,7 +55,7 @@ def test_the_state_continues_where_the_run_was_broken_off():
     found, state = [], {"next_batch": 0}
     for count in (1, 7, 0, 12):
         batches = training_batches(CORPUS, 4, LENGTH, seed=3, start=state["next_batch"])
-        found += [np.stack(batch, axis=-1) for batch in islice(batches, count)]
+        found += [np.stack(batch[:3], axis=-1) for batch in islice(batches, count)]
         state = batches.state  # what was made ahead does not count
         batches.close()
     assert state == {"next_batch": 20}
@@ -73,8 +73,9 @@ def test_an_epoch_is_laid_out_once(monkeypatch):
 
 def test_batches_have_the_types_that_a_step_takes():
     batch = next(training_batches(CORPUS, 4, LENGTH, seed=0))
-    assert {part.dtype for part in batch} == {np.dtype(np.int32)}
-    assert {part.shape for part in batch} == {(4, LENGTH + 1)}
+    assert {part.dtype for part in batch[:3]} == {np.dtype(np.int32)}
+    assert {part.shape for part in batch[:3]} == {(4, LENGTH + 1)}
+    assert batch.mask is None
 
 
 @pytest.mark.parametrize(("batch", "hosts"), [(1, 1), (4, 2), (6, 3), (100, 4)])
@@ -87,7 +88,7 @@ def test_validation_is_every_row_once_and_in_order(batch, hosts):
     whole = empty_batch(len(rows), LENGTH)
     for row in range(count):
         fill_row(whole, row, CORPUS, order, row)
-    np.testing.assert_array_equal(rows, np.stack(whole, axis=-1))
+    np.testing.assert_array_equal(rows, np.stack(whole[:3], axis=-1))
     stream = rows[:count, :-1, 0][rows[:count, :-1, 1] > 0]
     np.testing.assert_array_equal(stream, CORPUS.tokens[: len(stream)])
 

@@ -44,7 +44,7 @@ def test_rows_are_those_of_plain_python(lengths, length, seed, epoch):
     corpus = corpus_of(lengths)
     batch, order = rows_of(corpus, length, seed, epoch)
     stream = [(number, token) for number in order.documents for token in corpus.document(number)]
-    np.testing.assert_array_equal(np.stack(batch, axis=-1), plain_rows(stream, length))
+    np.testing.assert_array_equal(np.stack(batch[:3], axis=-1), plain_rows(stream, length))
 
 
 @CASES

@@ -10,6 +10,7 @@ import llama_jax
 from llama_jax import LlamaConfig
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 from llama_jax.parallel.specs import batch_spec, constrain_over, shardings, train_state_specs
+from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
 
@@ -39,20 +40,21 @@ def program(text):
     tokens = jax.device_put(tokens, shardings(mesh, batch_spec(sizes, BATCH)))
     step = partial(train_step, CONFIG, optimizer, remat="full", chunk=8, constrain=constrain_over(mesh))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, None))
-    return jitted.lower(state, tokens).compile(), state, tokens
+    batch = Batch(tokens)
+    return jitted.lower(state, batch).compile(), state, batch
 
 
 @pytest.fixture(scope="module")
 def alone():
-    step, state, tokens = program("data=1")
-    return step(state, tokens)
+    step, state, batch = program("data=1")
+    return step(state, batch)
 
 
 @pytest.mark.parametrize("text", ["fsdp=2,tensor=4", "data=2,fsdp=2,tensor=2"])
 def test_a_mesh_computes_what_one_device_does(alone, text):
-    step, state, tokens = program(text)
+    step, state, batch = program(text)
     assert len(jax.tree.leaves(state.params)[0].sharding.device_set) == 8
-    after, metrics = step(state, tokens)
+    after, metrics = step(state, batch)
     for name, value in metrics.items():
         np.testing.assert_allclose(value, alone[1][name], rtol=1e-5)
     (moments,) = (s for s in after.opt_state if hasattr(s, "mu"))

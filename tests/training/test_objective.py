@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
+from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.objective import next_token_loss
 
 BATCH, LENGTH = 2, 11
@@ -36,12 +37,18 @@ def defined(models):
 
 @pytest.mark.parametrize(
     ("kind", "chunk", "remat", "stacked"),
-    [("gqa", 3, "none", True), ("gqa", 4, "full", False), ("tied", 100, "full", True)],
+    [
+        ("gqa", 3, "none", True),
+        ("gqa", 4, "full", False),
+        ("tied", 100, "full", True),
+        ("gqa", 11, "dots", True),
+        ("tied", 5, "offload", True),
+    ],
 )
 def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat, stacked):
     config, params, tokens, (loss, gradients) = defined[kind]
     with jax.enable_x64(True):
-        loss_of = partial(next_token_loss, config, tokens=tokens, chunk=chunk, remat=remat)
+        loss_of = partial(next_token_loss, config, batch=Batch(tokens), chunk=chunk, remat=remat)
         found = jax.jit(jax.value_and_grad(loss_of))(params if stacked else llama_jax.unstack(params))
         np.testing.assert_allclose(found[0], loss, rtol=1e-12)
         assert found[0].dtype == jnp.float64
@@ -52,7 +59,7 @@ def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, re
 
 def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
     config, _, tokens, (loss, gradients) = defined["gqa"]
-    loss_of = partial(next_token_loss, config, tokens=tokens, dtype=jnp.bfloat16)
+    loss_of = partial(next_token_loss, config, batch=Batch(tokens), dtype=jnp.bfloat16)
     found, computed = jax.jit(jax.value_and_grad(loss_of))(llama_jax.stack(models["gqa"][1]))
     assert found.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(computed)} == {jnp.dtype(jnp.float32)}
@@ -71,13 +78,13 @@ def loss_of_gqa(models):
 def test_the_loss_of_a_batch_is_the_mean_of_its_rows(models, loss_of_gqa, seed):
     config, params = models["gqa"]
     tokens = jax.random.randint(jax.random.key(seed), (2, 6), 0, config.vocab_size)
-    rows = [loss_of_gqa(params, jnp.stack([row, row])) for row in tokens]
-    np.testing.assert_allclose(loss_of_gqa(params, tokens), np.mean(rows), rtol=1e-5)
+    rows = [loss_of_gqa(params, Batch(jnp.stack([row, row]))) for row in tokens]
+    np.testing.assert_allclose(loss_of_gqa(params, Batch(tokens)), np.mean(rows), rtol=1e-5)
 
 
 def test_a_model_that_knows_nothing_is_surprised_by_the_vocabulary(models, loss_of_gqa):
     config, params = models["gqa"]
-    loss = loss_of_gqa(jax.tree.map(jnp.zeros_like, params), jnp.ones((2, 6), jnp.int32))
+    loss = loss_of_gqa(jax.tree.map(jnp.zeros_like, params), Batch(jnp.ones((2, 6), jnp.int32)))
     np.testing.assert_allclose(loss, np.log(config.vocab_size), rtol=1e-6)
 
 
@@ -86,17 +93,92 @@ def test_the_logits_never_exist_at_once(models):
     batch, length, chunk = 3, 40, 8
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     step = jax.jit(jax.value_and_grad(partial(next_token_loss, config, chunk=chunk)))
-    program = step.lower(params, tokens).as_text()
+    program = step.lower(params, Batch(tokens)).as_text()
     assert f"tensor<{batch}x{chunk}x{config.vocab_size}xf32>" in program
     sizes = (f"{batch}x{length}x{config.vocab_size}x", f"{batch * length}x{config.vocab_size}x")
     assert not any(size in program for size in (*sizes, f"{length // chunk}x{batch}x{chunk}x{config.vocab_size}x"))
 
 
 def test_another_rematerialisation_is_an_error(models):
-    with pytest.raises(llama_jax.ConfigError, match="remat='some' must be one of none, full"):
-        next_token_loss(*models["gqa"], jnp.ones((2, 3), jnp.int32), remat="some")
+    with pytest.raises(llama_jax.ConfigError, match="remat='some' must be one of none, dots, full, offload"):
+        next_token_loss(*models["gqa"], Batch(jnp.ones((2, 3), jnp.int32)), remat="some")
 
 
 def test_nothing_to_predict_is_an_error(models):
     with pytest.raises(llama_jax.UserError, match=r"int\[B, T\] is needed"):
-        next_token_loss(*models["gqa"], jnp.ones((2, 1), jnp.int32))
+        next_token_loss(*models["gqa"], Batch(jnp.ones((2, 1), jnp.int32)))
+
+
+@pytest.fixture(scope="module")
+def in_segments(models):
+    """Loss and gradients of gqa in chunks of 4, compiled once for rows with segments and positions."""
+    loss_of = partial(next_token_loss, models["gqa"][0], chunk=4)
+    return jax.jit(jax.value_and_grad(loss_of))
+
+
+@given(st.integers(0, 2**31 - 1), st.integers(2, 11), st.integers(2, 11))
+def test_packed_documents_give_what_they_give_alone(models, in_segments, seed, first, second):
+    """Two documents and padding in a row, and the same two in rows of their own."""
+    params = llama_jax.stack(models["gqa"][1])
+    vocabulary = models["gqa"][0].vocab_size
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, first + second, np.int32)
+    packed, alone = empty(1), empty(2)
+    place(packed, 0, 0, tokens[:first], 1)
+    place(packed, 0, first, tokens[first:], 2)
+    place(alone, 0, 0, tokens[:first], 1)
+    place(alone, 1, 0, tokens[first:], 1)
+    (loss, gradients), (expected, of_alone) = in_segments(params, packed), in_segments(params, alone)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    near = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
+    jax.tree.map(near, gradients, of_alone)
+
+
+def empty(rows, length=24):
+    return Batch(*(np.zeros((rows, length), np.int32) for _ in range(3)))
+
+
+def place(batch, row, start, tokens, segment):
+    where = slice(start, start + len(tokens))
+    batch.tokens[row, where], batch.segment_ids[row, where] = tokens, segment
+    batch.positions[row, where] = np.arange(len(tokens))
+
+
+def test_what_is_predicted():
+    tokens = np.zeros((1, 7), np.int32)
+    segments = np.array([[1, 1, 1, 2, 2, 0, 0]])
+    np.testing.assert_array_equal(predicted(Batch(tokens)), np.ones((1, 6), bool))
+    np.testing.assert_array_equal(predicted(Batch(tokens, segments)), [[1, 1, 0, 1, 0, 0]])
+    mask = np.array([[1, 0, 1, 1, 1, 1, 1]])
+    np.testing.assert_array_equal(predicted(Batch(tokens, segments, mask=mask)), [[0, 1, 0, 1, 0, 0]])
+
+
+def test_a_masked_token_is_read_but_not_counted(defined, models):
+    config, params, tokens, _ = defined["gqa"]
+    mask = np.random.default_rng(1).random(tokens.shape) < 0.5
+    with jax.enable_x64(True):
+        logits = llama_jax.logits(config, params, tokens[:, :-1])
+        nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+        expected = np.mean(np.asarray(nll)[mask[:, 1:]])
+        np.testing.assert_allclose(next_token_loss(config, params, Batch(tokens, mask=mask)), expected, rtol=1e-9)
+
+
+def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments):
+    loss, gradients = in_segments(llama_jax.stack(models["gqa"][1]), empty(1))
+    assert loss == 0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
+
+
+def test_z_loss_adds_the_square_of_the_normalizer(defined):
+    config, params, tokens, _ = defined["gqa"]
+
+    def plain(params, z_loss):
+        logits = llama_jax.logits(config, params, tokens[:, :-1])
+        return plain_loss(config, params, tokens) + z_loss * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+
+    with jax.enable_x64(True):
+        expected, of_plain = jax.jit(jax.value_and_grad(partial(plain, z_loss=0.3)))(params)
+        loss_of = partial(next_token_loss, config, batch=Batch(tokens), z_loss=0.3, chunk=4)
+        loss, gradients = jax.jit(jax.value_and_grad(loss_of))(params)
+        np.testing.assert_allclose(loss, expected, rtol=1e-10)
+        # The rotary angles are float32, rounded differently by two programs.
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), gradients, of_plain)

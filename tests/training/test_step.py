@@ -8,12 +8,14 @@ import pytest
 
 import llama_jax
 from llama_jax import preset
+from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
 
 CONFIG = preset("stories-260k")
 OPTIMIZER = adamw(3e-3)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (4, 33), np.int32)
+BATCH = Batch(TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def start(dtype=jnp.float32):
 def test_a_few_steps_lower_the_loss(step):
     state, losses = start(), []
     for _ in range(12):
-        state, metrics = step(state, TOKENS)
+        state, metrics = step(state, BATCH)
         losses.append(float(metrics["loss"]))
     assert losses[0] == pytest.approx(np.log(CONFIG.vocab_size), rel=0.02)  # it knows nothing yet
     assert losses[-1] < 0.7 * losses[0]
@@ -37,7 +39,7 @@ def test_a_few_steps_lower_the_loss(step):
 
 def test_the_state_is_updated_in_place(step):
     state = start()
-    step(state, TOKENS)
+    step(state, BATCH)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
@@ -51,40 +53,101 @@ def test_a_step_is_the_optimizers_update_of_the_gradient(step):
 
     loss, gradients = jax.jit(jax.value_and_grad(loss_of))(state.params)
     _, opt_state = OPTIMIZER.update(gradients, state.opt_state, state.params)
-    after, metrics = step(state, TOKENS)
+    after, metrics = step(state, BATCH)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     squares = sum(float(jnp.sum(jnp.square(g))) for g in jax.tree.leaves(gradients))
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=1e-4)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), after.opt_state, opt_state)
 
 
-def test_weight_decay_is_for_matrices_only():
-    """Without a gradient a matrix shrinks by learning rate times decay, and the weight of a normalisation stays."""
-    before, optimizer = start().params, adamw(0.5, weight_decay=0.1)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, before), optimizer.init(before), before)
-    after = optax.apply_updates(before, updates)
-    for found, old in (
-        (after.embedding, before.embedding),
-        (after.blocks.attention.qkv, before.blocks.attention.qkv),
-        (after.blocks.feed_forward.down, before.blocks.feed_forward.down),
-    ):
-        np.testing.assert_allclose(found, 0.95 * old, rtol=1e-6)
-    for norm in (after.blocks.attention_norm, after.blocks.ffn_norm, after.final_norm):
-        np.testing.assert_array_equal(norm, 1)
-
-
-def test_adamw_has_the_betas_of_llama():
-    params = start().params
-    _, (adam, *_) = OPTIMIZER.update(jax.tree.map(jnp.ones_like, params), OPTIMIZER.init(params), params)
-    np.testing.assert_allclose(adam.mu.final_norm, 0.1, rtol=1e-6)
-    np.testing.assert_allclose(adam.nu.final_norm, 0.05, rtol=1e-6)
-
-
 @pytest.mark.parametrize("master", [jnp.float32, jnp.bfloat16])
 def test_the_state_keeps_its_dtype_whatever_computes(master):
     state = jax.eval_shape(lambda: start(master))
-    after, metrics = jax.eval_shape(partial(train_step, CONFIG, OPTIMIZER, dtype=jnp.bfloat16), state, TOKENS)
+    after, metrics = jax.eval_shape(partial(train_step, CONFIG, OPTIMIZER, dtype=jnp.bfloat16), state, BATCH)
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (old.shape, old.dtype) == (new.shape, new.dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype(master)}
     assert metrics["loss"].dtype == jnp.float32
+
+
+def without(state, *names):
+    return state.replace(**dict.fromkeys(names))
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    """Packed rows with very unequal numbers of predicted tokens."""
+    segments = np.ones_like(TOKENS)
+    segments[0, 5:] = 0
+    segments[1, 20:] = 2
+    positions = np.arange(TOKENS.shape[1]) - np.where(segments == 2, 20, 0)
+    return Batch(TOKENS, segments, positions.astype(np.int32))
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulated_parts_are_the_whole_batch(ragged, accumulate):
+    """To 1e-6 of each array's largest entry, whatever the number of labels in a part."""
+
+    def gradients(**options):
+        step = jax.jit(partial(train_step, CONFIG, optax.sgd(1.0), chunk=16, **options))
+        state = init_state(optax.sgd(1.0), llama_jax.init(CONFIG, jax.random.key(0)))
+        after, metrics = step(state, ragged)
+        return jax.tree.map(lambda old, new: np.asarray(old - new), state.params, after.params), metrics
+
+    (whole, expected), (parts, metrics) = gradients(), gradients(accumulate=accumulate)
+    for name in expected:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        assert np.abs(a - b).max() <= 1e-6 * max(1.0, np.abs(b).max())
+
+
+def test_rows_that_cannot_be_divided():
+    with pytest.raises(llama_jax.ConfigError, match="4 rows cannot be divided into accumulate=3 equal parts"):
+        train_step(CONFIG, OPTIMIZER, start(), BATCH, accumulate=3)
+
+
+@pytest.fixture(scope="module")
+def averaging_step():
+    return jax.jit(partial(train_step, CONFIG, OPTIMIZER, chunk=16, ema_decay=0.5))
+
+
+def test_a_step_that_is_not_finite_changes_only_the_counters(averaging_step):
+    before = init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0)), ema=True)
+    poisoned = before.replace(params=before.params.replace(final_norm=before.params.final_norm.at[3].set(np.inf)))
+    state = poisoned
+    for count in (1, 2):
+        state, metrics = averaging_step(state, BATCH)
+        assert not np.isfinite(metrics["loss"])
+        assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (count, count, count)
+    counters = ("step", "skipped", "skipped_in_a_row")
+    jax.tree.map(np.testing.assert_array_equal, without(state, *counters), without(poisoned, *counters))
+    state, metrics = averaging_step(state.replace(params=before.params, ema=before.params), BATCH)
+    assert np.isfinite(metrics["loss"])
+    assert (int(state.step), int(state.skipped), int(state.skipped_in_a_row)) == (3, 2, 0)
+
+
+def test_the_average_follows_the_parameters(averaging_step):
+    state = init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0)), ema=True)
+    expected = np.asarray(state.params.embedding, np.float64)
+    for step in range(6):
+        state, _ = averaging_step(state, BATCH)
+        keep = min(0.5, (1 + step) / (10 + step))
+        expected = keep * expected + (1 - keep) * np.asarray(state.params.embedding, np.float64)
+    np.testing.assert_allclose(state.ema.embedding, expected, atol=1e-6)
+
+
+def test_rematerialisation_trades_memory():
+    """By the compiled program's plan: less and less is kept for the backward pass, and every policy gives one loss."""
+    config = llama_jax.LlamaConfig(
+        vocab_size=64, dim=64, n_layers=8, n_heads=4, n_kv_heads=4, hidden_dim=192, max_seq_len=512,
+        norm_eps=1e-5, rope_theta=1e4, tie_embeddings=True,
+    )  # fmt: skip
+    batch = Batch(np.random.default_rng(0).integers(0, 64, (2, 257), np.int32))
+    temporaries, losses = {}, []
+    for remat in ("none", "dots", "full", "offload"):
+        state = init_state(OPTIMIZER, llama_jax.init(config, jax.random.key(0)))
+        step = jax.jit(partial(train_step, config, OPTIMIZER, remat=remat), donate_argnums=0).lower(state, batch).compile()
+        temporaries[remat] = step.memory_analysis().temp_size_in_bytes
+        losses.append(float(step(state, batch)[1]["loss"]))
+    assert temporaries["full"] < 0.6 * temporaries["dots"] < 0.5 * temporaries["none"]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)

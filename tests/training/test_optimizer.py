@@ -1,0 +1,156 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import llama_jax
+from llama_jax.training.optimizer import OptimizerSettings, adamw, learning_rates, make_optimizer
+
+CONFIG = llama_jax.preset("stories-260k")
+STEPS = 100
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama_jax.init(CONFIG, jax.random.key(0))
+
+
+def rates(**settings):
+    rate = learning_rates(OptimizerSettings(learning_rate=1.0, **settings), STEPS)
+    return np.array([float(rate(step)) for step in range(STEPS)])
+
+
+def test_cosine_warms_up_and_falls_to_its_final_share():
+    found = rates(schedule="cosine", warmup_steps=10, final_share=0.1)
+    np.testing.assert_allclose(found[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    turn = np.pi * np.arange(90) / 89
+    np.testing.assert_allclose(found[10:], 0.1 + 0.9 * (1 + np.cos(turn)) / 2, rtol=1e-5)
+    assert found[-1] == pytest.approx(0.1)
+
+
+def test_wsd_stays_and_then_falls():
+    found = rates(schedule="wsd", warmup_steps=10, decay_share=0.2, final_share=0.0)
+    np.testing.assert_allclose(found[:10], np.arange(1, 11) / 10, rtol=1e-6)
+    np.testing.assert_allclose(found[10:80], 1)
+    np.testing.assert_allclose(found[79:], np.linspace(1, 0, 21), atol=1e-6)
+
+
+def test_without_a_warmup_the_first_rate_is_the_largest():
+    for schedule in ("cosine", "wsd", "constant"):
+        found = rates(schedule=schedule)
+        assert found[0] == 1 == found.max()
+    np.testing.assert_array_equal(found, 1)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 99])
+def test_a_schedule_of_any_warmup_is_defined_and_bounded(schedule, warmup):
+    found = rates(schedule=schedule, warmup_steps=warmup)
+    assert np.all((found > 0) & (found <= 1))
+    assert found[max(warmup - 1, 0)] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "adam"}, "name='adam' must be one of adamw, muon"),
+        ({"schedule": "linear"}, "schedule='linear' must be one of cosine, wsd, constant"),
+        ({"learning_rate": 0.0}, r"learning_rate=0\.0 must be positive"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan must be positive"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0\.1 must be at least 0"),
+        ({"b2": 1.0}, r"b2=1\.0 must be at least 0 and below 1"),
+        ({"final_share": 2.0}, r"final_share=2\.0 must be between 0 and 1"),
+    ],
+)
+def test_settings_that_cannot_be(settings, message):
+    with pytest.raises(llama_jax.ConfigError, match=message):
+        OptimizerSettings(**settings)
+
+
+def test_a_warmup_longer_than_the_run():
+    with pytest.raises(llama_jax.ConfigError, match="warmup_steps=100 must be below steps=100"):
+        rates(warmup_steps=100)
+
+
+def test_weight_decay_is_for_matrices_only(params):
+    """Without a gradient a matrix shrinks by learning rate times decay, and the weight of a normalisation stays."""
+    optimizer = adamw(0.5, weight_decay=0.1)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    after = optax.apply_updates(params, updates)
+    for found, old in (
+        (after.embedding, params.embedding),
+        (after.blocks.attention.qkv, params.blocks.attention.qkv),
+        (after.blocks.feed_forward.down, params.blocks.feed_forward.down),
+    ):
+        np.testing.assert_allclose(found, 0.95 * old, rtol=1e-6)
+    for norm in (after.blocks.attention_norm, after.blocks.ffn_norm, after.final_norm):
+        np.testing.assert_array_equal(norm, 1)
+
+
+def test_adamw_has_the_betas_of_llama(params):
+    optimizer = adamw(3e-3)
+    _, (adam, *_) = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    np.testing.assert_allclose(adam.mu.final_norm, 0.1, rtol=1e-6)
+    np.testing.assert_allclose(adam.nu.final_norm, 0.05, rtol=1e-6)
+
+
+def test_clipping_scales_all_gradients_together(params):
+    def moments(clip_norm):
+        settings = OptimizerSettings(clip_norm=clip_norm, b1=0.0)
+        optimizer = make_optimizer(settings, STEPS)
+        gradients = jax.tree.map(jnp.ones_like, params)
+        _, state = optimizer.update(gradients, optimizer.init(params), params)
+        return next(leaf.mu for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(leaf, "mu"))
+
+    norm = np.sqrt(llama_jax.model.params.count(params))
+    np.testing.assert_allclose(optax.tree.norm(moments(0.5)), 0.5, rtol=1e-5)
+    np.testing.assert_allclose(optax.tree.norm(moments(0.0)), norm, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def muon_update(params):
+    settings = OptimizerSettings(name="muon", learning_rate=1.0, schedule="constant", weight_decay=0.0, clip_norm=0.0)
+    optimizer = make_optimizer(settings, STEPS)
+    gradients = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), params)
+    updates, _ = jax.jit(optimizer.update)(gradients, jax.jit(optimizer.init)(params), params)
+    return updates
+
+
+def test_muon_makes_every_layers_matrix_nearly_orthogonal(params, muon_update):
+    """The singular values of an update are equal within what five Newton-Schulz steps reach (Jordan et al. 2024)."""
+    blocks = muon_update.blocks
+    c = CONFIG
+    gate_up = blocks.feed_forward.gate_up
+    matrices = {
+        "qkv": blocks.attention.qkv.reshape(c.n_layers, -1, c.dim),
+        "out": blocks.attention.out,
+        "gate": gate_up[:, :, 0],
+        "up": gate_up[:, :, 1],
+        "down": blocks.feed_forward.down,
+    }
+    for name, stack in matrices.items():
+        for matrix in stack:
+            values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(max(matrix.shape)))
+            # Of a square random matrix the smallest is near 0, and five steps do not bring it up.
+            assert np.quantile(values, 0.1) > 0.5, name
+            assert values.max() < 1.5, name
+
+
+def test_muon_leaves_the_rest_to_adamw(params, muon_update):
+    """AdamW's first update has the gradient's sign and the learning rate's size."""
+    for found in (muon_update.embedding, muon_update.final_norm, muon_update.blocks.ffn_norm):
+        np.testing.assert_allclose(np.abs(found), 1, rtol=1e-3)
+
+
+def test_muon_decays_matrices_only(params):
+    settings = OptimizerSettings(name="muon", learning_rate=0.5, schedule="constant", weight_decay=0.1)
+    optimizer = make_optimizer(settings, STEPS)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
+    near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8)
+    near(updates.embedding, -0.05 * params.embedding)
+    near(updates.blocks.attention.out, -0.05 * params.blocks.attention.out)
+    near(updates.blocks.attention_norm, 0)
