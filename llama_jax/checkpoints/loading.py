@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
 from llama_jax.checkpoints.assemble import Progress, assemble
 from llama_jax.checkpoints.pickled import is_torch
+from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
@@ -69,8 +70,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
     Args:
       path: a Hugging Face folder (``config.json`` and safetensors or ``pytorch_model.bin``, single or sharded) or one of its
         files; a folder of Meta's (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (of a split
-        one, any part); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; or a folder that holds one
-        such file.
+        one, any part); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, of
+        which the newest step is taken, or one of its steps; or a folder that holds one such file. Of a run that keeps a
+        moving average of the parameters, that is the model.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
@@ -120,6 +122,9 @@ def _open_folder(path: Path) -> Opened | store.Stored:
         opened = _open_alone(found[0])
         assert opened is not None
         return opened
+    checkpoints = find_checkpoints(path)
+    if checkpoints is not None:
+        return store.open_folder(checkpoints / str(existing_step(checkpoints, None)))
     if (path / "config.json").exists():
         return huggingface.open_folder(path)  # says which weights are missing
     raise CheckpointError(f"{path} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")

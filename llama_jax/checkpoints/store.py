@@ -1,6 +1,7 @@
-"""The orbax format: a folder with ``config.json`` and the parameters as they lie in memory, in ``params``.
+"""The orbax format: the parameters as they lie in memory; nothing is renamed or reordered.
 
-Nothing is renamed or reordered; arrays are written and read by shards and in parallel. It is the format to train from.
+There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``, its blocks one by one; and a step of
+a training run (`steps`), its blocks stacked, from which the moving average is read where the run keeps one.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints import huggingface
+from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, steps_in
 from llama_jax.checkpoints.tensors import FLOATS, Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
-from llama_jax.model.params import Llama, init, unstack
+from llama_jax.model.params import Block, Llama, init, unstack
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
-
-PARAMS = "params"
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,35 @@ class Array:
 
 
 @dataclass(frozen=True)
+class _OnHost:
+    """Asks orbax for an array in the host's memory, by having no sharding."""
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+@dataclass(frozen=True)
 class Stored:
-    """A checkpoint in the orbax format; its weights have not been read. See `Opened` for the attributes."""
+    """A checkpoint in the orbax format; its weights have not been read. See `Opened` for the other attributes.
+
+    Attributes:
+      arrays: the folder that orbax wrote, and by which name the parameters are in it.
+      stacked: whether they are one block whose arrays have a leading axis L, as in a step of a training run.
+    """
 
     format: str
     path: Path
     config: LlamaConfig
     tensors: Mapping[str, Described]
     tokenizer: Callable[[], Tokenizer | None]
+    arrays: tuple[Path, str]
+    stacked: bool
 
 
 def recognises(folder: Path) -> bool:
     """Whether a folder holds a configuration and what orbax finished writing."""
-    return (folder / "config.json").exists() and (folder / PARAMS / "_CHECKPOINT_METADATA").exists()
+    saved = (folder / "config.json").exists() and (folder / PARAMS / "_CHECKPOINT_METADATA").exists()
+    return saved or _is_step(folder)
 
 
 def open_folder(folder: Path) -> Stored:
@@ -64,26 +80,42 @@ def open_folder(folder: Path) -> Stored:
     Raises:
       CheckpointError: a damaged file, or arrays that are not those of the configuration.
     """
+    stacked = _is_step(folder)
+    if stacked:
+        about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
+    else:
+        about, arrays = folder, (folder / PARAMS, "state")
+    config = huggingface.read_config(about)
+    stored = Stored(
+        format=f"orbax, step {folder.resolve().name} of a run" if stacked else "orbax",
+        path=folder,
+        config=config,
+        tensors=describe(*arrays),
+        tokenizer=partial(find_tokenizer, about, config.vocab_size),
+        arrays=arrays,
+        stacked=stacked,
+    )
+    _shape(stored)
+    return stored
+
+
+def describe(folder: Path, name: str) -> dict[str, Array]:
+    """The arrays of what orbax wrote into a folder under a name, by their names there; they are not read.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
     from orbax.checkpoint import v1 as ocp
 
-    config = huggingface.read_config(folder)
-    metadata = _asking_orbax(folder, lambda: ocp.metadata(folder.absolute() / PARAMS).metadata)
+    where = folder if name == "state" else folder / name
+    metadata = asking_orbax(where, lambda: ocp.metadata(folder.absolute(), checkpointable_name=name).metadata)
     if metadata is None:  # how orbax says that it could not read them
-        raise CheckpointError(f"{folder / PARAMS} is not a whole orbax checkpoint; copy it again")
-    found = {
+        raise CheckpointError(f"{where} is not a whole orbax checkpoint; {_remedy(where)}")
+    return {
         jax.tree_util.keystr(path, simple=True, separator="."): Array(tuple(leaf.shape), np.dtype(leaf.dtype))
         for path, leaf in jax.tree.leaves_with_path(metadata)
         if hasattr(leaf, "shape")
     }
-    stored = Stored(
-        format="orbax",
-        path=folder,
-        config=config,
-        tensors=found,
-        tokenizer=partial(find_tokenizer, folder, config.vocab_size),
-    )
-    _shape(stored)
-    return stored
 
 
 def save(folder: Path, config: LlamaConfig, params: Llama) -> None:
@@ -115,12 +147,15 @@ def load_params(
     target = stored.tensors["embedding"].dtype if dtype is None else jnp.dtype(dtype)  # type: ignore[attr-defined]
     if jax.dtypes.canonicalize_dtype(target) != target:
         raise CheckpointError(f"{stored.path}: {target} needs jax_enable_x64; load with dtype='float32'")
-    if shardings is None:
-        shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), shape)
+    folder, name = stored.arrays
+    places = _places(stored.config, shardings)
+    if stored.stacked:  # onto the host first: so the devices never hold a stack beside the blocks that are cut from it
+        wanted = jax.tree.map(lambda array: _OnHost(array.shape, target), shape)
     else:
-        shardings = shardings.replace(blocks=(shardings.blocks,) * stored.config.n_layers)
-    wanted = jax.tree.map(lambda array, place: jax.ShapeDtypeStruct(array.shape, target, sharding=place), shape, shardings)
-    params = _asking_orbax(stored.path, lambda: ocp.load(stored.path.absolute() / PARAMS, wanted))
+        wanted = jax.tree.map(lambda array, place: jax.ShapeDtypeStruct(array.shape, target, sharding=place), shape, places)
+    params = asking_orbax(folder / name, lambda: ocp.load(folder.absolute(), wanted, checkpointable_name=name))
+    if stored.stacked:
+        params = jax.tree.map(jax.device_put, unstack(params), places)
     for path, array in jax.tree.leaves_with_path(params):
         if not bool(jnp.isfinite(array).all()):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -128,8 +163,16 @@ def load_params(
     return params
 
 
+def _places(config: LlamaConfig, shardings: Llama | None) -> Llama:
+    """The sharding of every array of a model with a tuple of blocks."""
+    if shardings is not None:
+        return shardings.replace(blocks=(shardings.blocks,) * config.n_layers)
+    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda _: default, _config_shape(config, stacked=False))
+
+
 def _shape(stored: Stored) -> Llama:
-    """The shapes of the configuration, with a tuple of blocks.
+    """The shapes of the configuration, with blocks as they are stored.
 
     Raises:
       CheckpointError: the stored arrays have others.
@@ -137,9 +180,7 @@ def _shape(stored: Stored) -> Llama:
     config, found = stored.config, stored.tensors
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
-    shape = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), shape.blocks)
-    shape = shape.replace(blocks=(one,) * config.n_layers)
+    shape = _config_shape(config, stacked=stored.stacked)
     needed = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)
     }
@@ -153,9 +194,35 @@ def _shape(stored: Stored) -> Llama:
     return shape
 
 
-def _asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
+def _config_shape(config: LlamaConfig, *, stacked: bool) -> Llama:
+    shape = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
+    if stacked:
+        return shape
+    one: Block = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), shape.blocks)
+    return shape.replace(blocks=(one,) * config.n_layers)
+
+
+def _is_step(folder: Path) -> bool:
+    return (folder / ABOUT).is_dir()
+
+
+def asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
+    """What `ask` gives; whatever orbax raises of damaged files becomes a CheckpointError that names `path`."""
     try:
         return ask()
     except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
-        reason = " ".join(str(error).split())[:120]
-        raise CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again") from None
+        raise CheckpointError(f"{path} is not a whole orbax checkpoint ({root_cause(error)}); {_remedy(path)}") from None
+
+
+def root_cause(error: BaseException) -> str:
+    """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return " ".join(str(error).split())[:300]
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a damaged folder: a step of a run has others beside it."""
+    step = path if _is_step(path) else path.parent
+    others = [str(other) for other in steps_in(step.parent) if str(other) != step.name] if _is_step(step) else []
+    return f"try another step: {', '.join(others)}" if others else "copy it again"

@@ -145,7 +145,9 @@ def _files(opened: Opened | Stored) -> list[Path]:
     from llama_jax.checkpoints.store import Stored
 
     if isinstance(opened, Stored):
-        return sorted(file for file in opened.path.rglob("*") if file.is_file())
+        folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
+        where = folder / name if opened.stacked else opened.path
+        return sorted(file for file in where.rglob("*") if file.is_file())
     return sorted({file for tensor in opened.tensors.values() for file in _files_of(tensor)})
 
 

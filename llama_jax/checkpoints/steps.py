@@ -1,0 +1,82 @@
+"""The checkpoints of a training run as they lie on the disk: a folder with a folder for each step, whole in itself.
+
+    checkpoints/40/params   the parameters, blocks stacked (orbax)
+                   ema      their moving average, if the run keeps one (orbax)
+                   rest     what else training carries from step to step (orbax)
+                   about    config.json, the tokenizer's files, and note.json
+
+A folder whose name is a number is whole, for it is renamed so when all of it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from llama_jax.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"  # in the folder of a run
+PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
+NOTE = "note.json"
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of which a folder of checkpoints holds one, ascending."""
+    if not folder.is_dir():
+        return []
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+
+
+def existing_step(folder: Path, step: int | None) -> int:
+    """The step itself if the folder has it; the newest for None.
+
+    Raises:
+      CheckpointError: it has not.
+    """
+    steps = steps_in(folder)
+    if not steps:
+        raise CheckpointError(f"{folder} holds no checkpoint; train until the first one is saved")
+    if step is not None and step not in steps:
+        raise CheckpointError(f"{folder} holds no step {step}; give one of {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def read_note(folder: Path, step: int | None = None) -> dict[str, Any]:
+    """What a run noted beside a step's arrays, without reading those; `step` None is the newest.
+
+    Raises:
+      CheckpointError: no such step, or a damaged note.
+    """
+    path = folder / str(existing_step(folder, step)) / ABOUT / NOTE
+    try:
+        note = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({str(error)[:80]}); use another step's folder") from None
+    if not isinstance(note, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object; use another step's folder")
+    return note
+
+
+def validation_loss(folder: Path, step: int) -> float:
+    """The validation loss in a step's note; infinity where it has none, or cannot be read."""
+    try:
+        loss = read_note(folder, step).get("validation_loss")
+    except CheckpointError:
+        return math.inf
+    return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else math.inf
+
+
+def by_loss(folder: Path) -> list[int]:
+    """The steps that have a validation loss, the best first; of equal ones the later first."""
+    losses = {step: validation_loss(folder, step) for step in steps_in(folder)}
+    return sorted((step for step in losses if losses[step] < math.inf), key=lambda step: (losses[step], -step))
+
+
+def find_checkpoints(path: Path) -> Path | None:
+    """The folder of checkpoints that a path is or, as the folder of a run, holds; None for another folder."""
+    if (path / CHECKPOINTS).is_dir():
+        return path / CHECKPOINTS
+    return path if any((path / str(step) / ABOUT).is_dir() for step in steps_in(path)) else None

@@ -1,0 +1,324 @@
+"""The checkpoints of a run while it trains: saved beside the training, the last and the best kept, restored to the bit.
+
+What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for orbax
+writes it under another name and renames it; so whenever the process dies, the steps that were there can be restored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
+
+from llama_jax.checkpoints import huggingface
+from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, REST, by_loss, existing_step, read_note, steps_in
+from llama_jax.checkpoints.store import describe, root_cause
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.training.step import TrainState
+
+# What a folder on its way in or out is called behind its step's number: no such folder is a checkpoint.
+TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
+REPLACED = ".replaced"  # an older checkpoint of a step that is being saved again
+REMOVED = ".removed"  # being deleted
+
+
+class Snapshots:
+    """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
+
+    With several processes each makes one and calls the same methods; the first of them writes what is not an array.
+    """
+
+    def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 1) -> None:
+        """Open a folder, which need not exist, and clear up what a killed process left in it.
+
+        Args:
+          keep_last: how many of the newest steps stay, at least 1.
+          keep_best: how many of those with the lowest validation loss stay besides.
+
+        Raises:
+          ConfigError: a number of checkpoints that cannot be kept.
+          CheckpointError: a folder that cannot be made.
+        """
+        for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
+            if value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}")
+        self.folder = folder.absolute()
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
+        self._pending: Future[None] | None = None
+        try:
+            if _is_first():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._clear_up()
+        except OSError as error:
+            raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); give another folder") from None
+        _wait_for_all("opened")
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        note: Mapping[str, Any],
+        config: LlamaConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        validation_loss: float | None = None,
+    ) -> None:
+        """Begin to write the checkpoint of a step; a save that is still going on is waited for.
+
+        Returns as soon as nothing can change what will be written: the state may be donated, and `note` altered. A
+        checkpoint of the same step is replaced once the new one is whole.
+
+        Args:
+          note: what JSON can hold; "step", "validation_loss" and "versions" are added to it.
+          validation_loss: by which the best are known; one that is not finite counts as none.
+
+        Raises:
+          CheckpointError: this save, or the one before, failed; the message names the last good checkpoint. Either way the
+            next call can succeed.
+        """
+        if validation_loss is not None and not math.isfinite(validation_loss):
+            validation_loss = None
+        added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
+        about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
+        self.wait()
+        final = self.folder / str(step)
+        try:
+            if _is_first() and final.exists():
+                final.rename(final.with_name(final.name + REPLACED))
+            _wait_for_all("replaced")
+            with _writing():
+                saving = ocp.save_checkpointables_async(final, {**_parts(state), ABOUT: about})
+        except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+            raise self._failure(step, error) from None
+        self._pending = self._thread.submit(self._finish, step, saving)
+
+    def wait(self) -> None:
+        """Wait until what `save` began is written.
+
+        Raises:
+          CheckpointError: it failed; see `save`.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, ascending; one that is being saved is not among them."""
+        return steps_in(self.folder)
+
+    def latest(self) -> int | None:
+        """The newest step, or None where there is none."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step with the lowest validation loss, or None where none has one; its model is in ``folder/STEP``."""
+        return next(iter(by_loss(self.folder)), None)
+
+    def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """The state that was saved, bit for bit, and its note.
+
+        Args:
+          shapes: arrays, or `jax.ShapeDtypeStruct`s, of the state that is wanted; each array is placed by its `sharding`,
+            which may be over other devices than it was saved from. Where that is None it goes to the default device.
+          step: None is the newest.
+
+        Raises:
+          CheckpointError: no such step, one whose arrays have other names, shapes or dtypes, or a damaged one; then the
+            message says which older step is whole.
+        """
+        self.wait()
+        step = existing_step(self.folder, step)
+        try:
+            return self._read(shapes, step)
+        except _DamagedError as error:
+            older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
+            remedy = "no older step is whole" if older is None else f"the last good checkpoint is step {older}: resume there"
+            raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
+
+    def _read(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
+        folder = self.folder / str(step)
+        wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
+        try:
+            note = read_note(self.folder, step)
+            stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
+        except CheckpointError as error:
+            raise _DamagedError(error) from None
+        for name in (PARAMS, REST):
+            if name not in stored:
+                raise _DamagedError(f"{folder / name} is missing")
+        held = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
+        needed = {
+            f"{part}.{jax.tree_util.keystr(path, simple=True, separator='.')}": (leaf.shape, str(leaf.dtype))
+            for part in wanted
+            for path, leaf in jax.tree.leaves_with_path(wanted[part])
+        }
+        for name in sorted(held.keys() | needed.keys()):
+            if held.get(name) != needed.get(name):
+                raise CheckpointError(
+                    f"{folder}: array {name!r} is {_in_words(held.get(name))} in the checkpoint and"
+                    f" {_in_words(needed.get(name))} in this run; resume with the settings that it was trained with"
+                )
+        loaded = {}
+        for name, part in wanted.items():
+            try:
+                loaded[name] = ocp.load(folder, part, checkpointable_name=name)
+            except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
+                raise _DamagedError(f"{folder / name} ({root_cause(error)})") from None
+        return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note
+
+    def _can_read(self, shapes: TrainState, step: int) -> bool:
+        """By reading it, so that what is called whole is."""
+        try:
+            self._read(shapes, step)
+        except (_DamagedError, CheckpointError):
+            return False
+        return True
+
+    def _finish(self, step: int, saving: ocp.AsyncResponse[None]) -> None:
+        """In the thread: wait for orbax, then delete what need not stay."""
+        try:
+            saving.result()
+        except Exception as error:
+            raise self._failure(step, error) from None
+        if not _is_first():
+            return
+        try:
+            self._clear_up()
+            steps = self.steps()
+            kept = {step, *steps[-self._keep_last :], *by_loss(self.folder)[: self._keep_best]}
+            for old in steps:
+                if old not in kept:
+                    # Renamed first: a process that is killed meanwhile leaves no half of a checkpoint under a step's name.
+                    gone = (self.folder / str(old)).rename(self.folder / f"{old}{REMOVED}")
+                    shutil.rmtree(gone)
+        except OSError as error:
+            raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        """Clear up what a failed save left, and say what remains."""
+        left = ""
+        _wait_for_writers()
+        if _is_first():
+            try:
+                self._clear_up()
+            except OSError as problem:
+                left = f"; what was written cannot be removed ({problem})"
+        latest = self.latest()
+        good = "there is no good checkpoint yet" if latest is None else f"the last good checkpoint is step {latest}"
+        return CheckpointError(f"{self.folder}: step {step} could not be saved ({root_cause(error)}){left}; {good}")
+
+    def _clear_up(self) -> None:
+        """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
+        for path in sorted(self.folder.iterdir()):
+            if path.name.endswith(REPLACED):
+                final = path.with_name(path.name.removesuffix(REPLACED))
+                if not final.exists():
+                    path.rename(final)
+                    continue
+            if path.name.endswith((TEMPORARY, REPLACED, REMOVED)):
+                shutil.rmtree(path)
+
+
+class _DamagedError(Exception):
+    """A step whose files are not as they were written."""
+
+
+@dataclass(frozen=True)
+class _About:
+    """What a step's folder holds besides arrays; orbax calls `save`, as it does for any `ocp.StatefulCheckpointable`."""
+
+    note: str
+    config: LlamaConfig
+    tokenizer: Tokenizer | None
+
+    async def save(self, directory: Any) -> Any:
+        return self._write(directory)  # which orbax awaits in its thread
+
+    async def _write(self, directory: Any) -> None:
+        folder = Path(await directory.await_creation())
+        if _is_first():
+            huggingface.write_config(folder, self.config)
+            (folder / NOTE).write_text(self.note + "\n", encoding="utf-8")
+            if self.tokenizer is not None:
+                self.tokenizer.save(folder)
+
+    async def load(self, directory: Any) -> Any:
+        raise NotImplementedError("read_note and load read it")
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """What orbax writes of a state, by the name of its folder; `rest` has None in the place of the others."""
+    average = {} if state.ema is None else {EMA: state.ema}
+    return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
+
+
+def _writing() -> ocp.Context:
+    """How orbax is to write."""
+    context = ocp.Context()
+    # Trained float32 numbers shrink by 7 %, and compressing them takes the processors from training for a second and more.
+    context.array_options.saving.use_compression = False
+    # In `save` and not in the thread: an error there would leave the writers waiting for the folders until their time is up.
+    context.async_options.create_directories_asynchronously = False
+    # The copies of an array within a process go to one disk; to cut them into shares would compile a program for each shape.
+    context.array_options.saving.use_replica_parallel = jax.process_count() > 1
+    return context
+
+
+def _wait_for_writers() -> None:
+    """Of a save that failed: orbax tells of the first error at once, and its threads go on writing the other arrays."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            thread.join(60)
+
+
+def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _in_words(array: tuple[tuple[int, ...], str] | None) -> str:
+    return "absent" if array is None else f"{array[1]}{list(array[0])}"
+
+
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("llama_jax", "jax", "orbax-checkpoint")}
+
+
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def _wait_for_all(what: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"snapshots {what}")

@@ -1,0 +1,130 @@
+"""A small run's states, and, as a program, processes of it that are killed in the middle of a save or fill the disk.
+
+python small_run.py FOLDER      for every case, saves into FOLDER/CASE, a folder of checkpoints with the steps 10 and 20
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError
+from llama_jax.model.params import init
+from llama_jax.runs import snapshots
+from llama_jax.runs.snapshots import Snapshots
+from llama_jax.training.step import TrainState, init_state
+
+CONFIG = LlamaConfig(
+    vocab_size=384,
+    dim=64,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    hidden_dim=96,
+    norm_eps=1e-5,
+    rope_theta=1e4,
+    rope_scaling=None,
+    max_seq_len=64,
+    tie_embeddings=True,
+)
+OPTIMIZER = optax.adamw(1e-3, mu_dtype=jnp.bfloat16)  # so that a state holds float32, bfloat16 and int32
+
+
+def shapes_of(*, ema: bool = False) -> TrainState:
+    return jax.eval_shape(lambda key: init_state(OPTIMIZER, init(CONFIG, key), ema=ema), jax.random.key(0))
+
+
+def state_of(seed: int, place: Callable | None = None, *, ema: bool = False) -> TrainState:
+    """A state of random numbers, each array placed by the sharding that `place` gives for its shape; nothing is compiled."""
+    random = np.random.default_rng(seed)
+
+    def make(leaf):
+        array = np.asarray(
+            random.integers(0, 1 << 20, leaf.shape) if leaf.dtype == jnp.int32 else random.normal(size=leaf.shape)
+        )
+        return jax.device_put(array.astype(leaf.dtype), place(leaf.shape) if place else None)
+
+    return jax.tree.map(make, shapes_of(ema=ema))
+
+
+def save(kept: Snapshots, step: int, seed: int, **options) -> None:
+    kept.save(step, state_of(seed), {"seed": seed}, CONFIG, None, **options)
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_removing(path: Path) -> None:
+    next(file for file in sorted(path.rglob("*")) if file.is_file()).unlink()
+    die()
+
+
+def fill_disk(folder: Path) -> None:
+    """A save for which there is no room, then one for which there is again; the message goes to a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # of a file; Python ignores the signal
+    with Snapshots(folder) as kept:
+        save(kept, 30, 30)
+        try:
+            kept.wait()
+        except CheckpointError as error:
+            folder.with_suffix(".message").write_text(str(error))
+        assert kept.steps() == [10, 20]
+        assert {path.name for path in folder.iterdir()} == {"10", "20"}, "what was written of it takes the room"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        save(kept, 30, 31)
+    os._exit(0)
+
+
+# Of each case: what to replace by a way to die, the step that is saved meanwhile, and with which seed.
+CASES: dict[str, tuple[tuple[object, str, Callable], int, int]] = {}
+
+
+def _cases() -> None:
+    from orbax.checkpoint._src.path import async_path
+
+    CASES["making the folder"] = (snapshots._About, "save", die), 30, 30
+    CASES["writing"] = (snapshots._About, "_write", die), 30, 30
+    CASES["renaming"] = (async_path, "rename", die), 30, 30
+    CASES["renamed"] = (snapshots, "by_loss", die), 30, 30
+    CASES["removing the oldest"] = (shutil, "rmtree", die_removing), 30, 30
+    CASES["making one to replace another"] = (snapshots._About, "save", die), 20, 21
+    CASES["removing the replaced"] = (shutil, "rmtree", die_removing), 20, 21
+
+
+_cases()
+
+
+def main(folder: Path) -> None:
+    """Every case in a process of its own, forked before JAX starts its threads."""
+    for case in [*CASES, "full disk"]:
+        child = os.fork()
+        if child == 0:
+            if case == "full disk":
+                fill_disk(folder / case)
+            (where, name, death), step, seed = CASES[case]
+            kept = Snapshots(folder / case, keep_best=0)
+            setattr(where, name, death)
+            save(kept, step, seed)
+            kept.wait()
+            os._exit(1)  # it lives on
+        _, status = os.waitpid(child, 0)
+        expected = status == 0 if case == "full disk" else os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if not expected:
+            sys.exit(f"{case}: status {status}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

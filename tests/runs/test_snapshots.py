@@ -1,0 +1,330 @@
+"""Checkpoints of a run: restored to the bit, kept as asked, and whole however the process ends."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import vocabularies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from small_run import CASES, CONFIG, save, shapes_of, state_of
+
+import llama_jax
+from llama_jax.cli import main
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.params import unstack
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.specs import param_specs, shardings
+from llama_jax.runs.snapshots import Snapshots, read_note
+from llama_jax.tokenizers import load_tokenizer
+
+NOTE = {"recipe": {"steps": 60}, "data": {"next_batch": 7, "digest": "ab12"}, "seed": 3}
+
+
+def over(devices: int, axis: int):
+    """Places arrays over so many devices, cut along an axis where that can be."""
+    mesh = Mesh(jax.devices()[:devices], ("fsdp",), axis_types=(AxisType.Auto,))
+
+    def place(shape):
+        cut = len(shape) > 1 and shape[axis] % devices == 0
+        return NamedSharding(
+            mesh, P(*["fsdp" if i == axis % len(shape) else None for i in range(len(shape))]) if cut else P()
+        )
+
+    return place
+
+
+def placed(shapes, place):
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place(a.shape)), shapes)
+
+
+def same(tree, other) -> bool:
+    """Whether two trees hold the same bits."""
+    pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves_with_path(other), strict=True)
+    return all(
+        p == q and a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes() for (p, a), (q, b) in pairs
+    )
+
+
+@pytest.fixture
+def kept(tmp_path):
+    with Snapshots(tmp_path / "run" / "checkpoints") as kept:
+        yield kept
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(vocabularies.write(tmp_path_factory.mktemp("vocabulary"), "sentencepiece"))
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory, tokenizer):
+    """The folder of a run with the steps 10 and 20; read only."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    with Snapshots(folder / "checkpoints") as kept:
+        for step in (10, 20):
+            kept.save(step, state_of(step), NOTE, CONFIG, tokenizer, validation_loss=step / 10)
+    return folder
+
+
+@pytest.fixture
+def run(saved_run, tmp_path):
+    """The same, to be spoiled."""
+    return Path(shutil.copytree(saved_run, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_what_is_saved_comes_back_to_the_bit(kept, ema):
+    state = state_of(1, ema=ema)
+    kept.save(40, state, NOTE, CONFIG, None, validation_loss=2.5)
+    restored, note = kept.restore(shapes_of(ema=ema))
+    assert same(restored, state)
+    assert type(restored) is type(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert {"float32", "bfloat16", "int32"} == {str(a.dtype) for a in jax.tree.leaves(restored)}
+    assert note == read_note(kept.folder) == NOTE | {"step": 40, "validation_loss": 2.5, "versions": note["versions"]}
+    assert note["versions"]["jax"] == jax.__version__
+
+
+@pytest.mark.parametrize(("before", "after"), [((8, -1), (8, -1)), ((8, -1), (1, 0)), ((1, 0), (8, 1)), ((8, 0), (4, -1))])
+def test_any_number_of_devices_restores_what_another_saved(kept, before, after):
+    state = state_of(2, over(*before), ema=True)
+    kept.save(1, state, NOTE, CONFIG, None)
+    shapes = placed(shapes_of(ema=True), over(*after))
+    restored, _ = kept.restore(shapes)
+    assert same(restored, state)
+    for array, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(shapes), strict=True):
+        assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_state_may_be_donated_at_once(kept, monkeypatch, devices):
+    import tensorstore
+
+    done, real_open = threading.Event(), tensorstore.open
+
+    def open_later(*arguments, **options):  # which is how the writing of every array begins
+        assert done.wait(60)
+        return real_open(*arguments, **options)
+
+    step = jax.jit(lambda state: jax.tree.map(lambda a: a + 1, state), donate_argnums=0)
+    state, copy, note = state_of(3, over(devices, -1)), state_of(3), dict(NOTE)
+    monkeypatch.setattr(tensorstore, "open", open_later)
+    kept.save(1, state, note, CONFIG, None)
+    for _ in range(3):
+        state = step(state)
+    jax.block_until_ready(state)
+    note["seed"] = 4
+    done.set()
+    kept.wait()
+    monkeypatch.undo()
+    restored, noted = kept.restore(shapes_of())
+    assert same(restored, copy)
+    assert noted["seed"] == NOTE["seed"]
+
+
+def test_the_last_and_the_best_stay(tmp_path):
+    losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 1.5, 60: None}
+    with Snapshots(tmp_path, keep_last=2, keep_best=2) as kept:
+        assert (kept.latest(), kept.best(), kept.steps()) == (None, None, [])
+        for step, loss in losses.items():
+            save(kept, step, step, validation_loss=loss)
+        kept.wait()
+        assert (kept.steps(), kept.latest(), kept.best()) == ([20, 50, 60], 60, 20)
+        assert {path.name for path in tmp_path.iterdir()} == {"20", "50", "60"}
+        save(kept, 5, 5)  # resumed from before all of them
+        kept.wait()
+        assert kept.steps() == [5, 20, 50, 60]
+        assert same(kept.restore(shapes_of(), step=5)[0], state_of(5))
+
+
+def test_a_step_saved_again_is_replaced(kept):
+    save(kept, 10, 1, validation_loss=1.0)
+    save(kept, 10, 2)
+    state, note = kept.restore(shapes_of())
+    assert same(state, state_of(2))
+    assert (note["seed"], kept.best()) == (2, None)
+    assert [path.name for path in kept.folder.iterdir()] == ["10"]
+
+
+@pytest.fixture(scope="module")
+def died(saved_run, tmp_path_factory):
+    """A folder of checkpoints for every case of a process that died, or filled the disk."""
+    folder = tmp_path_factory.mktemp("died")
+    for case in [*CASES, "full disk"]:
+        shutil.copytree(saved_run / "checkpoints", folder / case)
+    program = [sys.executable, Path(__file__).with_name("small_run.py"), folder]
+    subprocess.run(program, check=True, timeout=120, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "steps", "newest"),
+    [
+        ("making the folder", [10, 20], 20),
+        ("writing", [10, 20], 20),
+        ("renaming", [10, 20], 20),
+        ("renamed", [10, 20, 30], 30),
+        ("removing the oldest", [20, 30], 30),
+        ("making one to replace another", [10, 20], 20),
+        ("removing the replaced", [10, 20], 21),
+    ],
+)
+def test_a_killed_save_leaves_whole_checkpoints(died, case, steps, newest):
+    before = [path.name for path in (died / case).iterdir()]
+    with Snapshots(died / case) as kept:
+        assert len(before) > 1
+        assert kept.steps() == steps
+        assert {path.name for path in kept.folder.iterdir()} == set(map(str, steps)), "the rest is cleared up"
+        assert same(kept.restore(shapes_of())[0], state_of(newest))
+        save(kept, 40, 40)
+        assert same(kept.restore(shapes_of(), 40)[0], state_of(40))
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(died):
+    message = (died / "full disk.message").read_text()
+    assert re.search(
+        r"full disk: step 30 could not be saved \(.*File too large.*; the last good checkpoint is step 20$", message
+    )
+    with Snapshots(died / "full disk") as kept:
+        assert same(kept.restore(shapes_of(), 20)[0], state_of(20))
+        assert same(kept.restore(shapes_of(), 30)[0], state_of(31)), "saved when there was room again"
+
+
+def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
+    class Broken:
+        def save(self, folder):
+            raise OSError("no room for the vocabulary")
+
+    save(kept, 10, 10)
+    kept.save(10, state_of(11), NOTE, CONFIG, Broken())
+    with pytest.raises(CheckpointError, match=r"step 10 could not .*no room for the vocabulary.*last good .* is step 10$"):
+        save(kept, 20, 20)
+    assert same(kept.restore(shapes_of())[0], state_of(10)), "the old one is put back"
+    threads = threading.active_count()
+    save(kept, 20, 20)
+    assert same(kept.restore(shapes_of())[0], state_of(20))
+    assert threading.active_count() <= threads
+
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    with pytest.raises(CheckpointError, match=r"step 20 could not be saved \(read-only\); the last good .* is step 20$"):
+        save(kept, 20, 21)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda step: os.truncate(largest(step / "rest"), 1000), r"checkpoints/20/rest \("),
+        (lambda step: largest(step / "params").unlink(), r"checkpoints/20/params \("),
+        (lambda step: (step / "params/_METADATA").write_text("{"), "checkpoints/20/params is not a whole"),
+        (lambda step: shutil.rmtree(step / "rest"), "checkpoints/20/rest is missing"),
+        (lambda step: (step / "about/note.json").write_text("{"), "checkpoints/20/about/note.json cannot be read"),
+        (lambda step: (step / "_CHECKPOINT_METADATA").unlink(), "checkpoints/20"),
+    ],
+    ids=["truncated", "array gone", "metadata", "part gone", "note", "checkpoint metadata"],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax drops what it was reading besides
+def test_a_damaged_step_is_named_and_a_whole_one_found(run, spoil, named):
+    spoil(run / "checkpoints/20")
+    with Snapshots(run / "checkpoints") as kept:
+        with pytest.raises(CheckpointError, match=rf"step 20 is damaged: .*{named}.*last good checkpoint is step 10"):
+            kept.restore(shapes_of())
+        assert same(kept.restore(shapes_of(), 10)[0], state_of(10))
+        spoil(run / "checkpoints/10")
+        with pytest.raises(CheckpointError, match="no older step is whole"):
+            kept.restore(shapes_of())
+    gc.collect()  # so that what was dropped is told of here
+
+
+def largest(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_a_state_of_another_run_is_refused(run):
+    with Snapshots(run / "checkpoints") as kept:
+        with pytest.raises(CheckpointError, match=r"'ema.blocks.attention.out' is absent in .* and float32\[2, 64, 64\]"):
+            kept.restore(shapes_of(ema=True))
+        half = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), shapes_of())
+        with pytest.raises(CheckpointError, match=r"is float32\[2, 64, 64\] in the .* and bfloat16\[2, 64, 64\] in this"):
+            kept.restore(half)
+        with pytest.raises(CheckpointError, match=r"'rest.opt_state.0.count' is int32\[\] in .* and absent in this run"):
+            kept.restore(shapes_of().replace(opt_state=()))
+        with pytest.raises(CheckpointError, match="no step 15; give one of 10, 20"):
+            kept.restore(shapes_of(), 15)
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path):
+    for options in ({"keep_last": 0}, {"keep_best": -1}):
+        with pytest.raises(ConfigError, match="must be at least"):
+            Snapshots(tmp_path / "run", **options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be used for checkpoints"):
+        Snapshots(tmp_path / "file")
+    with Snapshots(tmp_path / "none") as kept, pytest.raises(CheckpointError, match="holds no checkpoint"):
+        kept.restore(shapes_of())
+
+
+@pytest.mark.parametrize("path", ["", "checkpoints", "checkpoints/20"])
+def test_a_run_is_a_model(saved_run, tokenizer, path):
+    loaded = llama_jax.load(saved_run / path)
+    assert loaded.config == CONFIG
+    assert same(loaded.params, unstack(state_of(20).params))
+    assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
+
+
+def test_an_older_step_a_dtype_and_shardings(saved_run):
+    sizes = MeshSizes(data=1, fsdp=8, tensor=1)
+    mesh = Mesh(np.reshape(jax.devices(), (1, 8, 1)), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    places = shardings(mesh, param_specs(CONFIG, sizes, stacked=False))
+    places = places.replace(blocks=places.blocks[0])
+    params = llama_jax.load(saved_run / "checkpoints/10", "bfloat16", shardings=places).params
+    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), unstack(state_of(10).params))
+    assert same(params, expected)
+    assert params.embedding.sharding == places.embedding
+    assert params.blocks[1].attention.qkv.sharding == places.blocks.attention.qkv
+
+
+def test_the_moving_average_is_the_model(tmp_path):
+    state = state_of(5, ema=True)
+    with Snapshots(tmp_path / "checkpoints") as kept:
+        kept.save(1, state, NOTE, CONFIG, None)
+    loaded = llama_jax.load(tmp_path)
+    assert same(loaded.params, unstack(state.ema))
+    assert loaded.tokenizer is None
+
+
+def test_other_commands_know_a_run(saved_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(saved_run), "--json"])
+    main()
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["format"] == "orbax, step 20 of a run"
+    assert facts["problems"] == []
+
+    llama_jax.convert(saved_run, tmp_path / "converted")
+    assert same(llama_jax.load(tmp_path / "converted").params, unstack(state_of(20).params))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_or_empty_run_is_no_model(run, tmp_path):
+    largest(run / "checkpoints/20/params").unlink()
+    with pytest.raises(CheckpointError, match=r"20/params is not a whole orbax checkpoint .*try another step: 10$"):
+        llama_jax.load(run)
+    gc.collect()
+    (run / "checkpoints/20/about/config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"20/about/config\.json is not a file"):
+        llama_jax.load(run)
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="new/checkpoints holds no checkpoint; train until"):
+        llama_jax.load(tmp_path / "new")
