@@ -1,0 +1,50 @@
+"""``llama-jax plot``: the curves of training runs as a picture."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from llama_jax.errors import UserError
+
+FORMATS = (".png", ".pdf", ".svg")
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Draw loss, learning rate, gradient norm and throughput of one or several runs. Needs the extra 'plot'."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, each with a metrics.jsonl; several are drawn over each other."""
+    output: Path | None = None
+    """The picture, .png, .pdf or .svg; by default curves.png in the run's folder, of several in this folder."""
+    by: Literal["step", "tokens"] = "step"
+    """What goes to the right."""
+    log: bool = False
+    """Logarithmic axes for that, the loss and the gradient norm."""
+    smoothing: float = 0.01
+    """How far the mean reaches that is drawn over the faint curve, as a fraction of a run; 0 draws the curve alone."""
+
+    def run(self) -> None:
+        from llama_jax.runs.plot import METRICS, draw, read_runs
+
+        output = self._output()
+        runs = read_runs(self.runs)
+        for folder, run in zip(self.runs, runs, strict=True):
+            if run.unreadable:
+                numbers = ", ".join(map(str, run.unreadable[:5])) + ", ..." * (len(run.unreadable) > 5)
+                where = folder / METRICS
+                print(f"llama-jax: {where}: passed over what is no whole line (line {numbers})", file=sys.stderr)
+        draw(runs, by=self.by, log=self.log, smoothing=self.smoothing).savefig(output)
+        print(output)
+
+    def _output(self) -> Path:
+        if self.output is None:
+            return (self.runs[0] if len(self.runs) == 1 else Path()) / "curves.png"
+        if self.output.suffix.lower() not in FORMATS:
+            raise UserError(f"output={self.output} must end in {', '.join(FORMATS)}")
+        return self.output

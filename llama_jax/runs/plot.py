@@ -1,0 +1,269 @@
+"""The curves of training runs: their metrics.jsonl read and drawn."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from llama_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+METRICS = "metrics.jsonl"
+By = Literal["step", "tokens"]
+
+# Okabe and Ito's colours, which all eyes tell apart, without the yellow that is too pale for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1)))  # the first for so many runs as there are colours, then the next
+GREY = "#555555"
+DOTS: dict[str, Any] = {
+    "linestyle": (0, (1, 1)),
+    "linewidth": 1,
+    "marker": "o",
+    "markersize": 5,
+    "markerfacecolor": "white",
+    "markeredgewidth": 1.4,
+}
+MOST_DOTS = 16  # of a run; more would hide the line
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run wrote down, in the order of its steps.
+
+    Attributes:
+      name: of its folder.
+      train: float64[n] each, by the names of `TRAIN`; nan where a value is missing or not finite.
+      validation: float64[m] each, by the names of `VALIDATION`; tokens are those of the training line at that step.
+      unreadable: lines, counted from 1, that are not whole: of a run that was killed while it wrote.
+    """
+
+    name: str
+    train: dict[str, np.ndarray]
+    validation: dict[str, np.ndarray]
+    unreadable: tuple[int, ...] = ()
+
+
+TRAIN = ("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second")
+VALIDATION = ("step", "tokens", "loss")
+
+
+def read_run(folder: str | os.PathLike[str]) -> Run:
+    """The metrics of a run's folder.
+
+    Of several lines for a step the last holds, and where a run went on from a step, what an earlier process wrote behind
+    that step is dropped.
+
+    Raises:
+      UserError: no metrics there, or none of training.
+    """
+    path = Path(folder) / METRICS
+    if not path.is_file():
+        raise UserError(f"{folder} holds no {METRICS}; give the folder of a run, the --workdir of llama-jax train")
+    kept: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
+    unreadable = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                found = json.loads(line)
+                step, kind = int(found["step"]), str(found["kind"])
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                if line.strip():
+                    unreadable.append(number)
+                continue
+            if kind == "event" and found.get("event") in ("start", "resume"):
+                for lines in kept.values():
+                    for later in [one for one in lines if one > step]:
+                        del lines[later]
+            elif kind in kept:
+                kept[kind][step] = found
+    if not kept["train"]:
+        damage = f"; {len(unreadable)} of its lines are not whole" if unreadable else ""
+        raise UserError(f"{path} has no line of training to draw{damage}; has the run logged a step yet?")
+    train = {name: _column(kept["train"], name) for name in TRAIN}
+    validation = {name: _column(kept["validation"], name) for name in VALIDATION}
+    known = np.isfinite(train["tokens"])
+    if known.any():
+        validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
+    return Run(Path(folder).resolve().name, train, validation, tuple(unreadable))
+
+
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
+    """The metrics of several folders, each with a name that no other has: as much of its path as that takes.
+
+    Raises:
+      UserError: no folder, one that is given twice, or one without metrics.
+    """
+    if not folders:
+        raise UserError("no run was given; give the folder of at least one")
+    parts = [Path(folder).resolve().parts for folder in folders]
+    for i, folder in enumerate(folders):
+        if parts[i] in parts[:i]:
+            raise UserError(f"{folder} is given twice; one curve would hide the other")
+    runs = [read_run(folder) for folder in folders]
+    return [replace(run, name=_shortest(part, parts)) for run, part in zip(runs, parts, strict=True)]
+
+
+def _shortest(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:
+    """The end of a path by which it is known among others."""
+    depth = next(n for n in range(1, len(path) + 1) if sum(other[-n:] == path[-n:] for other in paths) == 1)
+    return os.path.join(*path[-depth:])
+
+
+def smooth(values: np.ndarray, reach: int) -> np.ndarray:
+    """A mean over neighbours, twice: float64[n]; values that are not finite count nothing and stay nan.
+
+    Centred, and so without the delay of a running average. Where a run begins and its curves are steep, fewer neighbours
+    count.
+
+    Args:
+      reach: neighbours on each side; 0 changes nothing.
+    """
+    place = np.arange(len(values))
+    near = np.minimum(reach, place // 4)
+    first, last = place - near, np.minimum(place + near + 1, len(values))
+    finite = np.isfinite(values)
+    counted = np.concatenate([[0], np.cumsum(finite)])
+    for _ in range(2):
+        total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0))])
+        means = (total[last] - total[first]) / np.maximum(counted[last] - counted[first], 1)
+        values = np.where(finite, means, np.nan)
+    return values
+
+
+def draw(runs: Sequence[Run], *, by: By = "step", log: bool = False, smoothing: float = 0.01) -> Figure:
+    """Loss, learning rate, gradient norm and throughput of runs, one over the other.
+
+    Args:
+      runs: what `read_runs` gave.
+      by: what goes to the right, steps or tokens.
+      log: logarithmic axes for that, the loss and the gradient norm.
+      smoothing: how far the mean reaches that is drawn over the faint curve, as a fraction of a run; 0 draws none.
+
+    Returns:
+      A figure that belongs to no window: `figure.savefig(path)`, or as the last line of a notebook's cell.
+
+    Raises:
+      UserError: matplotlib is missing, nothing to draw, or an impossible argument.
+    """
+    if by not in get_args(By):
+        raise UserError(f"by={by!r} must be one of {', '.join(get_args(By))}")
+    if not 0 <= smoothing < 1:
+        raise UserError(f"smoothing={smoothing} must be a fraction of a run, at least 0 and below 1")
+    if not runs:
+        raise UserError("no run was given; give at least one")
+    for run in runs:
+        if by == "tokens" and not np.isfinite(run.train["tokens"]).any():
+            raise UserError(f"the run {run.name} did not write its number of tokens; draw it by='step'")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+        from matplotlib.lines import Line2D
+    except ImportError:
+        raise UserError('plots need matplotlib; get it with pip install "llama-jax[plot]"') from None
+
+    figure = Figure(figsize=(11, 7), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1), facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, 2, sharex=True)
+    panels: dict[str, Axes] = dict(zip(("loss", "learning_rate", "grad_norm", "tokens_per_second"), grid.flat, strict=True))
+    titles = ("Loss, nats per token", "Learning rate", "Gradient norm", "Throughput, tokens per second")
+    for axes, title in zip(panels.values(), titles, strict=True):
+        _style(axes, title)
+    for name in ("tokens_per_second", "grad_norm"):
+        panels[name].set_xlabel(by, color=GREY)
+
+    handles = []
+    for run, (colour, dashes) in zip(runs, _looks(), strict=False):
+        x = run.train[by]
+        for name, axes in panels.items():
+            y = run.train[name]
+            reach = 0 if name == "learning_rate" else round(smoothing * len(y))
+            if reach:
+                axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
+            alone = "." if len(y) == 1 else ""  # a line needs two points
+            axes.plot(x, smooth(y, reach), color=colour, linestyle=dashes, linewidth=1.6, marker=alone)
+        if len(run.validation["loss"]):
+            every = -(-len(run.validation["loss"]) // MOST_DOTS)
+            panels["loss"].plot(run.validation[by], run.validation["loss"], **DOTS, color=colour, zorder=3, markevery=every)
+        handles.append(Line2D([], [], color=colour, linestyle=dashes, linewidth=2, label=_plain(run.name)))
+    _scale(panels, log)
+    if any(len(run.validation["loss"]) for run in runs):
+        training = Line2D([], [], color=GREY, linewidth=1.6, label="training")
+        validation = Line2D([], [], **DOTS, color=GREY, label="validation")
+        panels["loss"].legend(handles=[training, validation], frameon=False, loc="upper right")
+    if len(runs) > 1:
+        figure.legend(handles=handles, loc="outside upper left", ncols=min(len(runs), 4), frameon=False)
+    else:
+        figure.suptitle(_plain(runs[0].name), x=0.01, ha="left", fontsize=12)
+    return figure
+
+
+def _looks() -> Iterator[tuple[str, Any]]:
+    """A colour and a dash pattern for each run; after 21 runs they come again."""
+    return cycle((colour, dashes) for dashes in DASHES for colour in COLOURS)
+
+
+def _style(axes: Axes, title: str) -> None:
+    """A panel of little ink: no box, a faint grid behind the curves."""
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.tick_params(colors=GREY, labelbottom=True)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _scale(panels: dict[str, Axes], log: bool) -> None:
+    """Axes from zero or logarithmic, and numbers on them as one says them."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    for name, axes in panels.items():
+        drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
+        if name in ("learning_rate", "tokens_per_second"):
+            axes.set_ylim(0, 1.08 * np.nanmax(drawn, initial=0) or 1)  # a constant is not on the edge
+        elif log and (drawn > 0).any():
+            positive = drawn[drawn > 0]
+            wide = positive.max() > 4 * positive.min()
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(5))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        if log:
+            axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panels["tokens_per_second"].yaxis.set_major_formatter(EngFormatter(sep=""))
+    panels["learning_rate"].yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power(value)))
+
+
+def _power(value: float) -> str:
+    """A learning rate as one says it: 3e-4, 2.5e-3."""
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _plain(name: str) -> str:
+    """A name that matplotlib takes as it is: without mathematics, nor hidden for its first letter."""
+    plain = name.replace("$", r"\$")
+    return f" {plain}" if plain.startswith("_") else plain
+
+
+def _column(lines: dict[int, dict[str, Any]], name: str) -> np.ndarray:
+    """A value of every line in the order of the steps, nan where there is none: float64[n]."""
+    return np.array([float(step) if name == "step" else _number(lines[step].get(name)) for step in sorted(lines)])
+
+
+def _number(value: Any) -> float:
+    """nan for what is not a finite number; an integer can be too large for a float."""
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else np.nan

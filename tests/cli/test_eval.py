@@ -1,0 +1,144 @@
+"""`llama-jax eval` as a user meets it."""
+
+import json
+import math
+import shutil
+
+import pytest
+import sentencepiece
+import tyro
+from conftest import params_of, write_hf_folder
+from make_goldens import KINDS, random_tensors
+from vocabularies import sentencepiece_model
+
+from llama_jax.checkpoints.saving import save
+from llama_jax.cli.eval import Eval
+from llama_jax.errors import UserError
+from llama_jax.tokenizers import load_tokenizer
+
+TEXTS = "The park was big.", "Once upon a time, there was a little girl named Lily.", "She loved to play outside."
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small model, and a vocabulary of letters without bytes to fall back on: what it has not becomes <unk>."""
+    folder = write_hf_folder(tmp_path_factory.mktemp("eval") / "model", KINDS["gqa"])
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=iter(TEXTS * 10), model_writer=file, vocab_size=60, model_type="bpe", minloglevel=2
+        )
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run the command in this process: what it prints on stdout and stderr."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+
+    def run(*arguments):
+        tyro.cli(Eval, args=[*map(str, arguments)]).run()
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(TEXTS))
+    return path
+
+
+def test_the_page(run, model, text):
+    out, err = run(model, "--data", text, "--length", 32)
+    lines = out.splitlines()
+    assert lines[0] == str(model)
+    found = {name.strip(): value.strip() for name, value in (line.split("  ", 1) for line in lines[2:])}
+    assert found.keys() == {"loss", "perplexity", "bits per byte", "read", "window"}
+    assert found["loss"].endswith("nats per token")
+    assert " ± " in found["loss"]
+    assert found["read"].endswith(f"tokens, {sum(map(len, TEXTS))} bytes, 3 documents")
+    assert found["window"] == "32 tokens, stride 16"
+    assert "tokens/s" in err.splitlines()[-1]
+
+
+def test_as_json_and_in_bfloat16(run, model, text):
+    arguments = model, "--data", text, "--max-documents", 1, "--stride", 64, "--json", "--dtype"
+    expected, found = (json.loads(run(*arguments, dtype)[0], parse_constant=pytest.fail) for dtype in ("auto", "bfloat16"))
+    assert (found["dtype"], expected["dtype"]) == ("bfloat16", "float32")
+    assert found["loss"] != expected["loss"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=0.02)
+
+    assert (expected["documents"], expected["bytes"], expected["unknown_tokens"]) == (1, len(TEXTS[0]), 0)
+    assert expected["tokens"] == len(load_tokenizer(model).encode(TEXTS[0], eos=True)) - 1
+    assert expected["perplexity"] == pytest.approx(math.exp(expected["loss"]))
+    bits = expected["loss"] * expected["tokens"] / math.log(2) / len(TEXTS[0])
+    assert expected["bits_per_byte"] == pytest.approx(bits)
+    assert expected["standard_error"] is None
+    assert (expected["length"], expected["stride"], expected["batch"]) == (64, 64, 1)
+    assert expected["tokens_per_second"] >= 0
+
+
+def test_several_files_and_another_separator(run, model, tmp_path):
+    (tmp_path / "a.txt").write_text("one---two---three")
+    (tmp_path / "b.jsonl").write_text('{"story": "four"}\n')
+    arguments = ["--data", tmp_path / "a.txt", tmp_path / "b.jsonl", "--separator=---", "--field", "story", "--json"]
+    out, _ = run(model, *arguments)
+    assert (json.loads(out)["documents"], json.loads(out)["bytes"]) == (4, 15)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tokens_that_are_unknown(run, model, tmp_path, as_json):
+    text = "a 🦙 to 🦙"
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    unknown = load_tokenizer(model).encode(text).count(0)
+    assert unknown == 2
+    out, _ = run(model, "--data", tmp_path / "text.txt", *(["--json"] * as_json))
+    if as_json:
+        assert json.loads(out)["unknown_tokens"] == unknown
+        assert json.loads(out)["bytes"] == len(text.encode())
+    else:
+        assert "% of the tokens are <unk>" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--data", "TEXT"], "nowhere does not exist"),
+        (["MODEL", "--data", "nowhere"], "nowhere does not exist"),
+        (["MODEL", "--data", "EMPTY"], "is empty"),
+        (["MODEL", "--data", "TEXT", "--max-documents", "0"], "max_documents=0 must be at least 1"),
+        (["MODEL", "--data", "TEXT", "--length", "65"], "within the model's context of 64"),
+        (["MODEL", "--data", "TEXT", "--length", "8", "--stride", "9"], "stride=9 must be at least 1 and at most length=8"),
+        (["MODEL", "--data", "TEXT", "--batch", "0"], "batch=0 must be at least 1 row"),
+        (["MODEL", "--data", "TEXT", "--separator="], "separator=''"),
+    ],
+)
+def test_mistakes(run, model, text, tmp_path, arguments, message):
+    (tmp_path / "empty.txt").touch()
+    names = {"MODEL": model, "TEXT": text, "EMPTY": tmp_path / "empty.txt"}
+    with pytest.raises(UserError, match=message):
+        run(*(names.get(argument, argument) for argument in arguments))
+
+
+def test_a_model_without_vocabulary(run, hf_folder, text):
+    with pytest.raises(UserError, match=r"no vocabulary lies with .*; give one with --tokenizer"):
+        run(hf_folder, "--data", text)
+
+
+def test_a_vocabulary_that_is_larger_than_the_models(run, model, text, tmp_path):
+    (tmp_path / "large.model").write_bytes(sentencepiece_model())
+    with pytest.raises(UserError, match=r"large.model has a vocabulary of \d+, the model one of 96; give the model's own"):
+        run(model, "--data", text, "--tokenizer", tmp_path / "large.model")
+
+
+def test_a_model_that_overflows(run, model, text, tmp_path):
+    params = params_of(KINDS["gqa"], random_tensors(KINDS["gqa"]))  # a logit has both as factors
+    huge = params.replace(lm_head=params.lm_head * 1e20, final_norm=params.final_norm * 1e20)
+    save(tmp_path / "model", KINDS["gqa"], huge)
+    arguments = tmp_path / "model", "--data", text, "--tokenizer", shutil.copy(model / "tokenizer.model", tmp_path)
+    with pytest.raises(UserError, match=r"the loss is (nan|inf): .* not finite; try --dtype float32"):
+        run(*arguments)
+    with pytest.raises(UserError, match=r"not finite; is the model whole\?"):
+        run(*arguments, "--dtype", "float32")
