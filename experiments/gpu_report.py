@@ -4,12 +4,18 @@
     python experiments/gpu_report.py --sections yardsticks decode
 
 Sections, in the order of their worth, because the time limit cuts from the end:
+  training          the library's train step in bfloat16 with AdamW, by ways to rematerialise and batches; one process per
+                    shape, and first, for it needs nearly all of the device's memory
   yardsticks        what the device itself can do: copy and read bandwidth, bfloat16 matrix rate
   correctness       a small model against the CPU in float32 and bfloat16; generation against repeated `logits`
   decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
   prefill           tokens/s of the library's compiled prefill
   transformers      its decode with a static cache, compiled to CUDA graphs where there is a GPU; one process per shape
   compiler_options  decode compiled with XLA options that may matter on a GPU
+
+Beside other sections training has at most TRAINING_SHARE of the time, divided among its shapes: each measures as many of its
+candidates as that allows, the least memory first. With `--sections training` alone it has all, to choose by. What runs out
+of time elsewhere is cut in the order compiler_options, transformers, prefill, decode.
 
 Later work adds a function to SECTIONS: it takes the `Run` and gives rows, plain dicts, one by one. Without an accelerator
 the same code runs small shapes, so that it is always tested; they lie in the CPU's caches and their shares mean nothing.
@@ -21,6 +27,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import importlib.util
 import json
 import math
@@ -46,13 +53,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import llama_jax
-from llama_jax.checkpoints.huggingface import config_to_dict
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.inference import generate as library
+from llama_jax.parallel.hardware import find_hardware
+from llama_jax.training import flops
+from llama_jax.training.batch import Batch
+from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+from llama_jax.training.step import init_state, train_step
 
 Row = dict[str, Any]
 Section = Callable[["Run"], Iterable[Row]]
 
 GOAL_SHAPE, GOAL_SHARE = "llama-2-7b", 0.85
+TRAINING_GOAL = 0.5  # of the published peak
+TRAINING_SHARE = 0.4  # of the time limit
 FORMULAS = {
     "copy": "2 * bytes / seconds of `x + 1`: every byte is read once and written once",
     "read": "bytes / seconds of `sum(x)`",
@@ -61,6 +75,11 @@ FORMULAS = {
     "share_of_copy": "gb_per_step / seconds per step / copy bandwidth",
     "tflop": "2 * layer parameters * tokens + 2 * L * N * H * B * T**2 for the causal half of attention; no head",
     "share_of_matrix": "tflop / seconds / matrix rate",
+    "tflop_per_step": flops.FORMULA,
+    "mfu": "tflop_per_step / seconds per step / the device's published dense bfloat16 rate (llama_jax/parallel/hardware.py)",
+    "mfu_of_matrix": "tflop_per_step / seconds per step / matrix_tflops, measured as `matrix` in the same process",
+    "plan_gb": "XLA's plan of the step: arguments, results that are not updated in place, and temporaries",
+    "peak_gb": "the allocator's peak of the process, where this candidate raised it",
     "spread": "(slowest - fastest) / median of the repetitions",
 }
 
@@ -79,10 +98,23 @@ class Arguments:
 
 
 @dataclass(frozen=True)
+class Training:
+    """A shape to train, and the candidates to choose from."""
+
+    shape: str
+    length: int
+    candidates: tuple[tuple[str, int], ...]
+    """(what is rematerialised, rows), the least memory first: behind one that does not fit none is tried."""
+    parameters: str = "float32"
+    """The dtype of parameters, gradients and moments: 16 bytes for each parameter in float32, 8 in bfloat16."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """The sizes to measure with."""
 
     shapes: dict[str, llama_jax.LlamaConfig]
+    trainings: tuple[Training, ...]
     decode_batches: tuple[int, ...]
     prefills: tuple[tuple[int, int], ...]  # (rows, tokens of each)
     peer_shapes: tuple[str, ...]  # for transformers
@@ -100,6 +132,12 @@ LARGE = Plan(
     shapes={name: llama_jax.preset(name) for name in (GOAL_SHAPE, "tinyllama-1.1b", "llama-3-8b")},
     decode_batches=(1, 64),
     prefills=((1, 512), (64, 128)),
+    # In float32 the states take 18 and 108 GB. Scores of attention, [rows, heads, 2048, 2048], are the largest of the rest.
+    trainings=(
+        Training(GOAL_SHAPE, 2048, (("full", 1), ("full", 2), ("dots", 2), ("full", 4))),
+        Training("tinyllama-1.1b", 2048, (("full", 8), ("dots", 8), ("none", 2), ("dots", 16), ("full", 32))),
+        Training(GOAL_SHAPE, 2048, (("full", 4), ("dots", 4), ("full", 8)), parameters="bfloat16"),
+    ),
     peer_shapes=(GOAL_SHAPE, "tinyllama-1.1b"),
     options_shape="tinyllama-1.1b",
     repetitions=5,
@@ -123,6 +161,10 @@ SMALL = Plan(
     shapes={"stories-260k": llama_jax.preset("stories-260k"), "small-gqa": SMALL_GQA},
     decode_batches=(1, 4),
     prefills=((1, 64), (4, 32)),
+    trainings=(
+        Training("stories-260k", 32, (("full", 2),)),
+        Training("stories-260k", 32, (("dots", 2),), parameters="bfloat16"),
+    ),
     peer_shapes=("small-gqa",),
     options_shape="small-gqa",
     repetitions=3,
@@ -142,6 +184,7 @@ class Run:
     results: dict[str, list[Row]] = field(default_factory=dict)
     start: float = field(default_factory=time.monotonic)
     longest: float = 0.0
+    alone: bool = False  # whether there is only one section to run
 
     def time_left(self) -> float:
         return self.time_limit - (time.monotonic() - self.start)
@@ -181,19 +224,22 @@ def yardsticks(run: Run) -> Iterator[Row]:
         x = jnp.zeros(size // 4, jnp.float32)
         return passes * size / statistics.median(seconds(lambda: program(x), repetitions, calls=10)) / 1e9
 
-    def matrix() -> Row:
-        n = run.plan.matrix_size
-        a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
-        product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
-        return {"value": 2 * n**3 / statistics.median(seconds(lambda: product(a, b), repetitions, calls=10)) / 1e12}
-
     # The best of two sizes: neither is known to be the better one on every device.
     sizes = (run.plan.copy_bytes // 4, run.plan.copy_bytes)
     yield run.attempt(
         {"name": "copy", "unit": "GB/s"}, lambda: {"value": max(bandwidth(increment, size, 2) for size in sizes)}
     )
     yield run.attempt({"name": "read", "unit": "GB/s"}, lambda: {"value": max(bandwidth(total, size, 1) for size in sizes)})
-    yield run.attempt({"name": "matrix bf16", "unit": "TFLOP/s"}, matrix)
+    yield run.attempt(
+        {"name": "matrix bf16", "unit": "TFLOP/s"}, lambda: {"value": matrix_rate(run.plan.matrix_size, repetitions)}
+    )
+
+
+def matrix_rate(n: int, repetitions: int) -> float:
+    """TFLOP/s of a square bfloat16 product."""
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    return 2 * n**3 / statistics.median(seconds(lambda: product(a, b), repetitions, calls=10)) / 1e12
 
 
 def seconds(program: Callable[[], Any], repetitions: int, calls: int = 1) -> list[float]:
@@ -469,6 +515,141 @@ def temporary_memory(compiled: Any) -> Row:
     return {} if analysis is None else {"temp_mb": analysis.temp_size_in_bytes / 1e6}
 
 
+# Training
+
+TRAINING_WORKER = "--training-worker"
+
+
+def training(run: Run) -> Iterator[Row]:
+    """Every candidate of every shape, a process per shape: what the allocator has taken goes back with it."""
+    if run.device.platform not in ("cpu", "gpu"):
+        yield {"skipped": "a second process cannot use the device"}
+        return
+    share = 1.0 if run.alone else TRAINING_SHARE
+    end = time.monotonic() + min(share * run.time_limit, run.time_left())
+    for i, case in enumerate(run.plan.trainings):
+        left = (end - time.monotonic()) / (len(run.plan.trainings) - i)
+        row = {"shape": case.shape, "parameters": case.parameters, "length": case.length}
+        if left <= 0:
+            yield row | {"skipped": "time limit"}
+            continue
+        yield from train_in_a_process(run, case, row, left)
+
+
+def train_in_a_process(run: Run, case: Training, row: Row, time_limit: float) -> Iterator[Row]:
+    """The rows that a worker prints. What was finished before it died or ran out of time counts."""
+    request = {
+        "settings": config_to_dict(run.plan.shapes[case.shape]),
+        "row": row,
+        "candidates": case.candidates,
+        "repetitions": run.plan.repetitions,
+        "matrix_size": run.plan.matrix_size,
+        "time_limit": time_limit,
+    }
+    # One piece of memory from the beginning: what grows by pieces is too scattered for the largest arrays.
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    command = [sys.executable, __file__, TRAINING_WORKER, json.dumps(request)]
+    ended = None
+    try:
+        worker = subprocess.run(
+            command, capture_output=True, text=True, timeout=max(time_limit, 1.0), env={**os.environ, **memory}
+        )
+        printed = worker.stdout
+        if worker.returncode:
+            ended = {"error": f"the worker ended with {worker.returncode}: {worker.stderr.strip()[-400:]}"}
+    except subprocess.TimeoutExpired as late:
+        printed = (late.stdout or b"").decode()
+        ended = {"skipped": "time limit"}
+    for line in printed.splitlines(keepends=True):
+        if line.startswith("{") and line.endswith("}\n"):  # others may print too, and the last line may be cut
+            yield json.loads(line)
+    if ended:
+        yield row | ended
+
+
+def training_worker(
+    settings: dict[str, Any],
+    row: Row,
+    candidates: list[tuple[str, int]],
+    repetitions: int,
+    matrix_size: int,
+    time_limit: float,
+) -> Iterator[Row]:
+    """A row for every candidate."""
+    config = config_from_dict(settings)
+    run = Run(jax.devices()[0], SMALL, time_limit)
+    rate = functools.cache(lambda: matrix_rate(matrix_size, repetitions))
+    fits = True
+    for remat, batch in candidates:
+        case = row | {"remat": remat, "batch": batch}
+        if not fits:
+            yield case | {"skipped": "less did not fit"}
+            continue
+        gc.collect()  # what failed may lie in a cycle with its traceback, arrays and all
+        measure = functools.partial(measure_training, config, row["parameters"], row["length"], remat, batch, repetitions)
+        case = run.attempt(case, lambda measure=measure: measure(rate()))
+        if "RESOURCE_EXHAUSTED" in case.get("error", ""):
+            case["does_not_fit"] = case.pop("error")
+        fits = "does_not_fit" not in case
+        yield case
+
+
+def measure_training(
+    config: llama_jax.LlamaConfig, parameters: str, length: int, remat: str, batch: int, repetitions: int, rate: float
+) -> Row:
+    """Time steps of the library's own train step, one after the other as in a run; `rate` is that of a matrix product."""
+    device = jax.devices()[0]
+    peak_before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-4, schedule="constant"), 1000)
+
+    def make() -> Any:
+        return init_state(optimizer, llama_jax.init(config, jax.random.key(0), jnp.dtype(parameters)))
+
+    # Compiled before there is a state: the compiler tries kernels out, in the same memory.
+    step = jax.jit(functools.partial(train_step, config, optimizer, dtype=jnp.bfloat16, remat=remat), donate_argnums=0)
+    tokens = Batch(np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1), dtype=np.int32))
+    lowered = step.lower(jax.eval_shape(make), tokens)
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    compile_seconds = time.perf_counter() - start
+    plan = compiled.memory_analysis()
+    planned = 0
+    if plan is not None:
+        planned = (
+            plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes + plan.temp_size_in_bytes
+        )
+    known = {"compile_s": compile_seconds, "plan_gb": planned / 1e9}
+    limit = memory_limit(device)
+    if limit is not None and planned > limit:
+        return known | {"does_not_fit": f"the plan is {planned / 1e9:.1f} GB, the device gives {limit / 1e9:.1f}"}
+
+    state = jax.block_until_ready(jax.jit(make)())
+    times = []
+    for _ in range(repetitions + 1):
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(compiled(state, tokens))
+        times.append(time.perf_counter() - start)
+    times = times[1:]
+
+    taken, needed = statistics.median(times), flops.step_flops(config, batch, length)
+    hardware = find_hardware(device.device_kind)
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    loss = float(metrics["loss"])
+    return {
+        "ok": math.isfinite(loss),
+        "ms_per_step": 1e3 * taken,
+        "tokens_per_s": batch * length / taken,
+        "tflop_per_step": needed / 1e12,
+        "mfu": flops.flops_utilization(needed, taken, 1, hardware.flops if hardware else None),
+        "mfu_of_matrix": needed / taken / 1e12 / rate,
+        "matrix_tflops": rate,
+        **known,
+        **({"peak_gb": peak / 1e9} if peak > peak_before else {}),
+        "loss": number(loss),
+        "spread": spread(times),
+    }
+
+
 # transformers beside it
 
 WORKER = "--transformers-worker"
@@ -609,6 +790,7 @@ def compiler_options(run: Run) -> Iterator[Row]:
 
 
 SECTIONS: dict[str, Section] = {
+    "training": training,
     "yardsticks": yardsticks,
     "correctness": correctness,
     "decode": decode,
@@ -628,7 +810,8 @@ def main(arguments: Arguments) -> int:
         print(f"unknown section {unknown[0]!r}; the sections are {', '.join(SECTIONS)}", file=sys.stderr)
         return 2
     device = jax.devices()[0]
-    run = Run(device, SMALL if device.platform == "cpu" else LARGE, arguments.time_limit)
+    sections = arguments.sections or tuple(SECTIONS)
+    run = Run(device, SMALL if device.platform == "cpu" else LARGE, arguments.time_limit, alone=len(sections) == 1)
     name = arguments.device_json or f"gpu_report_{re.sub(r'[^0-9A-Za-z]', '_', device.device_kind)}.json"
     path = arguments.output_folder / name
     settings = {key: value for key, value in vars(run.plan).items() if isinstance(value, int)}
@@ -641,7 +824,7 @@ def main(arguments: Arguments) -> int:
     }
     print(f"{device.device_kind} ({device.platform}), jax {jax.__version__}")
 
-    for section in arguments.sections or SECTIONS:
+    for section in sections:
         rows = run.results[section] = []
         start = time.monotonic()
         try:
@@ -658,11 +841,24 @@ def main(arguments: Arguments) -> int:
         report["goal"] = {"shape": GOAL_SHAPE, "batch": 1, "share_of_copy": share, "goal": GOAL_SHARE}
         reached = "reached" if share >= GOAL_SHARE else "missed"
         print(f"\ngoal {reached}: {GOAL_SHAPE} with batch 1 runs at {share:.1%} of copy bandwidth, {GOAL_SHARE:.0%} wanted")
+    for case in run.plan.trainings:
+        best = best_training(run.results.get("training", []), case)
+        if best is not None:
+            report.setdefault("training_goals", []).append(best | {"goal": TRAINING_GOAL})
+            reached = "reached" if best["mfu"] >= TRAINING_GOAL else "missed"
+            chosen = f"{case.parameters}, remat {best['remat']}, {best['batch']} rows"
+            print(f"goal {reached}: {case.shape} ({chosen}) trains at {best['mfu']:.1%} MFU, {TRAINING_GOAL:.0%} wanted")
     failures = [row for rows in run.results.values() for row in rows if "error" in row or row.get("ok") is False]
     report |= {"seconds": time.monotonic() - run.start, "failures": len(failures)}
     write(path, report)
     print(f"\n{len(failures)} failures; {report['seconds']:.0f} s; written to {path}")
     return 1 if failures else 0
+
+
+def best_training(rows: list[Row], case: Training) -> Row | None:
+    """The row of the fastest candidate, where there is a published peak to compare with."""
+    found = [row for row in rows if row.get("mfu") and (row["shape"], row["parameters"]) == (case.shape, case.parameters)]
+    return max(found, key=lambda row: row["mfu"], default=None)
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
@@ -673,7 +869,7 @@ def write(path: Path, report: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-REASONS = ("error", "refused", "skipped")
+REASONS = ("error", "refused", "does_not_fit", "skipped")
 
 
 def table(rows: list[Row]) -> str:
@@ -750,5 +946,8 @@ def command_line() -> Arguments:
 if __name__ == "__main__":
     if sys.argv[1:2] == [WORKER]:
         print(json.dumps(transformers_worker(**json.loads(sys.argv[2]))))
+    elif sys.argv[1:2] == [TRAINING_WORKER]:
+        for row in training_worker(**json.loads(sys.argv[2])):
+            print(json.dumps(row), flush=True)
     else:
         sys.exit(main(command_line()))

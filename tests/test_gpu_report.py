@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import llama_jax
+from llama_jax.parallel.hardware import find_hardware
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "gpu_report.py"
 
@@ -50,6 +52,13 @@ def test_every_section_measures(report, tmp_path, capsys):
         assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])
     assert all(row["share_of_copy"] > 0 for row in sections["decode"])
     assert all(row["share_of_matrix"] > 0 for row in sections["prefill"])
+    trained = sections["training"]
+    assert [(row["parameters"], row["remat"]) for row in trained] == [
+        ("float32", "full"),
+        ("bfloat16", "dots"),
+    ]
+    assert all(row["ok"] and row["tokens_per_s"] > 0 and row["plan_gb"] > 0 and row["compile_s"] > 0 for row in trained)
+    assert all((row["mfu"] is None) == (find_hardware(jax.devices()[0].device_kind) is None) for row in trained)
     (peer,) = sections["transformers"]
     assert "skipped" in peer or peer["llama_jax_over_it"] > 0
     assert found["device"]["platform"] == jax.devices()[0].platform
@@ -144,6 +153,76 @@ def test_refused_compiler_option_is_a_finding(report, monkeypatch):
     assert "compiled" in usual
     assert "xla_no_such_option" in refused["refused"]
     assert "error" not in refused
+
+
+def trainings(report, monkeypatch, alone: bool, **ended) -> tuple[list[dict], list[dict]]:
+    """The rows of the section when every worker ends in the same way, and what the workers were asked for."""
+    asked = []
+
+    def worker(command, **_):
+        asked.append(json.loads(command[-1]))
+        if "raises" in ended:
+            raise ended["raises"]
+        return subprocess.CompletedProcess(command, **ended)
+
+    monkeypatch.setattr(report.subprocess, "run", worker)
+    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100, alone=alone)
+    return list(report.training(run)), asked
+
+
+def test_a_training_worker_that_dies_keeps_its_rows(report, monkeypatch):
+    printed = 'a warning\n{"remat": "full", "mfu": 0.4}\n{"remat": "do'
+    rows, asked = trainings(report, monkeypatch, True, returncode=-9, stdout=printed, stderr="Killed")
+    assert len(asked) == 2
+    assert rows[0] == rows[2] == {"remat": "full", "mfu": 0.4}
+    assert rows[1]["error"] == "the worker ended with -9: Killed"
+    assert (rows[3]["parameters"], "error" in rows[3]) == ("bfloat16", True)
+
+
+def test_a_training_worker_that_is_late_keeps_its_rows(report, monkeypatch):
+    late = subprocess.TimeoutExpired("worker", 50, output=b'{"remat": "full"}\n{"remat"')
+    rows, _ = trainings(report, monkeypatch, True, raises=late)
+    assert rows[0] == {"remat": "full"}
+    assert rows[1]["skipped"] == "time limit"
+
+
+@pytest.mark.parametrize(("alone", "share"), [(True, 1.0), (False, 0.4)])
+def test_training_has_its_share_of_the_time(report, monkeypatch, alone, share):
+    _, asked = trainings(report, monkeypatch, alone, returncode=0, stdout="", stderr="")
+    # What the first shape leaves, which here is all, is the second's.
+    assert [request["time_limit"] for request in asked] == pytest.approx([50 * share, 100 * share], rel=0.05)
+
+
+def test_behind_a_candidate_that_does_not_fit_none_is_tried(report, monkeypatch):
+    def measure(config, parameters, length, remat, batch, repetitions, rate):
+        if remat == "broken":
+            raise ValueError("no such policy")
+        if batch > 2:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return {"mfu": 0.1 * batch}
+
+    monkeypatch.setattr(report, "measure_training", measure)
+    monkeypatch.setattr(report, "matrix_rate", lambda size, repetitions: 1.0)
+    row = {"shape": "small-gqa", "parameters": "float32", "length": 8}
+    candidates = [("full", 1), ("broken", 1), ("full", 2), ("full", 4), ("full", 8)]
+    settings = report.config_to_dict(report.SMALL_GQA)
+    rows = list(report.training_worker(settings, row, candidates, repetitions=1, matrix_size=8, time_limit=100))
+    assert rows[0] == row | {"remat": "full", "batch": 1, "mfu": 0.1}
+    assert rows[1]["error"] == "ValueError: no such policy"
+    assert rows[2]["mfu"] == 0.2
+    assert "Out of memory" in rows[3]["does_not_fit"]
+    assert "error" not in rows[3]  # a finding
+    assert rows[4]["skipped"] == "less did not fit"
+
+
+def test_training_is_judged_by_the_best_candidate(report, monkeypatch, tmp_path, capsys):
+    (case, *_) = report.SMALL.trainings
+    row = {"shape": case.shape, "parameters": case.parameters, "length": case.length, "remat": "full"}
+    found = [row | {"batch": batch, "mfu": mfu} for batch, mfu in ((1, 0.4), (2, 0.6), (4, 0.5))]
+    no_peak = row | {"parameters": "bfloat16", "batch": 1, "mfu": None}
+    monkeypatch.setattr(report, "SECTIONS", {"training": lambda run: [*found, no_peak]})
+    assert [goal["mfu"] for goal in run_main(report, tmp_path)[1]["training_goals"]] == [0.6]
+    assert f"goal reached: {case.shape} (float32, remat full, 2 rows) trains at 60.0% MFU" in capsys.readouterr().out
 
 
 def test_transformers_is_optional(report, monkeypatch):

@@ -1,0 +1,90 @@
+"""What accelerators can do at most, as their makers publish it: for shares of the peak and for rooflines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device as JAX counts devices, by its datasheet.
+
+    Attributes:
+      name: of the product.
+      flops: bfloat16 matrix products with float32 sums, dense, FLOP/s. Datasheets of NVIDIA like to print twice that, "with
+        sparsity".
+      memory: bytes; a few percent of them are never free. Datasheets write GB for what is GiB.
+      memory_bandwidth: bytes/s between that memory and the chip, reading and writing together.
+      link_bandwidth: bytes/s that the device can send to others, over all its links at once (NVLink, a TPU's interconnect;
+        PCIe where there is nothing else). It can receive as much at the same time: datasheets print the sum of both.
+    """
+
+    name: str
+    flops: float
+    memory: int
+    memory_bandwidth: float
+    link_bandwidth: float
+
+
+# NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS, NVLink 600 GB/s both ways; A100 40 GB whitepaper: 1,555 GB/s.
+A100_40GB = Hardware("A100 40 GB", 312e12, 40 * GIB, 1555e9, 300e9)
+A100_80GB_PCIE = Hardware("A100 80 GB PCIe", 312e12, 80 * GIB, 1935e9, 300e9)
+A100_80GB_SXM = Hardware("A100 80 GB SXM", 312e12, 80 * GIB, 2039e9, 300e9)
+# NVIDIA H100 Tensor Core GPU datasheet (2022, with NVL 2024), half of the figures with sparsity: 1,979, 1,513 and 1,671.
+H100_SXM = Hardware("H100 SXM", 989.5e12, 80 * GIB, 3350e9, 450e9)
+H100_PCIE = Hardware("H100 PCIe", 756.5e12, 80 * GIB, 2000e9, 300e9)
+H100_NVL = Hardware("H100 NVL", 835.5e12, 94 * GIB, 3900e9, 300e9)
+# NVIDIA H200 Tensor Core GPU datasheet (2024), half of 1,979 and 1,671.
+H200_SXM = Hardware("H200 SXM", 989.5e12, 141 * GIB, 4800e9, 450e9)
+H200_NVL = Hardware("H200 NVL", 835.5e12, 141 * GIB, 4800e9, 450e9)
+# NVIDIA DGX B200 datasheet (2024), an eighth of 1,440 GB, 64 TB/s and 14.4 TB/s; Blackwell architecture brief: 2,250 dense.
+B200 = Hardware("B200", 2250e12, 180 * GIB, 8000e9, 900e9)
+# NVIDIA L4 datasheet (2023), half of 242; NVIDIA A10 datasheet (2021): 125 dense. Both PCIe 4.0 x16, 64 GB/s both ways.
+L4 = Hardware("L4", 121e12, 24 * GIB, 300e9, 32e9)
+A10 = Hardware("A10", 125e12, 24 * GIB, 600e9, 32e9)
+# NVIDIA Ada GPU architecture whitepaper (2023), appendix A: bfloat16 with float32 sums, dense; PCIe 4.0 x16.
+RTX_4090 = Hardware("GeForce RTX 4090", 165.2e12, 24 * GIB, 1008e9, 32e9)
+# Google Cloud, "TPU v4": 275 teraflops, 1200 GBps; Jouppi et al. 2023, table 4: 6 links of 50 GB/s.
+TPU_V4 = Hardware("TPU v4", 275e12, 32 * GIB, 1200e9, 300e9)
+# Google Cloud, "TPU v5e", "TPU v5p", "TPU v6e": half of 400, 1200 and 800 GBps, which are bidirectional.
+TPU_V5E = Hardware("TPU v5e", 197e12, 16 * GIB, 819e9, 200e9)
+TPU_V5P = Hardware("TPU v5p", 459e12, 95 * GIB, 2765e9, 600e9)
+TPU_V6E = Hardware("TPU v6e", 918e12, 32 * GIB, 1638e9, 400e9)
+# Google Cloud, "TPU7x (Ironwood)": 2307 TFLOPs, 192 GiB, 7380 GBps, 1200 GBps bidirectional per chip. JAX counts each of
+# the chip's two TensorCores as a device, hence half of everything.
+TPU_7X = Hardware("TPU7x, one of its two cores", 2307e12 / 2, 96 * GIB, 7380e9 / 2, 300e9)
+
+# By `jax.Device.device_kind`: for a GPU the name that its driver gives, for a TPU the names that JAX's own tables know.
+BY_DEVICE_KIND = {
+    "NVIDIA A100-SXM4-40GB": A100_40GB,
+    "NVIDIA A100-PCIE-40GB": A100_40GB,
+    "NVIDIA A100-SXM4-80GB": A100_80GB_SXM,
+    "NVIDIA A100 80GB PCIe": A100_80GB_PCIE,
+    "NVIDIA H100 80GB HBM3": H100_SXM,
+    "NVIDIA H100 PCIe": H100_PCIE,
+    "NVIDIA H100 NVL": H100_NVL,
+    "NVIDIA H200": H200_SXM,
+    "NVIDIA H200 NVL": H200_NVL,
+    "NVIDIA B200": B200,
+    "NVIDIA L4": L4,
+    "NVIDIA A10": A10,
+    "NVIDIA GeForce RTX 4090": RTX_4090,
+    "TPU v4": TPU_V4,
+    "TPU v5 lite": TPU_V5E,
+    "TPU v5e": TPU_V5E,
+    "TPU v5": TPU_V5P,
+    "TPU v5p": TPU_V5P,
+    "TPU v6 lite": TPU_V6E,
+    "TPU v6e": TPU_V6E,
+    "TPU7x": TPU_7X,
+}
+
+
+def find_hardware(device_kind: str) -> Hardware | None:
+    """The published figures of a device by `jax.Device.device_kind`; None for one that is not in the table, as any CPU.
+
+    Names must be equal and not only similar: a slice of a GPU ("... MIG 1g.10gb") or a slower variant has a longer name.
+    """
+    return BY_DEVICE_KIND.get(device_kind)

@@ -1,0 +1,66 @@
+"""How many floating-point operations a training step needs, and what share of a device's peak that makes.
+
+Counted is what the mathematics needs, not what a program happens to do: so the figure of a step does not grow when the
+backward pass computes activations again, or when masked scores are computed and thrown away (Chowdhery et al. 2022,
+appendix B, with attention's causal half instead of its square).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from llama_jax.config import LlamaConfig
+
+FORMULA = (
+    "FLOPs of a step = tokens * (6 * P + 12 * L * N * H * T / 2), P the matrix parameters that every token is multiplied "
+    "with: all but the embedding lookup, the output projection among them; T the tokens of a row, T / 2 being attention's "
+    "causal half; nothing for what is computed twice. MFU = FLOPs / seconds / (devices * published dense bfloat16 FLOP/s)"
+)
+
+
+def matrix_parameters(config: LlamaConfig) -> int:
+    """P, the weights that every token is multiplied with.
+
+    The embedding is a lookup and counts only where it is the output projection as well; normalisations do not count.
+    """
+    c = config
+    attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    feed_forward = 3 * c.dim * c.hidden_dim
+    return c.n_layers * (attention + feed_forward) + c.vocab_size * c.dim
+
+
+def step_flops(config: LlamaConfig, batch: int, length: int, *, document_length: float | None = None) -> float:
+    """FLOPs of one training step, forward and backward, by `FORMULA`.
+
+    A product of a token with a weight is two operations forward and four backward, for the gradients of both. Attention
+    multiplies two times, queries with keys and weights with values, and a token sees half of its document on average.
+
+    Args:
+      batch, length: B rows of T tokens that are predicted.
+      document_length: tokens of the document that a token is in, averaged over tokens (see `mean_document_length`), for
+        packed rows. None counts a row as one document. That is an assumption where documents are packed: it counts
+        products between documents, which the mask throws away, but makes runs with the same rows comparable.
+    """
+    c = config
+    seen = (length if document_length is None else document_length) / 2
+    attention = 12 * c.n_layers * c.n_heads * c.head_dim * seen
+    return batch * length * (6 * matrix_parameters(config) + attention)
+
+
+def mean_document_length(lengths: Iterable[int]) -> float:
+    """The length of the document that a token is in, averaged over the tokens of documents of these lengths.
+
+    It is longer than the average document: most tokens are in long documents.
+    """
+    found = list(lengths)
+    return sum(n * n for n in found) / sum(found)
+
+
+def flops_utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
+    """MFU, the share of the devices' peak that a step of so many FLOPs and seconds reaches.
+
+    Args:
+      peak: FLOP/s of one device, see `parallel.hardware`; None where none is published, as for a CPU, and then there is no
+        MFU.
+    """
+    return None if peak is None else flops / seconds / (devices * peak)

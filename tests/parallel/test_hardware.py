@@ -1,0 +1,60 @@
+"""Published figures by the names that JAX gives devices."""
+
+import jax
+import pytest
+
+from llama_jax.parallel.hardware import BY_DEVICE_KIND, GIB, find_hardware
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "teraflops", "gib", "terabytes_per_second"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100 80 GB SXM", 312, 80, 2.0),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM", 989, 80, 3.35),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 756, 80, 2.0),
+        ("NVIDIA H200", "H200 SXM", 989, 141, 4.8),
+        ("TPU v5 lite", "TPU v5e", 197, 16, 0.82),
+        ("TPU v5", "TPU v5p", 459, 95, 2.76),
+        ("TPU v6 lite", "TPU v6e", 918, 32, 1.64),
+    ],
+)
+def test_devices_by_their_kind(kind, name, teraflops, gib, terabytes_per_second):
+    found = find_hardware(kind)
+    assert (found.name, found.memory) == (name, gib * GIB)
+    assert found.flops == pytest.approx(teraflops * 1e12, rel=0.01)
+    assert found.memory_bandwidth == pytest.approx(terabytes_per_second * 1e12, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100", "TPU v9", "nvidia h200"])
+def test_a_device_that_is_not_in_the_table_has_no_figures(kind):
+    assert find_hardware(kind) is None
+
+
+def test_this_machines_device_has_a_name_that_can_be_looked_up():
+    assert find_hardware(jax.devices("cpu")[0].device_kind) is None
+
+
+def test_figures_are_in_the_units_they_say():
+    """A figure in tera or giga units, or one with sparsity, would lie outside."""
+    for hardware in BY_DEVICE_KIND.values():
+        # FLOPs per byte of memory: accelerators of these years lie between 80 and 600.
+        assert 80 < hardware.flops / hardware.memory_bandwidth < 600, hardware
+        # Reading the whole memory takes some ten milliseconds.
+        assert 0.01 < hardware.memory / hardware.memory_bandwidth < 0.1, hardware
+        assert 0.03 < hardware.link_bandwidth / hardware.memory_bandwidth < 0.3, hardware
+
+
+def test_jax_knows_the_same_tpus():
+    """JAX's own table, for its kernels: names and rounded figures, per core of the chip."""
+    info = pytest.importorskip("jax._src.pallas.mosaic.tpu_info")
+    if not hasattr(info, "chip_version_from_device_kind"):
+        pytest.skip("this JAX keeps its table elsewhere")
+    for kind, hardware in BY_DEVICE_KIND.items():
+        if not kind.startswith("TPU"):
+            continue
+        chip = info.chip_version_from_device_kind(kind)
+        cores = chip.num_physical_tensor_cores_per_chip if chip.supports_megacore else 1
+        theirs = info.get_tpu_info_for_chip(chip, cores)
+        assert hardware.flops == pytest.approx(cores * theirs.bf16_ops_per_second, rel=0.01)
+        assert hardware.memory == pytest.approx(cores * theirs.hbm_capacity_bytes, rel=0.02)
+        assert hardware.memory_bandwidth == pytest.approx(cores * theirs.mem_bw_bytes_per_second, rel=0.15)
