@@ -30,7 +30,7 @@ class OptimizerSettings:
       b1, b2, eps: of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
       momentum: of Muon.
       weight_decay: times the learning rate, for matrices, the embedding among them, and not for normalisations.
-      clip_norm: larger gradients are scaled to this Euclidean norm; 0 leaves them.
+      clip_norm: see `train_step`, which does it.
 
     Raises:
       ConfigError: a value that cannot be.
@@ -97,12 +97,10 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of so many steps: clipping, then AdamW or Muon."""
+    """The optimizer of a run of so many steps: AdamW, or Muon."""
     s, rates = settings, learning_rates(settings, steps)
     rule = adamw(rates, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
-    if s.name == "muon":
-        rule = optax.partition({"muon": _muon(s, rates), "adamw": rule}, _rule_of)
-    return optax.chain(optax.clip_by_global_norm(s.clip_norm), rule) if s.clip_norm else rule
+    return rule if s.name == "adamw" else optax.partition({"muon": _muon(s, rates), "adamw": rule}, _rule_of)
 
 
 def adamw(

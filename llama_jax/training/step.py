@@ -18,6 +18,8 @@ from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.objective import CHUNK, Remat, total_loss
 
+Kept = tuple[Llama, Any, Llama | None]  # parameters, what the optimizer keeps, and the average
+
 
 class TrainState(struct.PyTreeNode):
     """What training carries from step to step: an immutable tree.
@@ -57,6 +59,7 @@ def train_step(
     chunk: int = CHUNK,
     accumulate: int = 1,
     z_loss: float = 0.0,
+    clip_norm: float = 0.0,
     ema_decay: float = 0.0,
     axis_name: str | None = None,
     constrain: Constrain = unconstrained,
@@ -71,6 +74,8 @@ def train_step(
         lost (Micikevicius et al. 2018, section 3.1). None takes that of the parameters.
       accumulate: parts into which the rows are divided, one after the other, so that the activations of only one part are
         alive; the gradients are summed in the parameters' dtype.
+      clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
+        0 leaves them.
       ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
       axis_name: of the mapped axis when this runs per device, under `jax.pmap` or `shard_map`: sums are then over all of
         its devices, which have the same state and each their own rows.
@@ -79,7 +84,8 @@ def train_step(
     Returns:
       The next state, and the metrics of this step before the update: "loss", nats per predicted token; "grad_norm", the
       Euclidean norm of all gradients; "tokens", how many were predicted, on all devices; float32[] each. If the first two
-      are not finite, only the counters of the state have changed.
+      are not finite, only the counters of the state have changed. Of these "skipped" and "skipped_in_a_row" are given
+      as they are after the step.
 
     Raises:
       ConfigError: rows that cannot be divided by `accumulate`.
@@ -108,21 +114,29 @@ def train_step(
 
     norm = optax.tree.norm(gradients)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    kept = partial(jax.tree.map, lambda new, old: jnp.where(finite, new, old))
-    params = kept(params, state.params)
-    ema = None if state.ema is None else kept(_average(state.ema, params, state.step - state.skipped, ema_decay), state.ema)
-    skipped = jnp.where(finite, 0, 1).astype(jnp.int32)
+
+    def update(kept: Kept) -> Kept:
+        params, opt_state, ema = kept
+        # Here and not before: a scaled copy of all gradients would be as large as the parameters.
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else 1.0
+        clipped = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients) if clip_norm else gradients
+        updates, opt_state = optimizer.update(clipped, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return params, opt_state, ema if ema is None else _average(ema, params, state.step - state.skipped, ema_decay)
+
+    # A branch and not a choice between two results: both would be in memory.
+    params, opt_state, ema = lax.cond(finite, update, lambda kept: kept, (state.params, state.opt_state, state.ema))
+    skipped = 1 - finite.astype(jnp.int32)
     state = TrainState(
         step=state.step + 1,
         params=params,
-        opt_state=kept(opt_state, state.opt_state),
+        opt_state=opt_state,
         ema=ema,
         skipped=state.skipped + skipped,
         skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
     )
-    return state, {"loss": loss, "grad_norm": norm, "tokens": count}
+    counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+    return state, {"loss": loss, "grad_norm": norm, "tokens": count, **counters}
 
 
 def _over(axis_name: str | None, values: Any) -> Any:

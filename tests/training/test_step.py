@@ -151,3 +151,28 @@ def test_rematerialisation_trades_memory():
         losses.append(float(step(state, batch)[1]["loss"]))
     assert temporaries["full"] < 0.6 * temporaries["dots"] < 0.5 * temporaries["none"]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
+def test_clipping_scales_all_gradients_together(clip_norm):
+    """With a step size of one the update is the clipped gradient."""
+    optimizer = optax.sgd(1.0)
+    state = init_state(optimizer, llama_jax.init(CONFIG, jax.random.key(0)))
+    after, metrics = jax.jit(partial(train_step, CONFIG, optimizer, chunk=16, clip_norm=clip_norm))(state, BATCH)
+    moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, after.params))
+    np.testing.assert_allclose(moved, min(clip_norm, float(metrics["grad_norm"])), rtol=1e-3)
+
+
+def test_skipping_costs_no_memory():
+    """Beside the gradients a step holds nothing as large as the state, which it updates in place."""
+    config = llama_jax.LlamaConfig(
+        vocab_size=64, dim=256, n_layers=4, n_heads=4, n_kv_heads=4, hidden_dim=1024, max_seq_len=64,
+        norm_eps=1e-5, rope_theta=1e4, tie_embeddings=True,
+    )  # fmt: skip
+    state = jax.eval_shape(lambda: init_state(OPTIMIZER, llama_jax.init(config, jax.random.key(0))))
+    batch = Batch(jax.ShapeDtypeStruct((1, 9), jnp.int32))
+    step = jax.jit(partial(train_step, config, OPTIMIZER, remat="full", clip_norm=1.0), donate_argnums=0)
+    plan = step.lower(state, batch).compile().memory_analysis()
+    gradients = 4 * llama_jax.parameter_count(config)
+    assert plan.temp_size_in_bytes < 1.6 * gradients
+    assert plan.alias_size_in_bytes > 2.9 * gradients
