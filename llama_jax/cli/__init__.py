@@ -13,9 +13,12 @@ import llama_jax
 from llama_jax.cli.chat import Chat
 from llama_jax.cli.convert import Convert
 from llama_jax.cli.estimate import Estimate
+from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
 from llama_jax.cli.inspect import Inspect
+from llama_jax.cli.plot import Plot
 from llama_jax.cli.quickstart import Quickstart
+from llama_jax.cli.train import Train
 from llama_jax.cli.verify import Verify
 from llama_jax.errors import UserError
 
@@ -26,6 +29,9 @@ Command = (
     | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
     | Annotated[Chat, tyro.conf.subcommand("chat", prefix_name=False)]
     | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
+    | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
+    | Annotated[Plot, tyro.conf.subcommand("plot", prefix_name=False)]
+    | Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
     | Annotated[Quickstart, tyro.conf.subcommand("quickstart", prefix_name=False)]
 )
 

@@ -143,12 +143,13 @@ def _behind(where: str, added: Iterable[AddedToken], size: int) -> list[Piece]:
     return [Piece(token.text, 0.0, Kind.CONTROL if token.special else Kind.USER_DEFINED) for token in new]
 
 
-def write_model(pieces: Iterable[Piece], *, bos: str, eos: str, space_prefix: bool) -> bytes:
+def write_model(pieces: Iterable[Piece], *, bos: str, eos: str, space_prefix: bool, spell_spaces: bool = True) -> bytes:
     """A serialised BPE model with these pieces, their ids in this order.
 
     Args:
       bos, eos: which of the control pieces begin and end a sequence.
       space_prefix: whether a space is put before each text.
+      spell_spaces: whether the pieces spell a space as `SPACE`.
     """
     pieces = list(pieces)
     unknown = next((piece.text for piece in pieces if piece.kind == Kind.UNKNOWN), "<unk>")
@@ -158,7 +159,7 @@ def write_model(pieces: Iterable[Piece], *, bos: str, eos: str, space_prefix: bo
     trainer = b"".join(
         (_number(3, bpe), _number(35, bytes_too), *(_text(n, t) for n, t in ((45, unknown), (46, bos), (47, eos))))
     )
-    normalizer = b"".join((_text(1, "identity"), _number(3, space_prefix), _number(4, False), _number(5, True)))
+    normalizer = b"".join((_text(1, "identity"), _number(3, space_prefix), _number(4, False), _number(5, spell_spaces)))
     return write_pieces(pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
 
 

@@ -1,0 +1,75 @@
+"""``llama-jax train``: train a recipe, or go on with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from llama_jax.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model into a folder, which generate, eval and the other commands then take as --model at any time.
+
+    SIGTERM and Ctrl-C save and end; the same command with --resume goes on as if nothing had happened."""
+
+    recipe: tyro.conf.Positional[str]
+    """tiny, shakespeare, stories15m or tinyllama; or FILE.py:FUNCTION, a function that returns a Recipe."""
+    changes: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Changes of the recipe: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4."""
+    workdir: Path
+    """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP."""
+    data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
+    """Text, JSONL, .bin or .array_record, or a folder of them; may be given several times."""
+    validation_data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
+    """Likewise, to validate on; by default a share of the documents of --data."""
+    tokenizer: Path | None = None
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a model's folder."""
+    weights: Path | None = None
+    """A model to go on training (fine-tuning), of any format; its shape and tokenizer replace the recipe's."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the folder, where there is one."""
+    mesh: str = ""
+    """Devices: data=2,fsdp=4,tensor=1; by default one axis, data, over all there are."""
+    backend: Literal["jit", "pmap"] = "jit"
+    """How the step is spread: jit over the mesh, or pmap with a whole copy of the model on every device."""
+    trace: str = ""
+    """Steps to profile into the folder's trace/, as 20:25."""
+
+    def run(self) -> None:
+        import jax
+
+        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+
+        use_compilation_cache()
+        start_backend()
+        from llama_jax.parallel.mesh import MeshSizes, parse_mesh
+        from llama_jax.runs.loop import train
+        from llama_jax.runs.overrides import override
+        from llama_jax.runs.recipes import find
+
+        train(
+            override(find(self.recipe), self.changes),
+            self.workdir,
+            self.data,
+            validation_data=self.validation_data,
+            tokenizer=self.tokenizer,
+            weights=self.weights,
+            resume=self.resume,
+            mesh=parse_mesh(self.mesh) if self.mesh else MeshSizes(data=jax.device_count()),
+            backend=self.backend,
+            trace=_steps(self.trace),
+        )
+
+
+def _steps(text: str) -> range | None:
+    if not text:
+        return None
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        raise UserError(f"--trace {text!r} must be two steps, the first below the second, as 20:25")
+    return range(int(first), int(last))

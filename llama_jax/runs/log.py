@@ -1,0 +1,53 @@
+"""What somebody who watches a run sees."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+
+class Log:
+    """Lines on stdout. On a terminal the line of progress is written over itself; in a file every one stays."""
+
+    def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
+        """`quiet` is for all processes but the first: they say nothing."""
+        self._stream = sys.stdout if stream is None else stream
+        self._quiet = quiet
+        self._in_place = self._stream.isatty()
+        self._open = False
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self._write(text, stays=True)
+
+    def progress(self, text: str) -> None:
+        """A line that the next one replaces."""
+        self._write(text, stays=not self._in_place)
+
+    def _write(self, text: str, *, stays: bool) -> None:
+        if self._quiet:
+            return
+        before = "\r\x1b[K" if self._open else ""
+        self._stream.write(f"{before}{text}" + "\n" * stays)
+        self._stream.flush()
+        self._open = not stays
+
+    def end(self) -> None:
+        """Leave the last line of progress where it is."""
+        if self._open:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._open = False
+
+
+def duration(seconds: float) -> str:
+    """About how long: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"

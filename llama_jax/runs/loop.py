@@ -1,0 +1,403 @@
+"""The training loop: data in, checkpoints, curves and samples out, until the steps are done or somebody says stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from llama_jax.checkpoints import load
+from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
+from llama_jax.data import Corpus, open_corpus, split, training_batches
+from llama_jax.inference.generate import generate
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.params import Llama, count
+from llama_jax.parallel.hardware import find_hardware
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.evaluate import Evaluation, evaluate
+from llama_jax.runs.log import Log, duration
+from llama_jax.runs.metrics import Metrics
+from llama_jax.runs.program import Backend, Program, host_rows, make_program, on_one_device
+from llama_jax.runs.recipe import Recipe, differences, to_dict
+from llama_jax.runs.signals import StopRequest
+from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs.vocabulary import choose_tokenizer
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.training.flops import FORMULA, flops_utilization, step_flops
+from llama_jax.training.optimizer import learning_rates
+from llama_jax.training.step import TrainState
+
+Paths = Sequence[str | os.PathLike[str]]
+RECIPE = "recipe.json"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+      step: the last one.
+      state: after it.
+      validation: of the last evaluation; None where the run was stopped before one.
+      stopped: the name of the signal that ended it, or None.
+    """
+
+    step: int
+    state: TrainState
+    validation: Evaluation | None
+    stopped: str | None
+
+
+def train(
+    recipe: Recipe,
+    workdir: str | os.PathLike[str],
+    data: Paths,
+    *,
+    validation_data: Paths = (),
+    tokenizer: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    mesh: MeshSizes = MeshSizes(),
+    backend: Backend = "jit",
+    trace: range | None = None,
+    log: Log | None = None,
+) -> Result:
+    """Train a recipe into a folder, from which `llama_jax.load` reads the model at any time.
+
+    What comes out depends on the recipe, the data and the software alone: a run that is killed and resumed ends with the
+    same bits as one that is not, on the same devices, and with the same order of data on any others.
+
+    Args:
+      workdir: of this run alone. It gets recipe.json, metrics.jsonl and checkpoints/STEP.
+      data: files or folders, see `data.open_corpus`.
+      validation_data: likewise; without it a share of the documents of `data` is kept apart.
+      tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
+      weights: a model to go on training, of any format; its shape and tokenizer replace the recipe's.
+      resume: go on from the newest checkpoint in `workdir`, where there is one.
+      mesh: how many ways the batch, the parameters and the heads are split over the devices.
+      backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
+      trace: steps whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
+
+    Raises:
+      TrainingError: a folder that holds another run, a tokenizer that does not fit, or a run whose loss is not finite for
+        `recipe.skip_limit` steps in a row.
+      UserError: data, a checkpoint or a mesh that cannot be used.
+    """
+    log = Log(quiet=jax.process_index() > 0) if log is None else log
+    folder = Path(workdir)
+    start = load(weights, "float32") if weights is not None else None
+    if start is not None:
+        recipe = replace(recipe, model=start.config)
+    if folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
+    with (
+        StopRequest() as stop,
+        Snapshots(folder / CHECKPOINTS, keep_last=recipe.keep_last, keep_best=recipe.keep_best) as snapshots,
+    ):
+        note = _note_of(snapshots, folder, recipe, resume)
+        vocabulary = choose_tokenizer(
+            recipe,
+            data,
+            given=tokenizer,
+            of_weights=None if start is None else start.tokenizer,
+            of_run=folder if note else None,
+        )
+        corpora = _read_data(recipe, data, validation_data, vocabulary, note)
+        program = make_program(recipe, mesh, backend)
+        if note is None:
+            state = program.start(None if start is None else start.params)
+        else:
+            state, note = snapshots.restore(program.shapes)
+            state = program.adopt(state)
+        del start
+        _write_recipe(folder, recipe)
+        run = _Run(recipe, folder, program, snapshots, vocabulary, corpora, log, stop, trace)
+        run.describe(state, resumed=note is not None)
+        return run.go_on(state, note)
+
+
+@dataclass(frozen=True)
+class _Corpora:
+    train: Corpus
+    validation: Corpus
+
+
+def _note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
+    """The note of the checkpoint to go on from, or None for a new run."""
+    latest = snapshots.latest()
+    if latest is None:
+        return None
+    if not resume:
+        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
+    note = read_note(folder / CHECKPOINTS, latest)
+    changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
+    if changed:
+        raise TrainingError(
+            f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
+        )
+    return note
+
+
+def _read_data(
+    recipe: Recipe, data: Paths, validation_data: Paths, tokenizer: Tokenizer, note: dict[str, Any] | None
+) -> _Corpora:
+    def read(paths: Paths) -> Corpus:
+        def bar(megabytes: range) -> Any:
+            return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=None)
+
+        return open_corpus(list(paths), tokenizer, reading=recipe.reading, progress=bar)
+
+    if validation_data:
+        corpora = _Corpora(read(data), read(validation_data))
+    else:
+        corpora = _Corpora(*split(read(data), recipe.validation, seed=recipe.seed))
+    if corpora.train.vocab_size > recipe.model.vocab_size:
+        raise TrainingError(
+            f"the tokenizer has {corpora.train.vocab_size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
+            f" set model.vocab_size={corpora.train.vocab_size} or more"
+        )
+    if note is not None:
+        for name, corpus in vars(corpora).items():
+            if note["data"][name] != corpus.digest:
+                raise TrainingError(f"the {name} data is not what this run began with; resume with the same files")
+    limit = recipe.evaluate_tokens
+    if limit:
+        sizes = np.cumsum(corpora.validation.stops - corpora.validation.starts)
+        chosen = np.arange(1 + int(np.searchsorted(sizes, limit)))[: corpora.validation.document_count]
+        corpora = replace(corpora, validation=corpora.validation.select(chosen))
+    return corpora
+
+
+def _write_recipe(folder: Path, recipe: Recipe) -> None:
+    """For people: what counts is the copy in every checkpoint."""
+    if jax.process_index() == 0:
+        (folder / RECIPE).write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+
+
+class _Run:
+    """The state of the loop that is not the model's: clocks, files, and what has been said."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        program: Program,
+        snapshots: Snapshots,
+        tokenizer: Tokenizer,
+        corpora: _Corpora,
+        log: Log,
+        stop: StopRequest,
+        trace: range | None,
+    ) -> None:
+        self.recipe, self.program, self.snapshots = recipe, program, snapshots
+        self.tokenizer, self.corpora, self.log, self.stop = tokenizer, corpora, log, stop
+        self.folder, self.trace = folder, trace
+        self.rates = learning_rates(recipe.optimizer, recipe.steps)
+        self.flops = step_flops(recipe.model, recipe.batch, recipe.length)
+        hardware = find_hardware(jax.devices()[0].device_kind)
+        self.peak = None if hardware is None else hardware.flops
+        self.tokens = 0
+        self.validation: Evaluation | None = None
+        self.validated = -1  # the step of it
+        self.tracing = False
+
+    def describe(self, state: TrainState, *, resumed: bool) -> None:
+        """What is trained, on what."""
+        r, train, held = self.recipe, self.corpora.train, self.corpora.validation
+        epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
+        say = self.log.line
+        say(f"model: {count(state.params):,} parameters, {r.dtype}, remat {r.remat}, on {self.program.description}")
+        say(
+            f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"
+            f" {held.document_count:,} to validate; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
+        )
+        if self.peak is not None:
+            say(FORMULA)
+        say(
+            f"compiled in {self.program.compile_seconds:.1f} s" + (f"; resumed at step {int(state.step)}" if resumed else "")
+        )
+
+    def go_on(self, state: TrainState, note: dict[str, Any] | None) -> Result:
+        """The loop."""
+        recipe = self.recipe
+        host, hosts = host_rows(recipe)
+        begin = int(state.step)
+        self.tokens = 0 if note is None else note["tokens"]
+        first = 0 if note is None else note["data"]["next_batch"]
+        batches = training_batches(
+            self.corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=host, hosts=hosts, start=first
+        )
+        self.metrics = Metrics(self.folder) if host == 0 else None
+        self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
+        began = self._mark = time.perf_counter()
+        marked, saved = begin, begin if note is not None else None
+        running: dict[str, jax.Array] | None = None
+        try:
+            step = begin
+            while step < recipe.steps and self.stop.name is None:
+                self._profile(step)
+                state, metrics = self.program.step(state, self.program.place(next(batches)))
+                # The step before is read while this one runs, so that the device never waits for the loop.
+                if running is not None:
+                    self._check(step, running)
+                running, step = metrics, step + 1
+                if step % recipe.log_every == 0 or step == recipe.steps:
+                    self._check(step, running)
+                    self._report(step, running, marked, began)
+                    running, marked = None, step
+                if (recipe.evaluate_every and step % recipe.evaluate_every == 0) or step == recipe.steps:
+                    self._pause(lambda step=step, state=state: self._evaluate(step, state))
+                if (recipe.save_every and step % recipe.save_every == 0) or step == recipe.steps:
+                    self._pause(lambda step=step, state=state: self._save(step, state, batches.state))
+                    saved = step
+            if running is not None:
+                self._check(step, running)
+            if saved != step:
+                self._save(step, state, batches.state)
+            self.snapshots.wait()
+            self._profile(recipe.steps)
+            self._write("event", step, event="end" if step == recipe.steps else "stop", signal=self.stop.name)
+        finally:
+            self.log.end()
+            batches.close()
+            if self.metrics is not None:
+                self.metrics.close()
+        self._conclude(step)
+        return Result(step, state, self.validation, self.stop.name)
+
+    def _check(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Count what a finished step (number `step`, from 1) has read, and give up where it is hopeless."""
+        tokens, in_a_row = jax.device_get((metrics["tokens"], metrics["skipped_in_a_row"]))
+        self.tokens += int(tokens)
+        if in_a_row >= self.recipe.skip_limit:
+            last = self.snapshots.latest()
+            kept = "no checkpoint was saved" if last is None else f"the last checkpoint is step {last}"
+            raise TrainingError(
+                f"loss or gradients were not finite for {in_a_row} steps in a row, the last of them step {step}, which reads"
+                f" batch {step - 1} of seed {self.recipe.seed}; {kept}; try a lower optimizer.learning_rate or a longer"
+                f" warm-up, or look at llama_jax.data.training_batches(..., start={step - 1})"
+            )
+
+    def _report(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
+        """The line of progress, and the same numbers in the file."""
+        now = time.perf_counter()
+        per_step = (now - self._mark) / (step - marked)
+        self._mark = now
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        skipped = int(metrics["skipped"])
+        rate = float(self.rates(max(step - 1 - skipped, 0)))
+        speed = self.recipe.batch * self.recipe.length / per_step
+        mfu = flops_utilization(self.flops, per_step, self.program.devices, self.peak)
+        self._write(
+            "train",
+            step,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm,
+            tokens_per_second=speed,
+            mfu=mfu,
+            tokens=self.tokens,
+            skipped=skipped,
+            seconds=now - began,
+        )
+        parts = [
+            f"step {step:,}/{self.recipe.steps:,}",
+            f"loss {loss:.4f}",
+            f"lr {rate:.2e}",
+            f"grad norm {norm:.3f}",
+            f"{speed:,.0f} tokens/s",
+            *([f"MFU {mfu:.1%}"] if mfu is not None else []),
+            *([f"{skipped} skipped"] if skipped else []),
+            f"{duration((self.recipe.steps - step) * per_step)} left",
+        ]
+        self.log.progress(" · ".join(parts))
+
+    def _pause(self, work: Any) -> None:
+        """Something that is not training, whose time does not count in tokens per second."""
+        before = time.perf_counter()
+        work()
+        self._mark += time.perf_counter() - before
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        params = state.params if state.ema is None else state.ema
+        recipe = self.recipe
+        found = evaluate(
+            recipe.model,
+            params,
+            self.corpora.validation,
+            length=recipe.length,
+            stride=recipe.length,
+            measure=self.program.measure,
+        )
+        self.validation, self.validated = found, step
+        self._write("validation", step, loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte)
+        self.log.line(
+            f"step {step:,}: validation loss {found.loss:.4f}, perplexity {found.perplexity:.2f},"
+            f" {found.bits_per_byte:.4f} bits per byte"
+        )
+        if jax.process_count() == 1:
+            self._sample(step, params)
+
+    def _sample(self, step: int, params: Llama) -> None:
+        recipe = self.recipe
+        if not recipe.prompts:
+            return
+        params = on_one_device(params)
+        bos = self.tokenizer.bos_id >= 0
+        prompts = [self.tokenizer.encode(prompt, bos=bos) for prompt in recipe.prompts]
+        new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
+        if new < 1:
+            raise TrainingError(f"a prompt fills the model's context of {recipe.model.max_seq_len}; give shorter prompts")
+        sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed)
+        results = generate(
+            recipe.model, params, prompts, max_new_tokens=new, sampling=sampling, stop_tokens=self.tokenizer.stop_ids
+        )
+        for prompt, ids, result in zip(recipe.prompts, prompts, results, strict=True):
+            text = self.tokenizer.decode(ids + result.tokens)
+            self._write("sample", step, prompt=prompt, text=text)
+            self.log.line("    " + text.replace("\n", "\n    "))
+
+    def _save(self, step: int, state: TrainState, data: dict[str, int]) -> None:
+        corpora = self.corpora
+        note = {
+            "recipe": to_dict(self.recipe),
+            "data": {**data, "train": corpora.train.digest, "validation": corpora.validation.digest},
+            "tokens": self.tokens,
+        }
+        loss = self.validation.loss if self.validation is not None and self.validated == step else None
+        self.snapshots.save(step, state, note, self.recipe.model, self.tokenizer, validation_loss=loss)
+        self._write("event", step, event="save")
+
+    def _profile(self, step: int) -> None:
+        """Begin or end the profile where the traced steps do."""
+        if self.trace and step == self.trace.start:
+            jax.profiler.start_trace(str(self.folder / "trace"))
+            self.tracing = True
+        elif self.trace and self.tracing and step >= self.trace.stop:
+            jax.profiler.stop_trace()
+            self.tracing = False
+            self.log.line(f"profile of steps {self.trace.start} to {self.trace.stop - 1} in {self.folder / 'trace'}")
+
+    def _conclude(self, step: int) -> None:
+        best = self.snapshots.best()
+        if self.stop.name is not None and step < self.recipe.steps:
+            self.log.line(f"{self.stop.name}: stopped and saved at step {step}; go on with --resume")
+            return
+        found = self.validation
+        text = f"done: step {step}" + ("" if found is None else f", validation loss {found.loss:.4f}")
+        if best is not None and best != step:
+            text += f"; the best was step {best}, in {self.folder / CHECKPOINTS / str(best)}"
+        self.log.line(text)
+
+    def _write(self, kind: str, step: int, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write(kind, step, **values)

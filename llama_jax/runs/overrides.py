@@ -1,0 +1,122 @@
+"""Changes of a recipe as they stand on a command line: ``steps=100 optimizer.learning_rate=1e-3 model=stories-15m``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from llama_jax.config import LlamaConfig, preset
+from llama_jax.runs.errors import TrainingError
+
+Settings = TypeVar("Settings")
+
+
+def override(settings: Settings, changes: Sequence[str]) -> Settings:
+    """Apply changes to a frozen dataclass, one after the other; a dot leads into a nested one.
+
+    Values are read by the field's type: a model is the name of a preset, a tuple is JSON or a single text.
+
+    Raises:
+      TrainingError: what is not ``key=value``, a key that is not there (the nearest is named), or a value of another type.
+      UserError: what the dataclass itself refuses.
+    """
+    nested: dict[str, Any] = {}
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals:
+            raise TrainingError(f"{change!r} is not key=value; write a change as steps=100")
+        place = nested
+        *outer, last = key.strip().split(".")
+        for part in outer:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise TrainingError(f"{change!r} comes after {part}= was given whole; give that first part by part")
+        if isinstance(place.get(last), dict):
+            raise TrainingError(f"{key}= is given whole and in parts; give one of them")
+        place[last] = value
+    return _changed(settings, nested, "", _keys(settings))
+
+
+def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
+    """All changes of one dataclass at once, so that values which only fit together may be given in any order."""
+    types_ = get_type_hints(type(settings))
+    found = {}
+    for name, value in changes.items():
+        key = f"{within}{name}"
+        if name not in {f.name for f in dataclasses.fields(settings)}:
+            raise TrainingError(f"{key!r} is not a setting of the recipe; {_meant(key, within, known)}")
+        inner = getattr(settings, name)
+        if isinstance(value, dict):
+            if not dataclasses.is_dataclass(inner):
+                raise TrainingError(f"{key!r} has no settings of its own; write {key}=VALUE")
+            found[name] = _changed(inner, value, f"{key}.", known)
+        else:
+            found[name] = _read(value, types_[name], key)
+    return dataclasses.replace(settings, **found)
+
+
+def _meant(key: str, within: str, known: list[str]) -> str:
+    """The nearest of all keys, or what there is at that place where none is near."""
+    last = {k: k.rpartition(".")[2] for k in known}
+    close = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), 1, 0.7)
+    near = sorted((k for k in known if last[k] in close), key=lambda k: not k.startswith(within))
+    if near:
+        return f"did you mean {near[0]!r}?"
+    beside = [k.removeprefix(within) for k in known if k.startswith(within) and "." not in k.removeprefix(within)]
+    return f"{within.rstrip('.') or 'it'} has {', '.join(beside)}"
+
+
+def _read(text: str, kind: Any, key: str) -> Any:
+    """The value that a text is for a field of this type."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        if text.lower() in ("none", "null") and type(None) in get_args(kind):
+            return None
+        kind = next(option for option in get_args(kind) if option is not type(None))
+        return _read(text, kind, key)
+    if origin is Literal:
+        if text not in get_args(kind):
+            raise TrainingError(f"{key}={text!r} must be one of {', '.join(get_args(kind))}")
+        return text
+    if kind is LlamaConfig:
+        return preset(text)
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise TrainingError(f"{key}={text!r} must be true or false")
+        return text.lower() == "true"
+    if kind in (int, float):
+        try:
+            return kind(text.replace("_", "")) if kind is float else int(text, 10)
+        except ValueError:
+            raise TrainingError(f"{key}={text!r} must be a {'whole ' if kind is int else ''}number") from None
+    if origin is tuple:
+        return _texts(text, key)
+    raise TrainingError(f"{key} cannot be given whole on the command line; give its parts, as {key}.NAME=VALUE")
+
+
+def _texts(text: str, key: str) -> tuple[str, ...]:
+    if not text.startswith("["):
+        return (text,) if text else ()
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+        raise TrainingError(f'{key}={text!r} must be a text, or several as ["one", "two"]')
+    return tuple(found)
+
+
+def _keys(settings: Any, within: str = "") -> list[str]:
+    found = []
+    for f in dataclasses.fields(settings):
+        inner = getattr(settings, f.name)
+        found.append(f"{within}{f.name}")
+        if dataclasses.is_dataclass(inner):
+            found += _keys(inner, f"{within}{f.name}.")
+    return found

@@ -1,0 +1,139 @@
+"""What decides a run: all that must be the same for the same numbers to come out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Reading
+from llama_jax.runs.errors import TrainingError
+from llama_jax.training.objective import CHUNK, Remat
+from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+
+Vocabulary = Literal["given", "byte", "bpe"]
+# What may change when a run is resumed: what it shows and keeps, not what it computes.
+BOOKKEEPING = frozenset(
+    {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
+)
+
+POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
+NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A run, apart from its data, its folder and its devices.
+
+    Attributes:
+      model: its shape.
+      steps: updates.
+      batch, length: B rows of T predicted tokens in a step, over all devices and parts.
+      accumulate: parts of a batch that are computed one after the other, for want of memory.
+      optimizer: see `OptimizerSettings`.
+      vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learnt from the
+        training text with `model.vocab_size` pieces.
+      seed: of the parameters and of the order of the data.
+      dtype: of the computation; the parameters are float32.
+      remat, chunk, z_loss: see `training.objective`.
+      ema_decay: of a moving average of the parameters, which is then what is evaluated and loaded; 0 keeps none.
+      skip_limit: steps in a row without finite gradients after which the run gives up.
+      reading: where documents end in the data.
+      validation: share of the documents that is kept for validation where no file is given for it.
+      evaluate_every: steps between evaluations, and 0 for only one, at the end.
+      evaluate_tokens: whole documents up to about so many tokens are evaluated; 0 takes all.
+      save_every: steps between checkpoints, beside the last one; 0 for only that.
+      keep_last, keep_best: how many of the newest and of the best checkpoints are kept.
+      log_every: steps between lines of the log.
+      prompts, sample_tokens: continued by the model at every evaluation.
+
+    Raises:
+      TrainingError, ConfigError: a value that cannot be.
+    """
+
+    model: LlamaConfig
+    steps: int
+    batch: int
+    length: int
+    accumulate: int = 1
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    vocabulary: Vocabulary = "given"
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Remat = "none"
+    chunk: int = CHUNK
+    z_loss: float = 0.0
+    ema_decay: float = 0.0
+    skip_limit: int = 10
+    reading: Reading = field(default_factory=Reading)
+    validation: float = 0.05
+    evaluate_every: int = 250
+    evaluate_tokens: int = 0
+    save_every: int = 250
+    keep_last: int = 2
+    keep_best: int = 1
+    log_every: int = 10
+    prompts: tuple[str, ...] = ()
+    sample_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps",
+            "batch",
+            "length",
+            "accumulate",
+            "chunk",
+            "skip_limit",
+            "keep_last",
+            "log_every",
+            "sample_tokens",
+        ):
+            _require(self, name, 1)
+        for name in ("evaluate_every", "evaluate_tokens", "save_every", "keep_best", "seed"):
+            _require(self, name, 0)
+        for name, known in (("vocabulary", Vocabulary), ("remat", Remat), ("dtype", Literal["float32", "bfloat16"])):
+            if getattr(self, name) not in get_args(known):
+                raise TrainingError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(known))}")
+        if not 0 <= self.ema_decay < 1:
+            raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
+        if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
+            raise TrainingError(f"z_loss={self.z_loss} must be at least 0")
+        if not 0 < self.validation < 1:
+            raise TrainingError(
+                f"validation={self.validation} leaves nothing to train or to validate on; give a share between 0 and 1, or"
+                " files of their own with --validation-data"
+            )
+        if self.length > self.model.max_seq_len:
+            raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
+        if self.batch % self.accumulate:
+            raise TrainingError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
+        learning_rates(self.optimizer, self.steps)
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON holds it, nested as its dataclasses are."""
+    return dataclasses.asdict(recipe)
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
+    old, new = _flat(before), _flat(after)
+    return [
+        f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
+        for name in sorted(old.keys() | new.keys())
+        if name not in BOOKKEEPING and old.get(name) != new.get(name)
+    ]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {name: list(value) if isinstance(value, tuple) else value}
+    return {key: leaf for field, inner in value.items() for key, leaf in _flat(inner, f"{name}.{field}".strip(".")).items()}
+
+
+def _require(recipe: Recipe, name: str, least: int) -> None:
+    value = getattr(recipe, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise TrainingError(f"{name}={value!r} must be a whole number of at least {least}")

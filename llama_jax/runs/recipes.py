@@ -1,0 +1,131 @@
+"""The built-in recipes: functions of no arguments that return a `Recipe`, as a file of one's own may hold too."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from llama_jax.config import LlamaConfig, preset
+from llama_jax.data import Reading
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.recipe import Recipe
+from llama_jax.tokenizers.making import BYTE_VOCABULARY
+from llama_jax.training.optimizer import OptimizerSettings
+
+
+def tiny() -> Recipe:
+    """A vocabulary of 512 and a Llama of 260 thousand parameters, llama2.c's smallest: a minute on a laptop."""
+    return Recipe(
+        model=replace(preset("stories-260k"), max_seq_len=256),
+        steps=300,
+        batch=16,
+        length=128,
+        optimizer=OptimizerSettings(learning_rate=3e-3, warmup_steps=30),
+        vocabulary="bpe",
+        evaluate_every=100,
+        evaluate_tokens=20_000,
+        save_every=100,
+        prompts=("Once upon a time",),
+    )
+
+
+def shakespeare() -> Recipe:
+    """Byte by byte, as Karpathy's char-rnn and nanoGPT read Shakespeare's plays: minutes on a laptop."""
+    return Recipe(
+        model=LlamaConfig(
+            vocab_size=-(-BYTE_VOCABULARY // 64) * 64,
+            dim=192,
+            n_layers=6,
+            n_heads=6,
+            n_kv_heads=6,
+            hidden_dim=512,
+            max_seq_len=256,
+            norm_eps=1e-5,
+            rope_theta=10_000.0,
+            tie_embeddings=True,
+        ),
+        steps=1000,
+        batch=16,
+        length=192,
+        optimizer=OptimizerSettings(learning_rate=2e-3, warmup_steps=50, b2=0.99),
+        vocabulary="byte",
+        # A single text: cut into pieces, of which every tenth is for validation.
+        reading=Reading(longest=4000),
+        validation=0.1,
+        evaluate_every=100,
+        evaluate_tokens=50_000,
+        save_every=250,
+        prompts=("ROMEO:\n",),
+        sample_tokens=160,
+    )
+
+
+def stories15m() -> Recipe:
+    """llama2.c's 15M model: its shape, vocabulary (``--tokenizer``: Llama 2's), batch and length of training."""
+    return Recipe(
+        model=preset("stories-15m"),
+        steps=100_000,
+        batch=512,
+        length=256,
+        accumulate=4,
+        optimizer=OptimizerSettings(learning_rate=5e-4, warmup_steps=1000, final_share=0.0),
+        dtype="bfloat16",
+        evaluate_every=2000,
+        evaluate_tokens=1_000_000,
+        save_every=2000,
+        prompts=("Once upon a time",),
+    )
+
+
+def tinyllama() -> Recipe:
+    """TinyLlama 1.1B as published: batch, schedule and optimizer (Zhang et al. 2024, section 2.3)."""
+    return Recipe(
+        model=preset("tinyllama-1.1b"),
+        steps=1_430_512,
+        batch=1024,
+        length=2048,
+        accumulate=8,
+        optimizer=OptimizerSettings(learning_rate=4e-4, warmup_steps=2000),
+        dtype="bfloat16",
+        remat="dots",
+        evaluate_every=5000,
+        evaluate_tokens=2_000_000,
+        save_every=5000,
+    )
+
+
+BUILT_IN: dict[str, Callable[[], Recipe]] = {
+    recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama)
+}
+
+
+def find(name: str) -> Recipe:
+    """The recipe of that name: a built-in one, or ``FILE.py:FUNCTION``, of which the file is run.
+
+    Raises:
+      TrainingError: no such recipe, or something else that the function returns.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    file, colon, function = name.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        raise TrainingError(f"no recipe {name!r}; give {', '.join(BUILT_IN)}, or FILE.py:FUNCTION")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise TrainingError(f"recipe {name!r}: {path} does not exist")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
+    spec.loader.exec_module(module)
+    make = getattr(module, function, None)
+    if not callable(make):
+        raise TrainingError(f"recipe {name!r}: {path} has no function {function!r}")
+    recipe = make()
+    if not isinstance(recipe, Recipe):
+        raise TrainingError(f"recipe {name!r} returned {type(recipe).__name__}; a llama_jax.runs.recipe.Recipe is needed")
+    return recipe

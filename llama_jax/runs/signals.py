@@ -1,0 +1,38 @@
+"""Being asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+
+
+class StopRequest:
+    """Notes SIGTERM and the first Ctrl-C, so that the step in progress can end and be saved; a second one leaves at once.
+
+    `name` is the signal's name once one has come, else None. Outside the main thread, where no handler can be set, nothing
+    is noted.
+    """
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.name is not None:
+            os.write(2, b"\nllama-jax: stopped without saving\n")
+            os._exit(128 + number)
+        self.name = signal.Signals(number).name

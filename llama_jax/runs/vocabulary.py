@@ -1,0 +1,64 @@
+"""Which tokenizer a run reads its data with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, existing_step
+from llama_jax.data.documents import Reading, jsonl_documents, text_documents
+from llama_jax.data.sources import find_files
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.recipe import Recipe
+from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
+
+
+def choose_tokenizer(
+    recipe: Recipe,
+    data: Sequence[str | os.PathLike[str]],
+    *,
+    given: str | os.PathLike[str] | None,
+    of_weights: Tokenizer | None,
+    of_run: Path | None,
+) -> Tokenizer:
+    """The one that the run has had so far (`of_run`, its folder); else the one given, that of the weights, or a new one.
+
+    Raises:
+      TrainingError: none of them, or two.
+      TokenizerError, DataError: files that cannot be used.
+    """
+    if of_run is not None:
+        folder = of_run / CHECKPOINTS
+        found = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
+        if found is None:
+            raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has")
+        return found
+    if given is not None:
+        if recipe.vocabulary != "given":
+            raise TrainingError(
+                f"the recipe makes a vocabulary of its own ({recipe.vocabulary}); add vocabulary=given to train with"
+                f" {os.fspath(given)}"
+            )
+        return load_tokenizer(given)
+    if of_weights is not None:
+        return of_weights
+    match recipe.vocabulary:
+        case "byte":
+            return byte_tokenizer()
+        case "bpe":
+            return train_bpe(_texts(data, recipe.reading), recipe.model.vocab_size)
+        case _:
+            raise TrainingError(
+                "the recipe needs a tokenizer; give one with --tokenizer, or add vocabulary=bpe to learn one from the data"
+            )
+
+
+def _texts(data: Sequence[str | os.PathLike[str]], reading: Reading) -> Iterator[str]:
+    for path in find_files(list(data)):
+        if path.suffix.lower() in (".bin", ".array_record"):
+            raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
+        documents = jsonl_documents if path.suffix.lower() == ".jsonl" else text_documents
+        for document in documents(path, reading):
+            yield document.text

@@ -1,0 +1,226 @@
+"""The loop: exact resume, on any devices, and what it says when it cannot go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+import llama_jax
+from llama_jax.data import Reading
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.log import Log, duration
+from llama_jax.runs.loop import train
+from llama_jax.runs.recipe import Recipe
+from llama_jax.training.optimizer import OptimizerSettings
+
+CONFIG = llama_jax.LlamaConfig(
+    vocab_size=320,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=64,
+    max_seq_len=64,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=True,
+)
+RECIPE = Recipe(
+    model=CONFIG,
+    steps=12,
+    batch=8,
+    length=24,
+    optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=2),
+    vocabulary="byte",
+    reading=Reading(longest=60),
+    validation=0.2,
+    evaluate_every=6,
+    save_every=6,
+    log_every=4,
+    ema_decay=0.9,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(words))
+    return file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def corpora(tmp_path_factory):
+    """The cache of tokenised text, away from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("platformdirs.user_cache_dir", lambda *_: str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+class StopAt(Log):
+    """Sends a signal when a line begins so; keeps what was said."""
+
+    def __init__(self, start: str = "never", number: int = signal.SIGTERM):
+        super().__init__(io.StringIO())
+        self.start, self.number = start, number
+
+    def _write(self, text: str, *, stays: bool) -> None:
+        super()._write(text, stays=stays)
+        if text.startswith(self.start):
+            signal.raise_signal(self.number)
+
+    @property
+    def said(self) -> str:
+        return self._stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """A run without interruption: (folder, result, what was said)."""
+    folder, log = tmp_path_factory.mktemp("whole"), StopAt()
+    recipe = dataclasses.replace(RECIPE, prompts=("the ",), sample_tokens=4)  # which changes nothing of what is trained
+    return folder, train(recipe, folder, [text], log=log), log.said
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def lines(folder, kind):
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+def test_a_run_from_beginning_to_end(whole):
+    folder, result, said = whole
+    assert (result.step, result.stopped) == (12, None)
+    losses = [line["loss"] for line in lines(folder, "train")]
+    assert [line["step"] for line in lines(folder, "train")] == [4, 8, 12]
+    assert losses[-1] < 0.9 * losses[0]
+    (first, last) = lines(folder, "validation")
+    assert last["loss"] == result.validation.loss < first["loss"]
+    assert lines(folder, "train")[-1]["mfu"] is None  # of a CPU no peak is published
+    assert lines(folder, "sample")[0]["text"].startswith("the ")
+    assert "step 12/12 · loss " in said
+    assert "done: step 12, validation loss" in said
+    assert json.loads((folder / "recipe.json").read_text())["steps"] == 12
+
+
+def test_the_folder_is_a_model(whole):
+    """`load` gives the moving average, the tokenizer and the configuration, and the model continues a text."""
+    folder, result, _ = whole
+    config, params, tokenizer = llama_jax.load(folder)
+    assert config == CONFIG
+    same(llama_jax.stack(params), result.state.ema)
+    (continued,) = llama_jax.generate(config, params, [tokenizer.encode("the lla")], max_new_tokens=4)
+    assert len(continued.tokens) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, number):
+    log = StopAt("step 4/", number)
+    stopped = train(RECIPE, tmp_path, [text], log=log)
+    assert stopped.stopped == signal.Signals(number).name
+    assert 4 <= stopped.step < 12
+    assert f"stopped and saved at step {stopped.step}; go on with --resume" in log.said
+    resumed = train(RECIPE, tmp_path, [text], resume=True, log=StopAt())
+    same(resumed.state, whole[1].state)
+    assert [line["event"] for line in lines(tmp_path, "event")][:2] == ["start", "save"]
+    assert lines(tmp_path, "train")[-1]["tokens"] == lines(whole[0], "train")[-1]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "backend"),
+    [(MeshSizes(data=8), "jit"), (MeshSizes(fsdp=4, tensor=2), "jit"), (MeshSizes(data=8), "pmap")],
+    ids=["data", "fsdp-tensor", "pmap"],
+)
+def test_other_devices_go_on_with_the_same_run(whole, text, tmp_path, mesh, backend):
+    """From one device to eight and back: the same data, the same loss to 1e-5."""
+    stops = StopAt("step 4/")
+    step = train(RECIPE, tmp_path, [text], mesh=mesh, backend=backend, log=stops).step
+    assert f"on {'pmap over 8 devices' if backend == 'pmap' else f'mesh {mesh}'}" in stops.said
+    result = train(RECIPE, tmp_path, [text], resume=True, log=StopAt())
+    assert result.step == 12 > step
+    for found, expected in zip(lines(tmp_path, "train")[-1:], lines(whole[0], "train")[-1:], strict=True):
+        assert found["tokens"] == expected["tokens"]
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_an_ended_run_stays_as_it_is(whole, text, tmp_path):
+    folder, result, _ = whole
+    log = StopAt()
+    again = train(RECIPE, folder, [text], resume=True, log=log)
+    same(again.state, result.state)
+    assert "resumed at step 12" in log.said
+
+
+def test_another_run_in_the_folder(whole, text):
+    folder = whole[0]
+    with pytest.raises(TrainingError, match="holds a run that is at step 12; go on with --resume"):
+        train(RECIPE, folder, [text], log=StopAt())
+    other = dataclasses.replace(RECIPE, steps=20, model=dataclasses.replace(CONFIG, hidden_dim=96))
+    with pytest.raises(TrainingError, match=r"model\.hidden_dim: 64 in the folder, 96 now; steps: 12 in the folder, 20 now"):
+        train(other, folder, [text], resume=True, log=StopAt())
+
+
+def test_other_data_on_resume(whole, tmp_path):
+    (tmp_path / "other.txt").write_text("another text " * 300)
+    with pytest.raises(TrainingError, match="the train data is not what this run began with"):
+        train(RECIPE, whole[0], [tmp_path / "other.txt"], resume=True, log=StopAt())
+
+
+def test_going_on_from_weights(whole, text, tmp_path):
+    """Fine-tuning: the first loss is that of the model, whose shape and tokenizer replace the recipe's."""
+    recipe = dataclasses.replace(
+        RECIPE, steps=1, log_every=1, model=dataclasses.replace(CONFIG, dim=16), optimizer=OptimizerSettings()
+    )
+    train(recipe, tmp_path, [text], weights=whole[0], log=StopAt())
+    assert lines(tmp_path, "train")[0]["loss"] == pytest.approx(whole[1].validation.loss, rel=0.1)
+
+
+def test_a_loss_that_stays_infinite_ends_the_run(text, tmp_path):
+    recipe = dataclasses.replace(
+        RECIPE, skip_limit=3, optimizer=OptimizerSettings(learning_rate=1e30, clip_norm=0, schedule="constant")
+    )
+    with pytest.raises(
+        TrainingError, match=r"not finite for 3 steps in a row, the last of them step (\d+), which reads batch"
+    ):
+        train(recipe, tmp_path, [text], log=StopAt())
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"vocabulary": "given"}, {}, "needs a tokenizer; give one with --tokenizer"),
+        ({"model": dataclasses.replace(CONFIG, vocab_size=100)}, {}, "has 259 tokens, the model a vocabulary of 100"),
+        ({}, {"mesh": MeshSizes(data=3)}, "batch=8 cannot be split over"),
+        ({}, {"mesh": MeshSizes(data=16)}, "needs 16 devices; there are 8"),
+        ({}, {"mesh": MeshSizes(fsdp=2), "backend": "pmap"}, "pmap copies the whole model"),
+        ({"accumulate": 4}, {"mesh": MeshSizes(data=4), "backend": "pmap"}, "batch=8 must be a multiple of data=4 times"),
+        ({"validation": 1e-9}, {"validation_data": ["missing.txt"]}, "missing.txt does not exist"),
+    ],
+)
+def test_what_cannot_be_trained(text, tmp_path, changes, arguments, message):
+    with pytest.raises(llama_jax.UserError, match=message):
+        train(dataclasses.replace(RECIPE, **changes), tmp_path, [text], log=StopAt(), **arguments)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_file_in_the_place_of_the_folder(text):
+    with pytest.raises(TrainingError, match="is a file; give a folder"):
+        train(RECIPE, text, [text], log=StopAt())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (99, "99 s"), (100, "2 min"), (5940, "99 min"), (6000, "1 h 40 min"), (200_000, "2 d 7 h")],
+)
+def test_how_long(seconds, words):
+    assert duration(seconds) == words

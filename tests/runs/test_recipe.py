@@ -1,0 +1,111 @@
+import dataclasses
+import json
+
+import pytest
+
+import llama_jax
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.overrides import override
+from llama_jax.runs.recipe import differences, to_dict
+from llama_jax.runs.recipes import BUILT_IN, find, tiny
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_the_built_in_recipes_can_be_trained(name):
+    recipe = find(name)
+    assert recipe.steps > recipe.optimizer.warmup_steps
+    assert recipe.vocabulary == "given" or recipe.model.vocab_size >= 259
+
+
+def test_changes_of_every_type():
+    recipe = override(
+        tiny(),
+        [
+            "steps=50",
+            "z_loss=1e-4",
+            "optimizer.learning_rate=0.5",
+            "optimizer.name=muon",
+            "model=stories-15m",
+            "length=64",
+            'prompts=["one", "two"]',
+            "reading.separator=\n\n",
+            "optimizer.warmup_steps=3",
+        ],
+    )
+    assert (recipe.steps, recipe.z_loss, recipe.optimizer.learning_rate, recipe.optimizer.name) == (50, 1e-4, 0.5, "muon")
+    assert recipe.model == llama_jax.preset("stories-15m")
+    assert recipe.prompts == ("one", "two")
+    assert recipe.reading.separator == "\n\n"
+    assert override(recipe, ["prompts=Once upon"]).prompts == ("Once upon",)
+    assert override(recipe, ["model.n_layers=2", "model.tie_embeddings=false"]).model.n_layers == 2
+
+
+def test_values_that_only_fit_together_come_in_any_order():
+    changes = ["model.dim=96", "model.n_heads=6", "model.n_kv_heads=3", "model.head_dim=16"]
+    for given in (changes, changes[::-1]):
+        assert override(tiny(), given).model.n_heads == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("step=5", "'step' is not a setting of the recipe; did you mean 'steps'"),
+        ("learning_rate=5", "did you mean 'optimizer.learning_rate'"),
+        ("optimizer.lr=1", "'optimizer.lr' is not a setting of the recipe; optimizer has name, learning_rate, "),
+        ("model.layers=1", "did you mean 'model.n_layers'"),
+        ("steps", "'steps' is not key=value"),
+        ("steps=1.5", r"steps='1\.5' must be a whole number"),
+        ("z_loss=much", "z_loss='much' must be a number"),
+        ("model.tie_embeddings=1", "model.tie_embeddings='1' must be true or false"),
+        ("dtype=float64", "dtype='float64' must be one of float32, bfloat16"),
+        ("steps.more=1", "'steps' has no settings of its own"),
+        ("optimizer=adamw", "optimizer cannot be given whole"),
+        ("model=llama-9b", "unknown preset 'llama-9b'"),
+        ("prompts=[1]", "must be a text, or several"),
+        ("steps=0", "steps=0 must be a whole number of at least 1"),
+        ("length=300", "length=300 is above the model's context, max_seq_len=256"),
+        ("accumulate=3", "batch=16 must be a multiple of accumulate=3"),
+        ("validation=0", "validation=0.0 leaves nothing to train or to validate on"),
+        ("ema_decay=1", "ema_decay=1.0 must be at least 0 and below 1"),
+        ("steps=20", "warmup_steps=30 must be below steps=20"),
+    ],
+)
+def test_changes_that_cannot_be(change, message):
+    with pytest.raises(llama_jax.UserError, match=message):
+        override(tiny(), [change])
+
+
+def test_whole_and_in_parts():
+    with pytest.raises(TrainingError, match="given whole"):
+        override(tiny(), ["model=stories-15m", "model.dim=64"])
+    with pytest.raises(TrainingError, match="whole and in parts"):
+        override(tiny(), ["model.dim=64", "model=stories-15m"])
+
+
+def test_differences_are_of_what_is_computed():
+    recipe = tiny()
+    stored = json.loads(json.dumps(to_dict(recipe)))
+    assert differences(stored, stored) == []
+    assert differences(stored, json.loads(json.dumps(to_dict(dataclasses.replace(recipe, log_every=1))))) == []
+    other = override(recipe, ["optimizer.b2=0.9", "steps=400"])
+    assert differences(stored, json.loads(json.dumps(to_dict(other)))) == [
+        "optimizer.b2: 0.95 in the folder, 0.9 now",
+        "steps: 300 in the folder, 400 now",
+    ]
+
+
+def test_a_recipe_from_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import replace\nfrom llama_jax.runs.recipes import tiny\n"
+        "def quick():\n    return replace(tiny(), steps=40)\ndef other():\n    return 3\n"
+    )
+    assert find(f"{file}:quick").steps == 40
+    for name, message in (
+        (f"{file}:slow", "has no function 'slow'"),
+        (f"{file}:other", "returned int"),
+        (f"{tmp_path}/none.py:quick", "does not exist"),
+        ("tin", "no recipe 'tin'; give tiny, shakespeare"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            find(name)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import llama_jax
+from llama_jax.tokenizers.making import BYTE_VOCABULARY, byte_tokenizer, train_bpe
+
+
+@pytest.fixture(scope="module")
+def bytes_():
+    return byte_tokenizer()
+
+
+@given(st.text())
+def test_a_token_is_a_byte(bytes_, text):
+    text = text.replace("\0", "")
+    ids = bytes_.encode(text)
+    assert ids == [bytes_.bos_id] + [3 + byte for byte in text.encode()]
+    assert bytes_.decode(ids) == text
+    assert bytes_.vocab_size == BYTE_VOCABULARY
+
+
+STORY = "Once upon a time there was a llama. It ate 12 apples!\n\nThe llama said: thank you.\n"
+
+
+@pytest.fixture(scope="module")
+def learnt():
+    return train_bpe([STORY * 20, "A tree."], 330)
+
+
+def test_what_was_learnt_is_short_and_comes_back(learnt):
+    ids = learnt.encode(STORY)
+    assert learnt.decode(ids) == STORY
+    assert len(ids) < len(STORY) / 2
+    assert learnt.decode(learnt.encode("äöü 🦙")) == "äöü 🦙"
+    assert learnt.vocab_size <= 330
+
+
+def test_digits_stand_alone(learnt):
+    assert [learnt.token_bytes(t) for t in learnt.encode("12")[-2:]] == [b"1", b"2"]
+
+
+def test_the_same_text_gives_the_same_vocabulary(learnt, tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder, tokenizer in zip(folders, (learnt, train_bpe([STORY * 20, "A tree."], 330)), strict=True):
+        folder.mkdir()
+        tokenizer.save(folder)
+    one, two = ((folder / "tokenizer.model").read_bytes() for folder in folders)
+    assert one == two
+
+
+def test_a_vocabulary_that_cannot_be():
+    with pytest.raises(llama_jax.TokenizerError, match="vocab_size=200 must be at least 300"):
+        train_bpe([STORY], 200)
+    with pytest.raises(llama_jax.TokenizerError, match="the text gives no vocabulary"):
+        train_bpe([], 400)
