@@ -11,6 +11,7 @@ The public face, loaded on first use so that importing the package costs nothing
   Sampling                            how to choose tokens
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   KVCache, init_cache, cache_bytes    the cache, an immutable tree
+  train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ _HOME = {
     "parameter_count": "model.params",
     "stack": "model.params",
     "unstack": "model.params",
+    "Evaluation": "runs.evaluate",
+    "evaluate": "runs.evaluate",
+    "Recipe": "runs.recipe",
+    "train": "runs.loop",
     "Message": "tokenizers",
     "TextStream": "tokenizers",
     "encode_chat": "tokenizers",
@@ -74,6 +79,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
+    "Evaluation",
     "Generation",
     "GenerationError",
     "KVCache",
@@ -82,6 +88,7 @@ __all__ = [
     "MeshError",
     "Message",
     "Piece",
+    "Recipe",
     "RopeScaling",
     "Sampling",
     "TextStream",
@@ -90,6 +97,7 @@ __all__ = [
     "cache_bytes",
     "convert",
     "encode_chat",
+    "evaluate",
     "forward",
     "generate",
     "grow",
@@ -104,6 +112,7 @@ __all__ = [
     "save",
     "stack",
     "stream",
+    "train",
     "unembed",
     "unstack",
 ]
@@ -117,6 +126,9 @@ if TYPE_CHECKING:
     from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
     from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
+    from llama_jax.runs.evaluate import Evaluation, evaluate
+    from llama_jax.runs.loop import train
+    from llama_jax.runs.recipe import Recipe
     from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer
 
 

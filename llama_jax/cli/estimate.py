@@ -44,8 +44,8 @@ class Estimate:
     """train: one step of AdamW; decode: reading prompts, enlarging the cache, generating."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
-    remat: Literal["auto", "none", "full"] = "auto"
-    """What training computes twice instead of keeping it: nothing, or everything inside a layer; auto is full."""
+    remat: Literal["auto", "none", "dots", "full"] = "auto"
+    """What training computes twice instead of keeping it: nothing; all but matrix products (dots); all inside a layer (full)."""
     json: bool = False
     """Print one JSON object, sizes in bytes."""
 
@@ -85,7 +85,7 @@ class Estimate:
         print(as_json(about, found) if self.json else as_table(about, found))
 
     @property
-    def _remat(self) -> Literal["none", "full"] | None:
+    def _remat(self) -> Literal["none", "dots", "full"] | None:
         """What is done; None where there is no backward pass."""
         if self.mode == "decode":
             return None

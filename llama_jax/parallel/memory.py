@@ -109,7 +109,7 @@ def train_programs(
     state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     tokens = Batch(_placed(rows, shardings(mesh, batch_spec(sizes, batch))))
-    step = partial(train_step, config, optimizer, dtype=dtype, remat=remat, constrain=constrain_over(mesh))
+    step = partial(train_step, config, optimizer, dtype=dtype, remat=remat, clip_norm=1.0, constrain=constrain_over(mesh))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
