@@ -10,6 +10,7 @@ import signal
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import llama_jax
 from llama_jax.data import Reading
@@ -57,11 +58,23 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def corpora(tmp_path_factory):
-    """The cache of tokenised text, away from the user's."""
+def caches(tmp_path_factory):
+    """Away from the user's: of tokenised text, and of compiled programs, for every run here compiles the same few."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("platformdirs.user_cache_dir", lambda *_: str(tmp_path_factory.mktemp("cache")))
-        yield
+        patch.setattr("platformdirs.user_cache_dir", lambda *_: folder)
+        for values in (settings, before):
+            for name, value in values.items():
+                jax.config.update(name, value)
+            compilation_cache.reset_cache()
+            if values is settings:
+                yield
 
 
 class StopAt(Log):
