@@ -1,0 +1,401 @@
+"""A small study of scaling: how the loss of a Llama falls with compute, parameters and text, measured on a CPU.
+
+    python experiments/scaling.py                  about ten minutes on two cores; goes on where it was stopped
+    python experiments/scaling.py --small          the smallest runs alone, to see that it works
+
+Models of five sizes read four amounts of text, byte by byte, as far as a run costs at most `largest_run` FLOPs. Each of them
+is a run of its own, whose learning rate falls to zero at its end (Hoffmann et al. 2022, section 3.1: the losses on the way
+of a longer run are too high), and no text is read twice. Two laws are fitted by least squares of relative errors:
+
+    L = E + A / C**a               over the best run for its compute: the frontier (Kaplan et al. 2020, section 6)
+    L = E + A / N**a + B / D**b    over all runs (Hoffmann et al. 2022, section 3.3)
+
+C are the FLOPs of training by `llama_jax.training.flops`, attention's causal half among them; N its matrix parameters; D the
+tokens, here bytes. The intervals are the 5th and 95th percentile over resampled runs. What they leave out: each run has one
+seed, the learning rate follows a rule and is not searched for each size, and all runs meet the same validation text.
+
+What a decade and a half of compute can say, it says here: with this little text and compute the smallest models are the best
+ones, since the larger have not read enough. It cannot say what E or the exponents are: their intervals are wide, and a law
+fitted to the cheap runs alone misses the others (`foretold` in the results). For that the runs would have to reach over
+several decades, and so need more text: what is read twice counts less each time (Muennighoff et al. 2023).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import shutil
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import tyro
+
+from llama_jax.config import LlamaConfig
+from llama_jax.runs.recipe import Recipe
+from llama_jax.tokenizers.making import BYTE_VOCABULARY
+from llama_jax.training.flops import matrix_parameters, step_flops
+from llama_jax.training.optimizer import OptimizerSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+TEXT = ROOT.parent / "shared" / "data" / "text"
+BATCH, LENGTH = 4, 128
+WIDTH_TIMES_RATE = 0.12  # the learning rate is this over the width
+EXPONENTS = np.linspace(0.02, 2.0, 25)  # where the search begins
+FINER = 4  # times, each around the best so far
+
+
+class Size(NamedTuple):
+    """Of a model: features and layers."""
+
+    dim: int
+    layers: int
+
+
+SIZES = (Size(32, 2), Size(48, 2), Size(64, 3), Size(96, 3), Size(128, 4))
+BUDGETS = (160_000, 400_000, 1_000_000, 2_300_000)  # bytes that are read
+
+
+@dataclass(frozen=True)
+class Point:
+    """A finished run.
+
+    Attributes:
+      parameters: N, the matrix parameters.
+      tokens: D.
+      flops: C.
+      loss: of validation, nats per byte; error, its standard error, which all runs share for the most part.
+      seconds: of the whole run.
+    """
+
+    dim: int
+    layers: int
+    parameters: int
+    tokens: int
+    flops: float
+    loss: float
+    error: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Law:
+    """L = floor + the sum over k of factors[k] / x[k] ** exponents[k]."""
+
+    floor: float
+    factors: tuple[float, ...]
+    exponents: tuple[float, ...]
+
+    def __call__(self, scales: np.ndarray) -> np.ndarray:
+        """The loss at scales [..., k]: float64[...]."""
+        return self.floor + np.sum(np.array(self.factors) * scales ** -np.array(self.exponents), axis=-1)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to run."""
+
+    data: tuple[Path, ...] = (TEXT / "tinystories-train.txt", TEXT / "tinystories-v2-train.txt")
+    """Text to train on; it is read once at most."""
+    validation_data: tuple[Path, ...] = (TEXT / "tinystories-valid.txt",)
+    """Text to validate on."""
+    largest_run: float = 1.2e12
+    """FLOPs; what would cost more is left out."""
+    small: bool = False
+    """Only two sizes and two short amounts of text: figures without meaning."""
+    draws: int = 500
+    """Of the bootstrap."""
+    workdir: Path = ROOT / "build" / "scaling"
+    """Of the runs that are finished; each is run once."""
+    output: Path = ROOT / "experiments" / "results" / "scaling_cpu.json"
+    """Runs and laws; beside it the picture, as PNG."""
+
+
+def recipe(size: Size, tokens: int) -> Recipe:
+    """A model of that size that reads so many bytes."""
+    steps = max(tokens // (BATCH * LENGTH), 2)
+    return Recipe(
+        model=LlamaConfig(
+            vocab_size=-(-BYTE_VOCABULARY // 64) * 64,
+            dim=size.dim,
+            n_layers=size.layers,
+            n_heads=size.dim // 16,
+            n_kv_heads=size.dim // 16,
+            hidden_dim=size.dim * 8 // 3 // 8 * 8,
+            max_seq_len=LENGTH,
+            norm_eps=1e-5,
+            rope_theta=10_000.0,
+            tie_embeddings=True,
+        ),
+        steps=steps,
+        batch=BATCH,
+        length=LENGTH,
+        optimizer=OptimizerSettings(
+            learning_rate=WIDTH_TIMES_RATE / size.dim, warmup_steps=steps // 10, final_share=0.0, b2=0.99
+        ),
+        vocabulary="byte",
+        evaluate_every=0,
+        evaluate_tokens=100_000,
+        save_every=0,
+        log_every=steps,
+    )
+
+
+def flops_of(recipe: Recipe) -> float:
+    """C, of the whole run."""
+    return recipe.steps * step_flops(recipe.model, recipe.batch, recipe.length)
+
+
+def measure(size: Size, tokens: int, arguments: Arguments) -> Point:
+    """Train one run, of which nothing but the result is kept."""
+    from llama_jax.runs.log import Log
+    from llama_jax.runs.loop import train
+
+    chosen, workdir = recipe(size, tokens), arguments.workdir / "run"
+    shutil.rmtree(workdir, ignore_errors=True)
+    began = time.perf_counter()
+    found = train(chosen, workdir, arguments.data, validation_data=arguments.validation_data, log=Log(quiet=True)).validation
+    assert found is not None
+    return Point(
+        *size,
+        parameters=matrix_parameters(chosen.model),
+        tokens=chosen.steps * BATCH * LENGTH,
+        flops=flops_of(chosen),
+        loss=found.loss,
+        error=found.standard_error,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def frontier(points: list[Point]) -> list[Point]:
+    """Those that beat every cheaper one, and what every other size would have at the same compute, by their compute.
+
+    Between its runs, the loss of a size is taken to be a straight line over the logarithm of compute.
+    """
+    by_compute = sorted(points, key=lambda p: (p.flops, p.loss))
+    curves = defaultdict(list)
+    for point in by_compute:
+        curves[point.parameters].append((math.log(point.flops), point.loss))
+    best: list[Point] = []
+    for point in by_compute:
+        at = math.log(point.flops)
+        others = [np.interp(at, *zip(*curve, strict=True), right=np.inf, left=np.inf) for curve in curves.values()]
+        if point.loss <= min(others) and not (best and point.loss >= best[-1].loss):
+            best.append(point)
+    return best
+
+
+def fit(scales: np.ndarray, losses: np.ndarray) -> Law:
+    """The law with the least sum of squared relative errors, floor and factors not negative.
+
+    With the exponents given the rest is linear (variable projection: Golub & Pereyra 1973), so only they are searched: on a
+    grid, and then on finer ones around the best.
+
+    Args:
+      scales: float64[n, k], positive.
+      losses: float64[n].
+    """
+    middle = np.exp(np.log(scales).mean(axis=0))
+    grids = [EXPONENTS] * scales.shape[1]
+    best = (np.inf, np.zeros(0), np.zeros(0))
+    for _ in range(1 + FINER):
+        exponents = np.stack(np.meshgrid(*grids), axis=-1).reshape(-1, len(grids))  # [g, k]
+        powers = (scales / middle) ** -exponents[:, None]  # [g, n, k]
+        best = min(_solve(exponents, powers, losses), best, key=lambda found: found[0])
+        grids = [
+            np.linspace(max(at - width, EXPONENTS[0]), min(at + width, EXPONENTS[-1]), len(EXPONENTS))
+            for at, width in zip(best[1], (grid[1] - grid[0] for grid in grids), strict=True)
+        ]
+    _, exponents, (floor, *factors) = best
+    return Law(float(floor), tuple((factors * middle**exponents).tolist()), tuple(exponents.tolist()))
+
+
+def _solve(exponents: np.ndarray, powers: np.ndarray, losses: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
+    """The best of a grid of exponents: the sum of squared errors, exponents[k], and floor and factors [k + 1].
+
+    What may not be negative is zero or free; all choices are tried.
+    """
+    relative = np.concatenate([np.ones_like(powers[..., :1]), powers], axis=-1) / losses[:, None]
+    best = (np.inf, exponents[0], np.zeros(0))
+    for free in product((False, True), repeat=relative.shape[-1]):
+        columns = relative[..., np.array(free)]
+        # A little on the diagonal, for a draw of the bootstrap may have too few different runs.
+        normal = np.einsum("gni,gnj->gij", columns, columns) + 1e-12 * np.eye(columns.shape[-1])
+        found = np.linalg.solve(normal, columns.sum(axis=1)[..., None])[..., 0]
+        errors = np.sum((np.einsum("gni,gi->gn", columns, found) - 1) ** 2, axis=-1)
+        errors = np.where((found >= 0).all(axis=-1), errors, np.inf)
+        at = int(errors.argmin())
+        if errors[at] < best[0]:
+            best = errors[at], exponents[at], np.zeros(relative.shape[-1])
+            best[2][np.array(free)] = found[at]
+    return best
+
+
+def compute_law(points: list[Point]) -> Law:
+    """L(C), of the frontier."""
+    best = frontier(points)
+    return fit(np.array([[p.flops] for p in best]), np.array([p.loss for p in best]))
+
+
+def size_law(points: list[Point]) -> Law:
+    """L(N, D), of all."""
+    return fit(np.array([[p.parameters, p.tokens] for p in points]), np.array([p.loss for p in points]))
+
+
+def resampled(points: list[Point], draws: int, least: int) -> list[tuple[Law, Law]]:
+    """Both laws of as many runs drawn with replacement (Efron 1979), of draws with at least so many on the frontier."""
+    rng, laws = np.random.default_rng(0), []
+    for _ in range(draws):
+        drawn = [points[i] for i in rng.integers(len(points), size=len(points))]
+        if len(frontier(drawn)) >= least:
+            laws.append((compute_law(drawn), size_law(drawn)))
+    return laws
+
+
+def interval(values: list[float]) -> list[float]:
+    """5th and 95th percentile."""
+    return np.percentile(values, [5, 95]).tolist() if values else []
+
+
+def described(law: Law, draws: list[Law]) -> dict[str, Any]:
+    """A law and its intervals, as JSON holds them."""
+    return asdict(law) | {
+        "floor_interval": interval([draw.floor for draw in draws]),
+        "exponent_intervals": [interval([draw.exponents[k] for draw in draws]) for k in range(len(law.exponents))],
+    }
+
+
+def foretold(points: list[Point]) -> dict[str, float] | None:
+    """How well L(N, D), fitted to the runs of at most a quarter of the largest compute, tells the loss of the others."""
+    limit = max(p.flops for p in points) / 4
+    cheap, dear = ([p for p in points if (p.flops <= limit) == side] for side in (True, False))
+    if len(cheap) < 6:  # five numbers are fitted
+        return None
+    law = size_law(cheap)
+    errors = [float(law(np.array([p.parameters, p.tokens]))) / p.loss - 1 for p in dear]
+    return {"runs": len(dear), "mean_error": float(np.mean(errors)), "largest_error": max(errors, key=abs)}
+
+
+def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figure:
+    """Left the loss against compute, with the frontier and its law; right measured losses against those of L(N, D)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from llama_jax.runs.plot import COLOURS, GREY
+
+    figure = Figure(figsize=(10, 4.2), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.6, 1))
+    sizes = sorted({(p.parameters, p.dim, p.layers) for p in points})
+    for (parameters, dim, layers), colour in zip(sizes, COLOURS, strict=False):
+        own = sorted((p for p in points if p.parameters == parameters), key=lambda p: p.flops)
+        label = f"{parameters / 1000:,.0f}k: {layers} layers of {dim}"
+        left.plot([p.flops for p in own], [p.loss for p in own], "o-", color=colour, lw=1.2, ms=4, label=label)
+        predicted = of_sizes(np.array([[p.parameters, p.tokens] for p in own]))
+        right.plot(predicted, [p.loss for p in own], "o", color=colour, ms=5)
+    best = frontier(points)
+    left.plot([p.flops for p in best], [p.loss for p in best], "o", ms=9, mfc="none", mec="black", label="frontier")
+    compute = np.geomspace(best[0].flops, best[-1].flops * 4, 60)[:, None]
+    if draws:
+        low, high = np.percentile([one(compute) for one in draws], [5, 95], axis=0)
+        left.fill_between(compute[:, 0], low, high, color=GREY, alpha=0.2, lw=0)
+    [a] = law.exponents
+    left.plot(compute[:, 0], law(compute), "--", color="black", lw=1.2, label=f"{law.floor:.2f} + (C$_0$/C)$^{{{a:.2f}}}$")
+    left.set(
+        xscale="log",
+        ylim=(0, 1.05 * max(p.loss for p in points)),
+        xlabel="FLOPs of training, C",
+        title="Loss, nats per byte",
+    )
+    left.legend(frameon=False, fontsize=8)
+    ends = [min(p.loss for p in points), max(p.loss for p in points)]
+    right.plot(ends, ends, color=GREY, lw=1)
+    a, b = of_sizes.exponents
+    right.set(
+        xlabel=f"{of_sizes.floor:.2f} + (N$_0$/N)$^{{{a:.2f}}}$ + (D$_0$/D)$^{{{b:.2f}}}$", title="Measured loss of each run"
+    )
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#DDDDDD", lw=0.6)
+        axes.title.set(ha="left", x=0, fontsize=11)
+    return figure
+
+
+def run_all(arguments: Arguments) -> list[Point]:
+    """The runs, of which those in the work directory are taken from there; a line for each."""
+    sizes, budgets = (SIZES[:2], (8_192, 16_384)) if arguments.small else (SIZES, BUDGETS)
+    text = sum(path.stat().st_size for path in arguments.data)
+    if max(budgets) > text:
+        raise SystemExit(f"--data has {text:,} bytes and {max(budgets):,} are to be read, but none twice; give more text")
+    kept = arguments.workdir / "points.json"
+    done = [Point(**point) for point in json.loads(kept.read_text())] if kept.exists() else []
+    points = []
+    print(f"{'N':>9} {'D':>10} {'C':>9} {'D / N':>6} {'loss':>8} {'seconds':>8}")
+    for tokens, size in product(budgets, sizes):
+        chosen = recipe(size, tokens)
+        if flops_of(chosen) > arguments.largest_run:
+            continue
+        key = (matrix_parameters(chosen.model), chosen.steps * BATCH * LENGTH)
+        found = next((p for p in done if (p.parameters, p.tokens) == key), None)
+        if found is None:
+            found = measure(size, tokens, arguments)
+            done.append(found)
+            kept.write_text(json.dumps([asdict(point) for point in done], indent=1))
+        points.append(found)
+        print(
+            f"{found.parameters:>9,} {found.tokens:>10,} {found.flops:9.2e} {found.tokens / found.parameters:6.1f}"
+            f" {found.loss:8.4f} {found.seconds:8.1f}",
+            flush=True,
+        )
+    return points
+
+
+def main(arguments: Arguments) -> None:
+    import jax
+
+    arguments.workdir.mkdir(parents=True, exist_ok=True)
+    points = run_all(arguments)
+    law, of_sizes = compute_law(points), size_law(points)
+    drawn = resampled(points, arguments.draws, least=4)
+    ours, theirs = [pair[0] for pair in drawn], [pair[1] for pair in drawn]
+    laws = {"compute": described(law, ours), "parameters_and_tokens": described(of_sizes, theirs)}
+    check = foretold(points)
+    for name, found in laws.items():
+        exponents = zip(found["exponents"], found["exponent_intervals"], strict=True)
+        text = ", ".join(f"{a:.3f} {_brackets(ends)}" for a, ends in exponents)
+        print(f"{name}: E = {found['floor']:.3f} {_brackets(found['floor_interval'])}, exponents {text}")
+    if check:
+        print(
+            f"fitted to the cheap runs, the law misses the other {check['runs']} by {check['mean_error']:+.1%} on average,"
+            f" {check['largest_error']:+.1%} at most"
+        )
+    about = {
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()},
+        "data": [path.name for path in arguments.data],
+        "validation_data": [path.name for path in arguments.validation_data],
+        "draws": len(drawn),
+        "laws": laws,
+        "foretold": check,
+        "runs": [asdict(point) for point in points],
+    }
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(about, indent=1) + "\n")
+    draw(points, law, ours, of_sizes).savefig(arguments.output.with_suffix(".png"))
+
+
+def _brackets(ends: list[float]) -> str:
+    return f"[{', '.join(f'{end:.3f}' for end in ends)}]"
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

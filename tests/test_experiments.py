@@ -1,0 +1,128 @@
+"""The studies of training run from end to end, small, and write what they say; their laws are found again where known."""
+
+import json
+
+import numpy as np
+import pytest
+import scaling
+import shakespeare
+import stories
+
+from llama_jax.runs import recipes
+
+WORDS = "the lion and the mouse, said Lily; a tree in the garden of the king: who goes there? nobody, my lord."
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Forty thousand bytes of words in random order, in stories of a few lines."""
+    rng = np.random.default_rng(0)
+    lines = [" ".join(rng.choice(WORDS.split(), 12)) for _ in range(600)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(line + ("\n<|endoftext|>\n" if i % 6 == 5 else "\n") for i, line in enumerate(lines)))
+    return path
+
+
+@pytest.mark.parametrize("module", [shakespeare, stories])
+def test_recipes_are_found_by_file_and_function(module):
+    for made in module.RECIPES.values():
+        assert recipes.find(f"{module.__file__}:{made.__name__}") == made()
+
+
+def test_stories_read_as_many_tokens_a_step_as_llama2c():
+    for size in stories.LLAMA2C:
+        recipe = stories.RECIPES[size]()
+        assert recipe.batch * recipe.length == 131_072
+
+
+def test_a_law_is_found_again():
+    n, d = (x.ravel() for x in np.meshgrid(np.geomspace(3e4, 1e6, 5), np.geomspace(6e4, 1e6, 4)))
+    law = scaling.Law(0.9, (30.0, 200.0), (0.4, 0.5))
+    scales = np.stack([n, d], axis=-1)
+    found = scaling.fit(scales, law(scales))
+    np.testing.assert_allclose(found.exponents, law.exponents, rtol=1e-3)
+    np.testing.assert_allclose(found.floor, law.floor, rtol=1e-3)
+    np.testing.assert_allclose(found(scales * 10), law(scales * 10), rtol=1e-3)
+
+
+def test_a_law_has_no_floor_below_zero():
+    scales = np.geomspace(1e3, 1e6, 8)[:, None]
+    found = scaling.fit(scales, 5 * scales[:, 0] ** -0.1 - 0.5)
+    assert found.floor == 0
+
+
+def test_a_loss_that_does_not_fall_is_its_floor():
+    scales = np.geomspace(1e3, 1e6, 8)[:, None]
+    found = scaling.fit(scales, 2 + 0.1 * np.log(scales[:, 0]))
+    assert found.factors == (0,)
+    assert 2.6 < found.floor < 3.4
+
+
+def test_the_frontier_is_what_no_other_run_and_no_other_size_betters():
+    runs = {1: [(1, 3), (2, 3.5), (3, 2.5), (9, 2)], 2: [(2, 3.2), (8, 1.5)], 3: [(5, 2.3), (9, 2)]}
+    points = [scaling.Point(32, 2, n, 1, flops, loss, 0, 0) for n, found in runs.items() for flops, loss in found]
+    found = [(p.parameters, p.flops, p.loss) for p in scaling.frontier(points)]
+    # The third size begins below the first, but above the second between its runs.
+    assert found == [(1, 1, 3), (1, 3, 2.5), (2, 8, 1.5)]
+
+
+def test_text_is_not_read_twice(text, tmp_path):
+    with pytest.raises(SystemExit, match="none twice"):
+        scaling.run_all(scaling.Arguments(data=(text,), validation_data=(text,), workdir=tmp_path))
+
+
+@pytest.mark.slow
+def test_scaling(text, tmp_path, capsys):
+    arguments = scaling.Arguments(
+        data=(text,),
+        validation_data=(text,),
+        small=True,
+        draws=20,
+        workdir=tmp_path / "runs",
+        output=tmp_path / "found.json",
+    )
+    scaling.main(arguments)
+    found = json.loads(arguments.output.read_text())
+    assert len(found["runs"]) == 4
+    assert all(0 < run["loss"] < 6 for run in found["runs"])
+    assert found["laws"]["compute"]["exponents"][0] > 0
+    assert arguments.output.with_suffix(".png").stat().st_size > 10_000
+    assert "exponents" in capsys.readouterr().out
+    before = arguments.output.read_text()
+    scaling.main(arguments)  # of what is finished nothing runs again
+    assert arguments.output.read_text() == before
+
+
+@pytest.mark.slow
+def test_shakespeare(text, tmp_path, capsys):
+    changes = ("steps=12", "optimizer.warmup_steps=2", "model.n_layers=1", "evaluate_tokens=2000", "log_every=4")
+    arguments = shakespeare.Arguments(changes, text, tmp_path / "runs", tmp_path / "found.json")
+    shakespeare.main(arguments)
+    found = json.loads(arguments.output.read_text())["runs"]
+    assert found.keys() == shakespeare.RECIPES.keys()
+    for run in found.values():
+        assert run["nats_per_byte"] < np.log(320)
+        assert run["sample"].startswith("ROMEO:")
+    validation = (tmp_path / "runs" / "validation.txt").read_text()
+    assert (tmp_path / "runs" / "training.txt").read_text() + validation == text.read_text()
+    assert arguments.output.with_suffix(".png").stat().st_size > 10_000
+    assert "nats per byte" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_stories(text, tmp_path, capsys):
+    arguments = stories.Arguments(
+        "smoke",
+        ("steps=12", "evaluate_every=6", "model.vocab_size=304"),
+        data=(text,),
+        workdir=tmp_path / "run",
+        output=tmp_path / "found.json",
+    )
+    stories.main(arguments)
+    found = json.loads(arguments.output.read_text())
+    assert found["lowest_loss"] <= found["loss"] < np.log(304)
+    assert found["tokens"] == 12 * 16 * 64
+    assert arguments.output.with_suffix(".png").stat().st_size > 10_000
+    assert "tokens/s" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--data is missing"):
+        stories.main(stories.Arguments("15m"))
