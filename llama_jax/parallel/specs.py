@@ -72,10 +72,20 @@ def train_state_specs(
     params = param_specs(config, sizes)
     shapes = jax.eval_shape(lambda params: init_state(optimizer, params), param_shapes(config))
     opt_state = optax.tree_map_params(
-        optimizer, lambda _, spec: spec, shapes.opt_state, params, transform_non_params=lambda _: P()
+        optimizer,
+        lambda kept, spec: kept if _left_out(kept) else spec,
+        shapes.opt_state,
+        params,
+        transform_non_params=lambda _: P(),
+        is_leaf=_left_out,
     )
     average = params if ema else None
     return shapes.replace(step=P(), params=params, opt_state=opt_state, ema=average, skipped=P(), skipped_in_a_row=P())
+
+
+def _left_out(kept: Any) -> bool:
+    """Whether a part of an optimizer keeps nothing of a parameter, as Muon of those that AdamW updates beside it."""
+    return isinstance(kept, optax.MaskedNode)
 
 
 def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: bool = False) -> KVCache:

@@ -11,7 +11,7 @@ from llama_jax import LlamaConfig
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 from llama_jax.parallel.specs import batch_spec, constrain_over, shardings, train_state_specs
 from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import adamw
+from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer
 from llama_jax.training.step import init_state, train_step
 
 CONFIG = LlamaConfig(
@@ -67,3 +67,19 @@ def test_a_mesh_computes_what_one_device_does(alone, text):
     # What a device computes is its share: no whole batch of scores, nor of logits.
     assert f"f32[{BATCH},{CONFIG.n_kv_heads},{LENGTH}," not in text
     assert f"f32[{BATCH},8,{CONFIG.vocab_size}]" not in text
+
+
+def test_muon_over_a_mesh_is_muon_on_one_device():
+    settings = OptimizerSettings(name="muon", learning_rate=1e-2)
+    batch = Batch(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, LENGTH + 1), np.int32))
+    after = []
+    for text in ("data=1", "fsdp=4,tensor=2"):
+        sizes, optimizer = parse_mesh(text), make_optimizer(settings, 10)
+        placement = shardings(make_mesh(sizes), train_state_specs(CONFIG, sizes, optimizer))
+        state = jax.device_put(init_state(optimizer, llama_jax.init(CONFIG, jax.random.key(0))), placement)
+        step = jax.jit(partial(train_step, CONFIG, optimizer, chunk=8), out_shardings=(placement, None))
+        after.append(step(state, batch)[0])
+    alone, spread = after
+    qkv = spread.params.blocks.attention.qkv
+    assert len(qkv.sharding.device_set) == 8
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), alone.params, spread.params)
