@@ -139,8 +139,12 @@ def _block(
     batch, new, _ = hidden.shape
     normed = ops.rms_norm(hidden, block.attention_norm, config.norm_eps)
     qkv = ops.linear(normed, block.attention.qkv).swapaxes(1, 2)  # [B, K, T, G + 2, H]
-    turned = ops.apply_rotary(qkv[..., :-1, :], cos[:, None, :, None], sin[:, None, :, None])
-    queries, keys, values = turned[..., :-1, :], turned[..., -1, :], qkv[..., -1, :]
+    # Split and not indexed: the gradients of the parts are then joined, where those of slices are filled up and added.
+    groups = config.queries_per_kv_head
+    unturned, values = jnp.split(qkv, [groups + 1], axis=-2)
+    turned = ops.apply_rotary(unturned, cos[:, None, :, None], sin[:, None, :, None])
+    queries, keys = jnp.split(turned, [groups], axis=-2)
+    keys, values = keys.squeeze(-2), values.squeeze(-2)
 
     query_positions = slots[:, None]
     if kv is not None:

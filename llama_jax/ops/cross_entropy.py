@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.linear import linear
+from llama_jax.ops.linear import linear, sum_of_outer
 
 Lay = Callable[[jax.Array], jax.Array]
 
@@ -84,7 +84,7 @@ def _sums_and_gradients(chunk, z_loss, dtype, constrain, hidden, head, targets, 
         sums, of_logits = _chunk_sums(z_loss, constrain, cast, *part)
         of_logits = of_logits.astype(cast.dtype)
         rows = of_logits.reshape(-1, cast.shape[0]), part[0].astype(cast.dtype).reshape(-1, cast.shape[1])
-        of_head += lax.dot_general(*rows, (((0,), (0,)), ((), ())), preferred_element_type=of_head.dtype)
+        of_head += sum_of_outer(*rows, of_head.dtype)
         of_hidden = lax.dot_general(of_logits, cast, (((2,), (0,)), ((), ())), preferred_element_type=of_head.dtype)
         return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden.astype(hidden.dtype)
 
@@ -110,10 +110,10 @@ def _chunk_sums(
     """The sums of one chunk, and the gradient of its loss with respect to its logits [B, chunk, V]."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     logits = constrain(linear(hidden, head, out_dtype=wide))
-    # Compared and not gathered, for the vocabulary may lie on several devices.
     chosen = jnp.arange(head.shape[0], dtype=targets.dtype) == targets[..., None]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
-    nll = weights * (normalizer - jnp.sum(jnp.where(chosen, logits, 0), axis=-1))
+    # Of logits whose vocabulary lies on several devices XLA gathers where they are. A masked sum would read them all again.
+    nll = weights * (normalizer - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
     sums = Surprise(jnp.sum(nll + z_loss * weights * normalizer**2), jnp.sum(nll))
     probabilities = jnp.exp(logits - normalizer[..., None])
     slope = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - chosen

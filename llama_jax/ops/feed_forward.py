@@ -7,6 +7,7 @@ import jax
 from llama_jax.ops.linear import linear
 
 
+@jax.custom_vjp
 def feed_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
     """down(silu(gate(x)) * up(x)), called SwiGLU (Shazeer 2020, equation 6).
 
@@ -20,4 +21,31 @@ def feed_forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array
       [..., D].
     """
     both = linear(x, gate_up)
-    return linear(jax.nn.silu(both[..., 0]) * both[..., 1], down)
+    return _down(both[..., 0], both[..., 1], down)
+
+
+def _halves(x: jax.Array, gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return linear(x, gate_up[:, 0]), linear(x, gate_up[:, 1])
+
+
+def _down(gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return linear(jax.nn.silu(gate) * up, down)
+
+
+def _forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    gate, up = _halves(x, gate_up)
+    return _down(gate, up, down), (x, gate_up, down, gate, up)
+
+
+def _backward(kept: tuple[jax.Array, ...], of_result: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """By two products: of one, numbers of gate and up alternate, and to take them apart and join them is slow on a CPU.
+
+    Only the two are kept. Their product, the largest array of a layer but them, is made again.
+    """
+    x, gate_up, down, gate, up = kept
+    of_gate, of_up, of_down = jax.vjp(_down, gate, up, down)[1](of_result)
+    of_x, of_gate_up = jax.vjp(_halves, x, gate_up)[1]((of_gate, of_up))
+    return of_x, of_gate_up, of_down
+
+
+feed_forward.defvjp(_forward, _backward)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
 
@@ -20,6 +23,26 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     Returns:
       [..., D] in the dtype of `x`.
     """
+    normed, _ = _normed(x, eps)
+    return normed.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def _normed(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    """`x` over its root mean square, and one over that root, in float32."""
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    return (wide * lax.rsqrt(mean_square + eps)).astype(x.dtype) * weight.astype(x.dtype)
+    scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return wide * scale, scale
+
+
+def _backward(eps: float, kept: tuple[jax.Array, jax.Array], of_result: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """From `x` alone: to keep what was made of it, in float32, costs more than to make it again. Sums are in float32."""
+    x, weight = kept
+    normed, scale = _normed(x, eps)
+    of_result = of_result.astype(normed.dtype)
+    of_weight = jnp.sum(of_result * normed, axis=tuple(range(x.ndim - 1)))
+    of_normed = of_result * weight.astype(normed.dtype)
+    of_x = scale * (of_normed - normed * jnp.mean(of_normed * normed, axis=-1, keepdims=True))
+    return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
+
+
+rms_norm.defvjp(lambda x, weight, eps: (rms_norm(x, weight, eps), (x, weight)), _backward)

@@ -1,5 +1,7 @@
 """Each operation against its definition in float64, and the properties that the papers promise."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax import ops
+from llama_jax.ops.linear import sum_of_outer
 from llama_jax.ops.rotary import scale_llama3
+
+
+def gradients(function, *arguments):
+    """Of the sum of what `function` returns, each number weighted by chance."""
+
+    def weighted(*arguments):
+        out = function(*arguments)
+        return jnp.sum(out * normal(99, *out.shape).astype(out.dtype))
+
+    return jax.grad(weighted, argnums=tuple(range(len(arguments))))(*arguments)
+
+
+def precise_gradients(function, *arguments):
+    """The same by JAX's own rules in float64."""
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(a, np.float64) if np.issubdtype(np.asarray(a).dtype, np.floating) else a for a in arguments]
+        return jax.tree.map(np.asarray, gradients(function, *wide))
+
+
+def assert_close(found, expected, share):
+    """Within a share of the largest number of each array."""
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=share * np.abs(b).max())
+
+
+def rounded(*arrays):
+    """Numbers that bfloat16 can hold, in bfloat16 and in float32."""
+    short = [jnp.asarray(a, jnp.bfloat16) for a in arrays]
+    return short, [np.asarray(a, np.float32) for a in short]
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -38,8 +70,45 @@ class TestLinear:
         program = jax.jit(ops.linear).lower(jax.ShapeDtypeStruct((1, 256), jnp.float32), weight).compile()
         assert program.memory_analysis().temp_size_in_bytes < 512 * 2 * 256
 
+    @pytest.mark.parametrize("rows", [1, 7])
+    def test_gradients_of_16_bit_operands(self, rows):
+        short, wide = rounded(normal(0, rows, 6), normal(1, 5, 2, 6))
+        found = gradients(ops.linear, *short)
+        assert [g.dtype for g in found] == [jnp.bfloat16] * 2
+        assert_close(found, precise_gradients(lambda x, w: jnp.einsum("rd,fcd->rfc", x, w), *wide), 0.02)
+
+    def test_gradients_of_16_bit_operands_are_summed_in_float32(self):
+        x, w = jnp.ones((4096, 2), jnp.bfloat16), jnp.ones((3, 2), jnp.bfloat16)
+        of_w = jax.grad(lambda w: jnp.sum(ops.linear(x, w, out_dtype=jnp.float32)))(w)
+        assert (of_w == 4096).all()  # a bfloat16 sum stops growing at 256
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_sum_of_outer(self, dtype):
+        a, b = jnp.asarray(normal(0, 2, 9, 5), dtype), jnp.asarray(normal(1, 2, 9, 3), dtype)
+        got = jax.jit(sum_of_outer)(a, b)
+        assert got.dtype == jnp.float32
+        want = np.einsum("bra,brc->bac", np.asarray(a, np.float64), np.asarray(b, np.float64))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+    def test_16_bit_weight_gradients_are_not_computed_in_float32(self):
+        """XLA for CPU converts the operands of products that it has no kernel for: that cost half of the speed."""
+        x, g = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16), jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+        program = jax.jit(sum_of_outer).lower(g, x).compile()
+        assert "f32[512,1024]" not in program.as_text()
+
 
 class TestNorm:
+    @pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
+    def test_gradients(self, dtype, share):
+        _, (x, w) = rounded(normal(0, 3, 4, 40), normal(1, 40))
+
+        def plain(x, w):
+            return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 0.1) * w
+
+        found = gradients(lambda x, w: ops.rms_norm(x, w, 0.1), jnp.asarray(x, dtype), jnp.asarray(w, dtype))
+        assert [g.dtype for g in found] == [dtype] * 2
+        assert_close(found, precise_gradients(plain, x, w), share)
+
     @given(st.sampled_from([2, 40]), seeds, st.sampled_from([1e-6, 1e-5, 0.1]))
     def test_definition(self, dim, seed, eps):
         x, w = normal(seed, 3, dim), normal(seed + 1, dim)
@@ -183,6 +252,34 @@ class TestAttention:
         whole = ops.attention(q, k, v, positions, scale=0.5)
         np.testing.assert_allclose(ops.attention(q[0], k[0], v[0], positions[0], scale=0.5), whole[0], rtol=1e-6, atol=1e-6)
 
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
+    def test_gradients(self, packed, dtype, share):
+        _, (q, k, v) = rounded(normal(0, 2, 3, 6, 2, 4), normal(1, 2, 3, 8, 4), normal(2, 2, 3, 8, 4))
+        positions = np.broadcast_to(np.arange(6) + 1, (2, 1, 6))  # the last slot is seen by nobody
+        documents = np.array([[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2, 3, 3]])[:, None]
+        segments = (documents[..., 1:7], documents) if packed else None
+
+        def plain(q, k, v):
+            seen = np.arange(8) <= positions[..., None]
+            if packed:
+                seen &= documents[..., 1:7, None] == documents[..., None, :]
+            scores = jnp.where(seen[..., None, :], jnp.einsum("bktgh,bksh->bktgs", q, k) * 0.5, -jnp.inf)
+            return jnp.einsum("bktgs,bksh->bktgh", jax.nn.softmax(scores, axis=-1), v)
+
+        def ours(q, k, v):
+            return ops.attention(q, k, v, positions, scale=0.5, segments=segments)
+
+        found = jax.jit(partial(gradients, ours))(*(jnp.asarray(a, dtype) for a in (q, k, v)))
+        assert [g.dtype for g in found] == [dtype] * 3
+        assert_close(found, precise_gradients(plain, q, k, v), share)
+
+    def test_keeps_no_scores_for_the_backward_pass(self):
+        q, k = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
+        positions = jnp.broadcast_to(jnp.arange(40), (2, 1, 40))
+        _, pull = jax.vjp(lambda q, k, v: ops.attention(q, k, v, positions, scale=1.0), q, k, k)
+        assert max(kept.size for kept in jax.tree.leaves(pull)) <= q.size
+
     def test_bfloat16_is_close_and_stays_bfloat16(self):
         q, k, v = normal(0, 2, 2, 3, 2, 8), normal(1, 2, 2, 3, 8), normal(2, 2, 2, 3, 8)
         low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
@@ -202,3 +299,15 @@ class TestFeedForward:
         want = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
         got = ops.feed_forward(x, np.stack([gate, up], axis=1), down)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03)])
+    def test_gradients(self, dtype, share):
+        _, operands = rounded(normal(0, 2, 3, 6), normal(1, 10, 2, 6), normal(2, 6, 10))
+
+        def plain(x, gate_up, down):
+            gate, up = x @ gate_up[:, 0].T, x @ gate_up[:, 1].T
+            return (gate / (1 + jnp.exp(-gate)) * up) @ down.T
+
+        found = gradients(ops.feed_forward, *(jnp.asarray(a, dtype) for a in operands))
+        assert [g.dtype for g in found] == [dtype] * 3
+        assert_close(found, precise_gradients(plain, *operands), share)

@@ -1,0 +1,30 @@
+import json
+
+import bench_train
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+def test_the_benchmark_runs_and_writes_its_figures(tmp_path, capsys):
+    output = tmp_path / "results" / "bench.json"
+    arguments = bench_train.Arguments(
+        shape="stories-260k",
+        peers=("llama_jax", "torch eager"),
+        batch=2,
+        length=16,
+        steps=1,
+        repetitions=3,
+        output=output,
+    )
+    bench_train.main(arguments)
+    results = json.loads(output.read_text())["results"]
+    assert results.keys() == {"float32", "bfloat16"}
+    for peers in results.values():
+        assert peers.keys() == {"llama_jax", "torch eager"}
+        for figures in peers.values():
+            assert len(figures["tokens_per_second"]) == len(figures["processor_seconds_per_step"]) == 2
+            assert min(figures["tokens_per_second"]) > 0
+            assert figures["peak_memory_mb"] is None or figures["peak_memory_mb"] > 10
+        assert peers["llama_jax"]["speed_of_llama_jax_over_this"] == 1
+    assert "stories-260k" in capsys.readouterr().out
