@@ -18,7 +18,7 @@ from llama_jax.cli.generate import Generate
 from llama_jax.cli.inspect import Inspect
 from llama_jax.cli.plot import Plot
 from llama_jax.cli.quickstart import Quickstart
-from llama_jax.cli.train import Train
+from llama_jax.cli.train import Train, changes_together
 from llama_jax.cli.verify import Verify
 from llama_jax.errors import UserError
 
@@ -44,7 +44,8 @@ def main() -> None:
             print(f"llama-jax {llama_jax.__version__}")
             return
         about = "Llama in JAX, as pure functions. --version prints the version."
-        tyro.cli(Command, prog="llama-jax", description=about).run()
+        arguments = changes_together(sys.argv[1:]) if sys.argv[1:2] == ["train"] else sys.argv[1:]
+        tyro.cli(Command, prog="llama-jax", description=about, args=arguments).run()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +12,9 @@ from typing import Annotated, Literal
 import tyro
 
 from llama_jax.errors import UserError
+
+CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
+FLAGS = ("--resume", "--no-resume")  # the options that no value follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +26,7 @@ class Train:
     recipe: tyro.conf.Positional[str]
     """tiny, shakespeare, stories15m or tinyllama; or FILE.py:FUNCTION, a function that returns a Recipe."""
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Changes of the recipe: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4."""
+    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4."""
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
@@ -38,13 +44,15 @@ class Train:
     backend: Literal["jit", "pmap"] = "jit"
     """How the step is spread: jit over the mesh, or pmap with a whole copy of the model on every device."""
     trace: str = ""
-    """Steps to profile into the folder's trace/, as 20:25."""
+    """Steps to profile into the folder's trace/: 20:25 are five, of which step 20 is the first."""
 
     def run(self) -> None:
         import jax
 
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
 
+        # orbax logs the traceback of a failed save, which then ends this command with a line of its own.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         use_compilation_cache()
         start_backend()
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh
@@ -64,6 +72,16 @@ class Train:
             backend=self.backend,
             trace=_steps(self.trace),
         )
+
+
+def changes_together(arguments: Sequence[str]) -> list[str]:
+    """The same arguments with the changes of the recipe at the end: the parser takes them in one place only."""
+    options: list[str] = []
+    changes: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        value = before.startswith("--") and "=" not in before and before not in FLAGS
+        (changes if CHANGE.match(argument) and not value else options).append(argument)
+    return [*options, *changes]
 
 
 def _steps(text: str) -> range | None:

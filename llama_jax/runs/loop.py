@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from llama_jax.checkpoints import load
 from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
 from llama_jax.data import Corpus, open_corpus, split, training_batches
+from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama, count
@@ -24,6 +26,7 @@ from llama_jax.parallel.hardware import find_hardware
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Evaluation, evaluate
+from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.program import Backend, Program, host_rows, make_program, on_one_device
@@ -77,7 +80,8 @@ def train(
     same bits as one that is not, on the same devices, and with the same order of data on any others.
 
     Args:
-      workdir: of this run alone. It gets recipe.json, metrics.jsonl and checkpoints/STEP.
+      workdir: of this run alone, which no other process may use meanwhile. It gets recipe.json, metrics.jsonl and
+        checkpoints/STEP.
       data: files or folders, see `data.open_corpus`.
       validation_data: likewise; without it a share of the documents of `data` is kept apart.
       tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
@@ -85,11 +89,11 @@ def train(
       resume: go on from the newest checkpoint in `workdir`, where there is one.
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
-      trace: steps whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
+      trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
 
     Raises:
-      TrainingError: a folder that holds another run, a tokenizer that does not fit, or a run whose loss is not finite for
-        `recipe.skip_limit` steps in a row.
+      TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
+        that the run does not have, or a run whose loss is not finite for `recipe.skip_limit` steps in a row.
       UserError: data, a checkpoint or a mesh that cannot be used.
     """
     log = Log(quiet=jax.process_index() > 0) if log is None else log
@@ -99,8 +103,10 @@ def train(
         recipe = replace(recipe, model=start.config)
     if folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
+    if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
+        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
     with (
-        StopRequest() as stop,
+        locked(folder) if jax.process_index() == 0 else nullcontext(),
         Snapshots(folder / CHECKPOINTS, keep_last=recipe.keep_last, keep_best=recipe.keep_best) as snapshots,
     ):
         note = _note_of(snapshots, folder, recipe, resume)
@@ -111,6 +117,7 @@ def train(
             of_weights=None if start is None else start.tokenizer,
             of_run=folder if note else None,
         )
+        prompts = _encode(recipe, vocabulary)
         corpora = _read_data(recipe, data, validation_data, vocabulary, note)
         program = make_program(recipe, mesh, backend)
         if note is None:
@@ -120,9 +127,10 @@ def train(
             state = program.adopt(state)
         del start
         _write_recipe(folder, recipe)
-        run = _Run(recipe, folder, program, snapshots, vocabulary, corpora, log, stop, trace)
-        run.describe(state, resumed=note is not None)
-        return run.go_on(state, note)
+        with StopRequest() as stop:  # up to here there is nothing to save, and a signal ends the process at once
+            run = _Run(recipe, folder, program, snapshots, vocabulary, prompts, corpora, log, stop, trace)
+            run.describe(state, resumed=note is not None)
+            return run.go_on(state, note)
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,19 @@ def _note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -
     return note
 
 
+def _encode(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts as tokens, with room behind them: it would be a pity to find out hours later, at the first evaluation."""
+    found = [tokenizer.encode(prompt, bos=tokenizer.bos_id >= 0) for prompt in recipe.prompts]
+    context = recipe.model.max_seq_len
+    for prompt, ids in zip(recipe.prompts, found, strict=True):
+        if not 0 < len(ids) < context:
+            raise TrainingError(
+                f"prompts: {prompt[:40]!r} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
+                f" context of {context}"
+            )
+    return found
+
+
 def _read_data(
     recipe: Recipe, data: Paths, validation_data: Paths, tokenizer: Tokenizer, note: dict[str, Any] | None
 ) -> _Corpora:
@@ -159,7 +180,13 @@ def _read_data(
     if validation_data:
         corpora = _Corpora(read(data), read(validation_data))
     else:
-        corpora = _Corpora(*split(read(data), recipe.validation, seed=recipe.seed))
+        corpus = read(data)
+        if corpus.document_count < 2:
+            raise TrainingError(
+                "the data is a single document, of which nothing can be kept for validation; give other files with"
+                " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
+            )
+        corpora = _Corpora(*split(corpus, recipe.validation, seed=recipe.seed))
     if corpora.train.vocab_size > recipe.model.vocab_size:
         raise TrainingError(
             f"the tokenizer has {corpora.train.vocab_size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
@@ -193,13 +220,14 @@ class _Run:
         program: Program,
         snapshots: Snapshots,
         tokenizer: Tokenizer,
+        prompts: list[list[int]],
         corpora: _Corpora,
         log: Log,
         stop: StopRequest,
         trace: range | None,
     ) -> None:
         self.recipe, self.program, self.snapshots = recipe, program, snapshots
-        self.tokenizer, self.corpora, self.log, self.stop = tokenizer, corpora, log, stop
+        self.tokenizer, self.prompts, self.corpora, self.log, self.stop = tokenizer, prompts, corpora, log, stop
         self.folder, self.trace = folder, trace
         self.rates = learning_rates(recipe.optimizer, recipe.steps)
         self.flops = step_flops(recipe.model, recipe.batch, recipe.length)
@@ -241,22 +269,30 @@ class _Run:
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
         running: dict[str, jax.Array] | None = None
+        if self.trace and begin >= self.trace.start:
+            self.log.line(f"no profile: step {self.trace.start} has been taken before")
         try:
             step = begin
             while step < recipe.steps and self.stop.name is None:
-                self._profile(step)
+                self._profile(step + 1, state)
                 state, metrics = self.program.step(state, self.program.place(next(batches)))
                 # The step before is read while this one runs, so that the device never waits for the loop.
                 if running is not None:
                     self._check(step, running)
                 running, step = metrics, step + 1
-                if step % recipe.log_every == 0 or step == recipe.steps:
+                reports, evaluates, saves = (
+                    (every and step % every == 0) or step == recipe.steps
+                    for every in (recipe.log_every, recipe.evaluate_every, recipe.save_every)
+                )
+                if reports or saves:
                     self._check(step, running)
-                    self._report(step, running, marked, began)
-                    running, marked = None, step
-                if (recipe.evaluate_every and step % recipe.evaluate_every == 0) or step == recipe.steps:
+                    running = None
+                if reports:
+                    self._report(step, metrics, marked, began)
+                    marked = step
+                if evaluates:
                     self._pause(lambda step=step, state=state: self._evaluate(step, state))
-                if (recipe.save_every and step % recipe.save_every == 0) or step == recipe.steps:
+                if saves:
                     self._pause(lambda step=step, state=state: self._save(step, state, batches.state))
                     saved = step
             if running is not None:
@@ -264,9 +300,9 @@ class _Run:
             if saved != step:
                 self._save(step, state, batches.state)
             self.snapshots.wait()
-            self._profile(recipe.steps)
             self._write("event", step, event="end" if step == recipe.steps else "stop", signal=self.stop.name)
         finally:
+            self._end_profile()
             self.log.end()
             batches.close()
             if self.metrics is not None:
@@ -279,6 +315,8 @@ class _Run:
         tokens, in_a_row = jax.device_get((metrics["tokens"], metrics["skipped_in_a_row"]))
         self.tokens += int(tokens)
         if in_a_row >= self.recipe.skip_limit:
+            with suppress(CheckpointError):  # one that is being written counts, and what became of it matters less here
+                self.snapshots.wait()
             last = self.snapshots.latest()
             kept = "no checkpoint was saved" if last is None else f"the last checkpoint is step {last}"
             raise TrainingError(
@@ -288,7 +326,8 @@ class _Run:
             )
 
     def _report(self, step: int, metrics: dict[str, jax.Array], marked: int, began: float) -> None:
-        """The line of progress, and the same numbers in the file."""
+        """The line of progress, and the same numbers in the file; and what has become of the last save."""
+        self.snapshots.check()
         now = time.perf_counter()
         per_step = (now - self._mark) / (step - marked)
         self._mark = now
@@ -352,17 +391,16 @@ class _Run:
         if not recipe.prompts:
             return
         params = on_one_device(params)
-        bos = self.tokenizer.bos_id >= 0
-        prompts = [self.tokenizer.encode(prompt, bos=bos) for prompt in recipe.prompts]
+        prompts = self.prompts
         new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
-        if new < 1:
-            raise TrainingError(f"a prompt fills the model's context of {recipe.model.max_seq_len}; give shorter prompts")
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed)
         results = generate(
             recipe.model, params, prompts, max_new_tokens=new, sampling=sampling, stop_tokens=self.tokenizer.stop_ids
         )
         for prompt, ids, result in zip(recipe.prompts, prompts, results, strict=True):
-            text = self.tokenizer.decode(ids + result.tokens)
+            # A padded vocabulary has tokens that stand for nothing, and a young model may choose one.
+            known = [token for token in result.tokens if token < self.tokenizer.vocab_size]
+            text = self.tokenizer.decode(ids + known)
             self._write("sample", step, prompt=prompt, text=text)
             self.log.line("    " + text.replace("\n", "\n    "))
 
@@ -377,15 +415,20 @@ class _Run:
         self.snapshots.save(step, state, note, self.recipe.model, self.tokenizer, validation_loss=loss)
         self._write("event", step, event="save")
 
-    def _profile(self, step: int) -> None:
-        """Begin or end the profile where the traced steps do."""
-        if self.trace and step == self.trace.start:
-            jax.profiler.start_trace(str(self.folder / "trace"))
-            self.tracing = True
-        elif self.trace and self.tracing and step >= self.trace.stop:
-            jax.profiler.stop_trace()
+    def _profile(self, step: int, state: TrainState) -> None:
+        """Begin or end the profile where the traced steps do: before `step` is taken, when the last one has ended."""
+        if self.trace and step in (self.trace.start, self.trace.stop):
+            jax.block_until_ready(state)
+            self._end_profile()
+            if step == self.trace.start:
+                jax.profiler.start_trace(str(self.folder / "trace"))
+                self.tracing = True
+
+    def _end_profile(self) -> None:
+        if self.tracing:
             self.tracing = False
-            self.log.line(f"profile of steps {self.trace.start} to {self.trace.stop - 1} in {self.folder / 'trace'}")
+            jax.profiler.stop_trace()
+            self.log.line(f"profile in {self.folder / 'trace'}")
 
     def _conclude(self, step: int) -> None:
         best = self.snapshots.best()

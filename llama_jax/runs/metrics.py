@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from llama_jax.runs.errors import TrainingError
 
 FILE = "metrics.jsonl"
 
@@ -15,11 +19,11 @@ class Metrics:
     """Appends to ``metrics.jsonl`` in a run's folder, one object a line, each written whole before the next step."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / FILE
+        self._path = path = folder / FILE
         # The last line of a run that was killed may be half a line: what follows begins on its own.
-        broken = path.exists() and not path.read_bytes().endswith(b"\n")
+        broken = _last_byte(path) not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
-        if broken and path.stat().st_size:
+        if broken:
             self._file.write("\n")
         self._board: Any = None
         if importlib.util.find_spec("tensorboardX") is not None:
@@ -28,12 +32,22 @@ class Metrics:
             self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """A line. A number that is not finite is null, for JSON has no name for it."""
+        """A line. A number that is not finite is null, for JSON has no name for it.
+
+        Raises:
+          TrainingError: the disk is full, or the file cannot be written to any more.
+        """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
         }
-        self._file.write(json.dumps({"kind": kind, "step": step, **finite}, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, **finite}, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written to ({error.strerror}); mend that and go on from the last checkpoint with"
+                " --resume"
+            ) from None
         if self._board is not None and kind in ("train", "validation"):
             for name, value in finite.items():
                 if isinstance(value, int | float):
@@ -41,6 +55,15 @@ class Metrics:
 
     def close(self) -> None:
         """End both."""
-        self._file.close()
+        with suppress(OSError):  # what could not be written has been told of
+            self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _last_byte(path: Path) -> bytes:
+    if not (path.exists() and path.stat().st_size):
+        return b""
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read()

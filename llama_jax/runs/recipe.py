@@ -79,19 +79,9 @@ class Recipe:
     sample_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch",
-            "length",
-            "accumulate",
-            "chunk",
-            "skip_limit",
-            "keep_last",
-            "log_every",
-            "sample_tokens",
-        ):
+        for name in POSITIVE:
             _require(self, name, 1)
-        for name in ("evaluate_every", "evaluate_tokens", "save_every", "keep_best", "seed"):
+        for name in NOT_NEGATIVE:
             _require(self, name, 0)
         for name, known in (("vocabulary", Vocabulary), ("remat", Remat), ("dtype", Literal["float32", "bfloat16"])):
             if getattr(self, name) not in get_args(known):

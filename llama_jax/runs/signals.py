@@ -9,10 +9,11 @@ from types import FrameType, TracebackType
 
 
 class StopRequest:
-    """Notes SIGTERM and the first Ctrl-C, so that the step in progress can end and be saved; a second one leaves at once.
+    """Notes SIGTERM and the first Ctrl-C, so that the step in progress can end and be saved.
 
-    `name` is the signal's name once one has come, else None. Outside the main thread, where no handler can be set, nothing
-    is noted.
+    A second Ctrl-C leaves at once. A second SIGTERM does not: schedulers send it to a process and to its parent, which
+    passes it on. `name` is the signal's name once one has come, else None. Outside the main thread, where no handler can be
+    set, nothing is noted.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,9 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None:
+        if self.name is None:
+            self.name = signal.Signals(number).name
+            os.write(2, f"\n{self.name}: this step ends and is saved; Ctrl-C leaves at once\n".encode())
+        elif number == signal.SIGINT:
             os.write(2, b"\nllama-jax: stopped without saving\n")
             os._exit(128 + number)
-        self.name = signal.Signals(number).name

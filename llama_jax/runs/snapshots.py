@@ -126,6 +126,11 @@ class Snapshots:
         if pending is not None:
             pending.result()
 
+    def check(self) -> None:
+        """Tell of a failed save as soon as it is known, without waiting; raises what `wait` does."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def close(self) -> None:
         """Wait as `wait` does, and end the thread."""
         try:

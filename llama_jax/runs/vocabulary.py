@@ -9,6 +9,8 @@ from pathlib import Path
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, existing_step
 from llama_jax.data.documents import Reading, jsonl_documents, text_documents
 from llama_jax.data.sources import find_files
+from llama_jax.data.vocabulary import examine
+from llama_jax.errors import TokenizerError, UserError
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
@@ -26,21 +28,25 @@ def choose_tokenizer(
     """The one that the run has had so far (`of_run`, its folder); else the one given, that of the weights, or a new one.
 
     Raises:
-      TrainingError: none of them, or two.
+      TrainingError: none of them, or two that differ.
       TokenizerError, DataError: files that cannot be used.
     """
+    if given is not None and recipe.vocabulary != "given":
+        raise TrainingError(
+            f"the recipe makes a vocabulary of its own ({recipe.vocabulary}); add vocabulary=given to train with"
+            f" {os.fspath(given)}"
+        )
     if of_run is not None:
         folder = of_run / CHECKPOINTS
         found = find_tokenizer(folder / str(existing_step(folder, None)) / ABOUT, recipe.model.vocab_size)
         if found is None:
             raise TrainingError(f"the newest checkpoint in {folder} has no tokenizer; resume from a copy that has")
+        if given is not None and examine(load_tokenizer(given)).fingerprint != examine(found).fingerprint:
+            raise TrainingError(
+                f"{os.fspath(given)} is not the tokenizer that the run in {of_run} began with; resume without --tokenizer"
+            )
         return found
     if given is not None:
-        if recipe.vocabulary != "given":
-            raise TrainingError(
-                f"the recipe makes a vocabulary of its own ({recipe.vocabulary}); add vocabulary=given to train with"
-                f" {os.fspath(given)}"
-            )
         return load_tokenizer(given)
     if of_weights is not None:
         return of_weights
@@ -48,11 +54,30 @@ def choose_tokenizer(
         case "byte":
             return byte_tokenizer()
         case "bpe":
-            return train_bpe(_texts(data, recipe.reading), recipe.model.vocab_size)
+            return _learn(data, recipe)
         case _:
             raise TrainingError(
                 "the recipe needs a tokenizer; give one with --tokenizer, or add vocabulary=bpe to learn one from the data"
             )
+
+
+def _learn(data: Sequence[str | os.PathLike[str]], recipe: Recipe) -> Tokenizer:
+    """A vocabulary of the data. What is wrong with a file comes back through SentencePiece as an error of its own."""
+    failed: list[UserError] = []
+
+    def texts() -> Iterator[str]:
+        try:
+            yield from _texts(data, recipe.reading)
+        except UserError as error:
+            failed.append(error)
+            raise
+
+    try:
+        return train_bpe(texts(), recipe.model.vocab_size)
+    except TokenizerError:
+        if failed:
+            raise failed[0] from None
+        raise
 
 
 def _texts(data: Sequence[str | os.PathLike[str]], reading: Reading) -> Iterator[str]:

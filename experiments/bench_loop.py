@@ -1,0 +1,173 @@
+"""What the training loop costs over the bare compiled step, and what a checkpoint costs that is written meanwhile.
+
+    python experiments/bench_loop.py [--shapes tiny stories15m] [--pairs 7]
+
+Whenever `train()` has logged a block of steps, the same compiled step runs as many times on batches that lie ready on the
+device, outside the loop's time: so blocks of the loop and of the bare step take turns in one process. Every step is checked
+and counted and every block logged; evaluation is no part of it. A first run has many short blocks and saves nothing. In a
+second one every other block begins with a save and has to bear the copying and the writing: what it takes longer than the
+bare blocks around it is what a save costs.
+
+On a machine that others use, medians of ratios say little: beside them stands the ratio of the fastest tenth of the blocks,
+which were disturbed least, and the processor seconds of all threads beside those of the clock.
+Writes ``experiments/results/bench_loop_cpu.json`` and prints a table of medians.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+
+from llama_jax.data import Batch, Reading, open_corpus, training_batches
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.log import Log
+from llama_jax.runs.loop import train
+from llama_jax.runs.program import Program, make_program
+from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.recipes import stories15m, tiny
+from llama_jax.tokenizers.making import byte_tokenizer
+
+RESULTS = Path(__file__).parent / "results"
+CLOCKS = ("clock", "processor")
+SAVE_EVERY = 100  # steps between saves, for which the cost of one is given as a share
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    shapes: tuple[str, ...] = ("small", "tiny", "stories15m")
+    """small (2 of tiny's layers, 4 rows of 32), tiny (that recipe), stories15m (8 rows of 256)."""
+    blocks: int = 40
+    """Short ones of the loop."""
+    saves: int = 6
+    output: Path = RESULTS / "bench_loop_cpu.json"
+
+
+def shapes() -> dict[str, tuple[Recipe, int, int]]:
+    """By name a recipe, and the steps of a short block and of one that a save fits into."""
+    common = dict(accumulate=1, vocabulary="byte", reading=Reading(longest=1000), evaluate_tokens=1, prompts=())
+    return {
+        "small": (
+            replace(
+                tiny(),
+                model=replace(tiny().model, dim=64, n_layers=2, n_heads=4, n_kv_heads=4),
+                batch=4,
+                length=32,
+                **common,
+            ),
+            40,
+            400,
+        ),
+        "tiny": (replace(tiny(), **common), 4, 40),
+        "stories15m": (replace(stories15m(), batch=8, dtype="float32", **common), 1, 4),
+    }
+
+
+def read_clocks() -> np.ndarray:
+    """Seconds by each of CLOCKS."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+class Turns(Log):
+    """A log that, each time it gets a line of progress, lets the bare step run a block; what it measures is in `blocks`."""
+
+    def __init__(self, program: Program, batches: list[Batch], steps: int) -> None:
+        super().__init__(io.StringIO())
+        self.program, self.batches, self.steps = program, batches, steps
+        self.state = program.start(None)
+        self.blocks: list[np.ndarray] = []  # by CLOCKS
+        self.since: np.ndarray | None = None
+
+    def progress(self, text: str) -> None:
+        now = read_clocks()
+        if self.since is not None:  # the first block starts the run's threads, and does not count
+            self.blocks.append(now - self.since)
+        began = read_clocks()
+        for number in range(self.steps):
+            self.state, _ = self.program.step(self.state, self.batches[number % len(self.batches)])
+        jax.block_until_ready(self.state)
+        self.since = read_clocks()
+        self.blocks.append(self.since - began)
+
+
+def take_turns(recipe: Recipe, steps: int, blocks: int, save_every: int, folder: Path) -> tuple[np.ndarray, int]:
+    """Seconds by CLOCKS of bare blocks and, between them, blocks of the loop; and the bytes of a checkpoint."""
+    recipe = replace(
+        recipe,
+        steps=(blocks + 1) * steps,
+        optimizer=replace(recipe.optimizer, warmup_steps=1),
+        evaluate_every=0,
+        save_every=save_every,
+        log_every=steps,
+    )
+    text = folder / "text.txt"
+    text.write_text(" ".join(np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 60_000)))
+    corpus = open_corpus(text, byte_tokenizer(), reading=recipe.reading, cache=folder / "corpora")
+    program = make_program(recipe, MeshSizes(), "jit")
+    batches = training_batches(corpus, recipe.batch, recipe.length, seed=1)
+    turns = Turns(program, [program.place(next(batches)) for _ in range(4)], steps)
+    batches.close()
+    run = folder / f"run-{save_every}"
+    train(recipe, run, [text], log=turns)
+    files = (run / f"checkpoints/{recipe.steps}").rglob("*")
+    return np.array(turns.blocks), sum(file.stat().st_size for file in files if file.is_file())
+
+
+def measure(recipe: Recipe, short: int, long: int, arguments: Arguments, folder: Path) -> dict:
+    """What the loop and a save of a recipe cost, by each of CLOCKS."""
+    quick, size = take_turns(recipe, short, arguments.blocks, 0, folder)
+    saving, _ = take_turns(recipe, long, 2 * arguments.saves, 2 * long, folder)
+    facts = {"rows": recipe.batch, "length": recipe.length, "steps_of_a_block": [short, long], "save_bytes": size}
+    return facts | {clock: compare(quick[:, i], saving[:, i], short, long) for i, clock in enumerate(CLOCKS)}
+
+
+def compare(quick: np.ndarray, saving: np.ndarray, short: int, long: int) -> dict:
+    """Bare blocks are the even ones. Of the others in `saving` the second, fourth and so on begin with a save."""
+    bare, loop = quick[0::2], quick[1::2]
+    beside = (bare[:-1] + bare[1:]) / 2
+    fastest = [np.sort(found)[: max(1, len(found) // 10)].mean() for found in (bare, loop)]
+    around = (saving[0:-2:2] + saving[2::2]) / 2
+    lost = (saving[1::2] - around)[1::2]
+    step = np.median(saving[0::2]) / long
+    return {
+        "bare_ms_per_step": 1000 * fastest[0] / short,
+        "loop_over_bare_fastest": fastest[1] / fastest[0],
+        "loop_over_bare_median": np.median(loop / beside),
+        "loop_ms_per_step": 1000 * (fastest[1] - fastest[0]) / short,
+        "save_seconds": np.median(lost),
+        f"save_share_every_{SAVE_EVERY}_steps": np.median(lost) / (SAVE_EVERY * step),
+        "ratios": np.sort(loop / beside).round(4).tolist(),
+        "seconds_lost_by_save": np.sort(lost).round(4).tolist(),
+    }
+
+
+def main(arguments: Arguments) -> None:
+    known = shapes()
+    results = {}
+    names = ("bare ms", "fastest", "median", "loop ms", "save s", "/100")
+    print(f"{'shape':12} {'measured':10}" + "".join(f"{name:>10}" for name in names))
+    for name in arguments.shapes:
+        with tempfile.TemporaryDirectory(prefix="bench_loop-") as folder:
+            found = results[name] = measure(*known[name], arguments, Path(folder)) | {"load": os.getloadavg()}
+        for clock in CLOCKS:
+            numbers = list(found[clock].values())[: len(names)]
+            print(f"{name:12} {clock:10}" + "".join(f"{number:10.3f}" for number in numbers), flush=True)
+    device = dict(machine=platform.processor() or platform.machine(), cores=os.cpu_count(), jax=jax.__version__)
+    facts = {"device": device, "results": results}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

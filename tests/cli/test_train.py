@@ -1,0 +1,469 @@
+"""`llama-jax train` as a user meets it: its arguments, its output, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import llama_jax
+from llama_jax.cli import main
+from llama_jax.cli.train import changes_together
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.lock import locked
+from llama_jax.runs.metrics import Metrics
+from llama_jax.runs.overrides import override
+from llama_jax.runs.recipes import find
+from llama_jax.runs.vocabulary import choose_tokenizer
+
+RECIPES = """
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Reading
+from llama_jax.runs.recipe import Recipe
+from llama_jax.training.optimizer import OptimizerSettings
+
+def small():
+    return Recipe(
+        model=LlamaConfig(vocab_size=320, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=64,
+                          norm_eps=1e-5, rope_theta=10_000.0, tie_embeddings=True),
+        steps=4, batch=8, length=24, optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=1), vocabulary="byte",
+        reading=Reading(longest=60), validation=0.2, evaluate_every=0, save_every=2, log_every=2)
+
+def nothing():
+    return None
+"""
+SMALL = "recipes.py:small"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Recipes and data; all that a command line here names is in this folder."""
+    folder = tmp_path_factory.mktemp("files")
+    random = np.random.default_rng(0)
+    words = random.choice(["the", "llama", "ate", "grass", "and", "slept"], 400)
+    (folder / "recipes.py").write_text(RECIPES)
+    (folder / "text.txt").write_text(" ".join(words))
+    (folder / "other.txt").write_text(" ".join(words[::-1]))
+    (folder / "empty.txt").write_text("")
+    (folder / "binary.txt").write_bytes(random.bytes(3000))
+    (folder / "short.txt").write_text("one two three")
+    (folder / "two.txt").write_text("one two three<|endoftext|>four five")
+    (folder / "bad.jsonl").write_text('{"text": "good"}\n{"text": "half\n')
+    np.array([5, 6, 7, 999, 8], "<u2").tofile(folder / "ids.bin")
+    return folder
+
+
+@pytest.fixture
+def run(files, tmp_path_factory, monkeypatch, capsys):
+    """Run the command in this process, in the folder of the files: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(files)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(files / "cache"))
+    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+    interrupted = signal.getsignal(signal.SIGINT)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["llama-jax", "train", *map(str, arguments)])
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        finally:
+            signal.signal(signal.SIGINT, interrupted)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def environment(files):
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(files / "programs"),
+        "XDG_CACHE_HOME": str(files / "cache"),
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "200",
+    }
+
+
+@pytest.fixture
+def start(files, environment):
+    """Start a process that runs some Python first, and then the command."""
+
+    def start(code, *arguments):
+        program = f"import sys\n{code}\nfrom llama_jax.cli import main\nmain()"
+        return subprocess.Popen(
+            [sys.executable, "-c", program, "train", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=files,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def ended(files, tmp_path_factory):
+    """The folder of a run of 4 steps; read only."""
+    folder = tmp_path_factory.mktemp("ended") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(files)
+        patch.setenv("XDG_CACHE_HOME", str(files / "cache"))
+        patch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+        patch.setattr("signal.signal", lambda *_: None)
+        patch.setattr(
+            sys, "argv", ["llama-jax", "train", SMALL, "--workdir", str(folder), "--data", "text.txt", "--mesh", "data=1"]
+        )
+        main()
+    return folder
+
+
+def numbers(folder, kind="train"):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def refused(outcome):
+    """The one line of an error, with exit code 2 and nothing on stdout."""
+    code, out, err = outcome
+    assert (code, out) == (2, ""), err
+    assert err.startswith("llama-jax: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_help_is_quick_and_names_everything(start):
+    process = start("", "--help")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    for word in ("RECIPE", "--workdir", "--data", "--resume", "--mesh", "--backend", "--trace", "--tokenizer", "--weights"):
+        assert word.lower() in out.lower()
+
+
+def test_a_run_leaves_a_model(ended):
+    assert {path.name for path in ended.iterdir()} == {"checkpoints", "lock", "metrics.jsonl", "recipe.json"}
+    assert [line["step"] for line in numbers(ended)] == [2, 4]
+    config, _, tokenizer = llama_jax.load(ended)
+    assert config.n_layers == 1
+    assert tokenizer.decode(tokenizer.encode("a llama")) == "a llama"
+
+
+def test_resume_of_an_ended_run_changes_nothing(run, ended, tmp_path):
+    folder = Path(shutil.copytree(ended, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
+    code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume", "--trace", "3:5")
+    assert (code, err) == (0, "")
+    assert "resumed at step 4" in out
+    assert "no profile: step 3 has been taken before" in out
+    assert before == {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
+
+
+def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
+    code, out, err = run(
+        *(SMALL, "steps=3", "--workdir", tmp_path, "optimizer.b2=0.9", "--data", "text.txt", "--backend", "pmap"),
+        *("--mesh", "data=2", "seed=7", "--trace", "2:3"),
+    )
+    assert (code, err) == (0, "")
+    recipe = json.loads((tmp_path / "recipe.json").read_text())
+    assert (recipe["steps"], recipe["optimizer"]["b2"], recipe["seed"]) == (3, 0.9, 7)
+    assert "on pmap over 2 devices" in out
+    assert numbers(tmp_path, "event")[0]["devices"] == 2
+    assert out.count("profile in ") == 1
+    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["a=1 tiny --mesh data=2 b.c=2", "tiny --mesh data=2 a=1 b.c=2", "tiny a=1 --mesh data=2 --resume b.c=2 --mesh=data=2"],
+)
+def test_only_changes_are_moved(arguments):
+    words = arguments.split()
+    options = [word for word in words if word not in ("a=1", "b.c=2")]
+    assert changes_together(words) == [*options, "a=1", "b.c=2"]
+
+
+def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
+    folder = Path(shutil.copytree(ended, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints/4")
+    code, out, err = run(SMALL, "--workdir", folder, "--data", "text.txt", "--resume", "--trace", "4:5")
+    assert (code, err) == (0, "")
+    assert "resumed at step 2" in out
+    assert list((folder / "trace").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("smal --data text.txt", "no recipe 'smal'; give tiny, shakespeare"),
+        ("missing.py:small --data text.txt", "missing.py does not exist"),
+        ("recipes.py:smal --data text.txt", "has no function 'smal'"),
+        ("recipes.py:nothing --data text.txt", "returned NoneType; a llama_jax.runs.recipe.Recipe is needed"),
+        ("SMALL --data missing.txt", "missing.txt does not exist"),
+        ("SMALL --data empty.txt", "empty.txt is empty"),
+        ("SMALL --data binary.txt", "binary.txt, line "),
+        ("tiny --data empty.txt", "empty.txt is empty; is it the right file?"),
+        ("tiny --data binary.txt", "so it is no text"),
+        ("SMALL --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
+        ("tiny --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
+        ("SMALL --data ids.bin", "token 3 is 999, outside the vocabulary of 259"),
+        ("tiny --data ids.bin", "ids.bin holds tokens and no text to learn a vocabulary from"),
+        ("SMALL --data short.txt", "a single document, of which nothing can be kept for validation; give other files with"),
+        ("SMALL --data text.txt validation=0", "validation=0.0 leaves nothing to train or to validate on"),
+        ("SMALL --data text.txt stepss=3", "'stepss' is not a setting of the recipe; did you mean 'steps'?"),
+        ("SMALL --data text.txt optimiser.b2=1", "did you mean 'optimizer"),
+        ("SMALL --data text.txt optimizer.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
+        ("SMALL --data text.txt model.n_layer=1", "did you mean 'model.n_layers'?"),
+        ("SMALL --data text.txt steps=many", "steps='many' must be a whole number"),
+        ("SMALL --data text.txt steps=0", "steps=0 must be a whole number of at least 1"),
+        ("SMALL steps --data text.txt", "'steps' is not key=value"),
+        ("SMALL --data text.txt --mesh data=16", "needs 16 devices; there are 8"),
+        ("SMALL --data text.txt --mesh data=3", "batch=8 cannot be split"),
+        ("SMALL --data text.txt --mesh rows=2", "has no axis 'rows'"),
+        ("SMALL --data text.txt --backend pmap --mesh fsdp=2", "pmap copies the whole model"),
+        ("SMALL --data text.txt --trace 5", "--trace '5' must be two steps"),
+        ("SMALL --data text.txt --trace 3:9", "trace=3:9 must lie within the run's steps, 1 to 4"),
+        ("SMALL --data text.txt --trace 0:2", "trace=0:2 must lie within"),
+        (
+            "SMALL --data text.txt prompts=PROMPT",
+            "is 81 tokens; a sample needs at least 1 and fewer than the model's",
+        ),
+        ("SMALL --data text.txt --tokenizer recipes.py", "makes a vocabulary of its own (byte); add vocabulary=given"),
+        ("SMALL --data text.txt vocabulary=given", "needs a tokenizer; give one with --tokenizer"),
+        ("SMALL --data text.txt --weights missing", "missing does not exist"),
+        ("SMALL --data text.txt length=65", "length=65 is above the model's context"),
+    ],
+)
+def test_what_is_refused_in_one_line(run, tmp_path, arguments, message):
+    words = [word.replace("SMALL", SMALL).replace("PROMPT", "x" * 80) for word in arguments.split()]
+    assert message in refused(run(*words, "--workdir", tmp_path / "run"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["tiny"], ["tiny", "--data", "text.txt"], ["tiny", "--workdir", "x"]])
+def test_wrong_usage_exits_with_2(run, arguments):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "text.txt"], "holds a run that is at step 4; go on with --resume, or give another --workdir"),
+        (
+            ["--data", "text.txt", "--resume", "model.hidden_dim=96", "optimizer.b2=0.9"],
+            "(model.hidden_dim: 64 in the folder, 96 now; optimizer.b2: 0.95 in the folder, 0.9 now)",
+        ),
+        (["--data", "other.txt", "--resume"], "the train data is not what this run began with; resume with the same files"),
+    ],
+)
+def test_another_run_in_the_folder_is_refused(run, ended, arguments, message):
+    before = (ended / "metrics.jsonl").read_bytes()
+    assert message in refused(run(SMALL, "--workdir", ended, *arguments))
+    assert (ended / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_file_that_changed_between_runs_is_refused(run, ended, files, tmp_path):
+    text = tmp_path / "text.txt"
+    shutil.copy(files / "text.txt", text)
+    folder = Path(shutil.copytree(ended, tmp_path / "run"))
+    text.write_text(text.read_text().replace("grass", "leaves"))
+    err = refused(run(SMALL, "--workdir", folder, "--data", text, "--resume"))
+    assert "the train data is not what this run began with" in err
+
+
+def test_another_tokenizer_on_resume_is_refused(files, ended, stories_folder):
+    recipe = override(find(f"{files / 'recipes.py'}:small"), ["vocabulary=given"])
+    own = ended / "checkpoints/4/about"
+    assert choose_tokenizer(recipe, [], given=own, of_weights=None, of_run=ended).vocab_size == 259
+    with pytest.raises(TrainingError, match=r"is not the tokenizer that the run in .* began with"):
+        choose_tokenizer(recipe, [], given=stories_folder, of_weights=None, of_run=ended)
+
+
+def test_a_folder_in_use_is_refused(run, tmp_path):
+    with locked(tmp_path):
+        err = refused(run(SMALL, "--workdir", tmp_path, "--data", "text.txt"))
+    assert f"{tmp_path} is in use by another run, process {os.getpid()} on " in err
+    with locked(tmp_path):
+        pass  # the lock has ended with its holder, though the file stays
+
+
+def test_a_file_system_without_locks_warns(tmp_path, monkeypatch):
+    import fcntl
+
+    def flock(*_):
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.warns(UserWarning, match="cannot be locked \\(No locks available\\): start no second run"), locked(tmp_path):
+        pass
+    monkeypatch.setattr(sys, "platform", "win32")
+    with warnings.catch_warnings(), locked(tmp_path):
+        warnings.simplefilter("error")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_workdir_that_is_a_file(run, tmp_path, inside):
+    file = tmp_path / "file"
+    file.write_text("")
+    err = refused(run(SMALL, "--workdir", file / "run" if inside else file, "--data", "text.txt"))
+    assert ("cannot be written to (Not a directory)" if inside else "is a file; give a folder") in err
+
+
+def test_a_full_disk_under_the_metrics(tmp_path):
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    metrics = Metrics(tmp_path)
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl cannot be written to \(No space left on device\); .* --resume"):
+        metrics.write("train", 1, loss=2.0)
+    metrics.close()
+
+
+def test_numbers_that_are_not_finite_end_the_run(run, tmp_path):
+    code, _, err = run(
+        SMALL,
+        *("--workdir", tmp_path, "--data", "text.txt", "steps=40", "skip_limit=3", "log_every=50"),
+        *("optimizer.learning_rate=1e30", "optimizer.clip_norm=0", "optimizer.schedule=constant"),
+    )
+    assert code == 2
+    assert "loss or gradients were not finite for 3 steps in a row, the last of them step " in err
+    assert "which reads batch " in err
+    assert "the last checkpoint is step " in err
+
+
+# Root may write anywhere, unless this capability (1, CAP_DAC_OVERRIDE) is dropped for what it executes.
+PERMISSIONS_HOLD = """
+import ctypes, os
+if "DROPPED" not in os.environ:
+    ctypes.CDLL(None).prctl(24, 1)
+    os.environ["DROPPED"] = "yes"
+    os.execv(sys.executable, sys.orig_argv)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="drops a Linux capability")
+def test_a_workdir_that_is_read_only(start, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o555)
+    process = start(PERMISSIONS_HOLD, SMALL, "--workdir", folder, "--data", "text.txt")
+    out, err = process.communicate(timeout=120)
+    assert "cannot be written to (Permission denied); give another --workdir" in refused((process.returncode, out, err))
+
+
+FULL_DISK = """
+import resource
+from llama_jax.runs.snapshots import Snapshots
+real = Snapshots.save
+def save(self, step, *arguments, **options):
+    if step == 200:
+        self.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    real(self, step, *arguments, **options)
+Snapshots.save = save
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_the_middle_of_a_save(start, run, files, tmp_path):
+    """The run says so at the next line of its log, not only when the next save comes; what was saved before goes on."""
+    changes = ["steps=100000", "save_every=100", "log_every=1", "--workdir", tmp_path, "--data", "text.txt"]
+    process = start(FULL_DISK, SMALL, *changes)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "step 200 could not be saved (" in err
+    assert "File too large" in err
+    assert err.endswith("the last good checkpoint is step 100\n")
+    assert "Traceback" not in err
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["100"]
+    assert 200 <= numbers(tmp_path)[-1]["step"] < 300
+    llama_jax.load(tmp_path)
+
+
+SLOW_END = """
+import signal
+from llama_jax.runs.snapshots import Snapshots
+def save(*arguments, **options):
+    print("saving", flush=True)
+    while True:
+        signal.pause()
+Snapshots.save = save
+"""
+
+
+def until(stream, text):
+    """Read lines until one has the text."""
+    for line in stream:
+        if text in line:
+            return
+    raise AssertionError(f"{text!r} never came")
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_ends_well(start, tmp_path):
+    process = start("", SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=100000", "save_every=0")
+    until(process.stdout, "step 4/")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "SIGTERM: this step ends and is saved" in err
+    step = int(out.split("SIGTERM: stopped and saved at step ")[1].split(";")[0])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
+    assert numbers(tmp_path, "event")[-1] | {"signal": "SIGTERM", "step": step} == numbers(tmp_path, "event")[-1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
+    process = start(SLOW_END, SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=100000", "save_every=0")
+    until(process.stdout, "step 4/")
+    process.send_signal(signal.SIGINT)
+    until(process.stdout, "saving")
+    process.send_signal(signal.SIGTERM)  # a scheduler's, which does not count as the second
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "SIGINT: this step ends and is saved; Ctrl-C leaves at once" in err
+    assert "stopped without saving" in err
+    assert "Traceback" not in err
+
+
+BEFORE_THE_LOOP = """
+import signal
+import llama_jax.runs.loop as loop
+def pause(*arguments):
+    print("reading", flush=True)
+    while True:
+        signal.pause()
+loop._read_data = pause
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_step_leaves_at_once(start, tmp_path):
+    process = start(BEFORE_THE_LOOP, SMALL, "--workdir", tmp_path, "--data", "text.txt")
+    until(process.stdout, "reading")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder(start, run, tmp_path):
+    process = start(BEFORE_THE_LOOP, SMALL, "--workdir", tmp_path, "--data", "text.txt")
+    until(process.stdout, "reading")
+    err = refused(run(SMALL, "--workdir", tmp_path, "--data", "text.txt"))
+    process.kill()
+    process.communicate(timeout=60)
+    assert f"is in use by another run, process {process.pid} on " in err
+    assert run(SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=2")[0] == 0, "a killed process holds nothing"

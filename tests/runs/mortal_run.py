@@ -1,0 +1,69 @@
+"""`llama-jax train` of a small recipe, as a program that is killed from within while it saves.
+
+python mortal_run.py STAGE SAVE ARGUMENTS...    dies at that stage (of `small_run.CASES`) of the so-manieth save; "-" lives
+"""
+
+from __future__ import annotations
+
+import sys
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Reading
+from llama_jax.runs.recipe import Recipe
+from llama_jax.training.optimizer import OptimizerSettings
+
+
+def recipe() -> Recipe:
+    """Saves often, at steps that are not all logged or evaluated, and keeps all that a state can have."""
+    return Recipe(
+        model=LlamaConfig(
+            vocab_size=320,
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            n_kv_heads=2,
+            hidden_dim=64,
+            max_seq_len=64,
+            norm_eps=1e-5,
+            rope_theta=10_000.0,
+            tie_embeddings=True,
+        ),
+        steps=60,
+        batch=8,
+        length=24,
+        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=2),
+        vocabulary="byte",
+        reading=Reading(longest=60),
+        validation=0.2,
+        evaluate_every=8,
+        save_every=4,
+        log_every=1,
+        ema_decay=0.9,
+    )
+
+
+def main(stage: str, number: int, arguments: list[str]) -> None:
+    """Run the command, with a way to die put in the place of a function when the save begins."""
+    from small_run import CASES
+
+    from llama_jax.cli import main as command
+    from llama_jax.runs.snapshots import Snapshots
+
+    real_save, saves = Snapshots.save, 0
+
+    def save(*positional, **named):
+        nonlocal saves
+        saves += 1
+        if saves == number:
+            (where, name, death), *_ = CASES[stage]
+            setattr(where, name, death)
+        real_save(*positional, **named)
+
+    if stage != "-":
+        Snapshots.save = save  # type: ignore[method-assign]
+    sys.argv[1:] = arguments
+    command()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

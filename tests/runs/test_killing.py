@@ -1,0 +1,178 @@
+"""Runs that are killed, again and again, and end as if they had not been."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from mortal_run import recipe
+
+from llama_jax.checkpoints.steps import CHECKPOINTS
+from llama_jax.model.params import init
+from llama_jax.runs.loop import train
+from llama_jax.runs.snapshots import Snapshots
+from llama_jax.training.optimizer import make_optimizer
+from llama_jax.training.step import init_state
+
+PROGRAM = Path(__file__).with_name("mortal_run.py")
+STAGES = ("making the folder", "writing", "renaming", "renamed", "removing the oldest")  # of a save, see small_run
+COUNTED = ("loss", "learning_rate", "grad_norm", "tokens", "skipped")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(words))
+    return file
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """What all processes share: compiled programs and tokenised text."""
+    cache = tmp_path_factory.mktemp("cache")
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
+        "XDG_CACHE_HOME": str(cache),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(PROGRAM.parent),
+    }
+
+
+@pytest.fixture(scope="module")
+def live(text, environment):
+    """Starts or goes on with a run; ends how it died, after `lines` lines about steps if not before."""
+
+    def live(folder, devices, *changes, lines=1000, stage="-", save=0):
+        arguments = [f"{PROGRAM}:recipe", "--workdir", folder, "--data", text, "--resume", *changes]
+        with subprocess.Popen(
+            [sys.executable, PROGRAM, stage, str(save), "train", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"JAX_NUM_CPU_DEVICES": str(devices)},
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines -= line.startswith("step ") and " · " in line
+                if lines == 0:
+                    process.kill()
+        return process.returncode
+
+    return live
+
+
+def deaths(seed: int) -> list[dict]:
+    """Five: three after some lines, one of them before anything is saved, and two in the middle of a save."""
+    random = np.random.default_rng(seed)
+    by_lines = [{"lines": int(k)} for k in random.integers(4, 13, 2)]
+    in_a_save = [
+        {"stage": str(stage), "save": int(random.integers(1, 4))} for stage in random.choice(STAGES, 2, replace=False)
+    ]
+    later = random.permutation(np.array([*by_lines, *in_a_save], dtype=object)).tolist()
+    return [{"lines": int(random.integers(1, 4))}, *later]
+
+
+def state_in(folder):
+    """The newest state of a run and its note, wherever it was trained."""
+    r = recipe()
+    shapes = jax.eval_shape(
+        lambda key: init_state(make_optimizer(r.optimizer, r.steps), init(r.model, key), ema=True), jax.random.key(0)
+    )
+    with Snapshots(folder / CHECKPOINTS) as snapshots:
+        return snapshots.restore(shapes)
+
+
+def same(tree, other):
+    """Whether two states are the same to the bit."""
+    pairs = list(zip(jax.tree.leaves_with_path(tree), jax.tree.leaves_with_path(other), strict=True))
+    for (path, a), (_, b) in pairs:
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
+    assert len(pairs) > 20
+
+
+def lines_of(folder, kind):
+    """The lines that hold: those of steps that were taken again after a kill are dropped."""
+    kept: list[dict] = []
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if line.get("event") in ("start", "resume"):
+            kept = [old for old in kept if old["step"] <= line["step"]]
+        elif line["kind"] == kind:
+            kept.append(line)
+    return kept
+
+
+def check_the_same(folder, whole):
+    """The same parameters, optimizer's numbers, average, counters and place in the data; the same numbers at every step."""
+    (state, note), (expected, expected_note) = state_in(folder), state_in(whole)
+    same(state, expected)
+    assert note == expected_note
+    assert note["data"]["next_batch"] == note["step"] == int(state.step)
+    for kind, names in (("train", COUNTED), ("validation", ("loss", "bits_per_byte"))):
+        found, wanted = lines_of(folder, kind), lines_of(whole, kind)
+        assert [line["step"] for line in found] == [line["step"] for line in wanted]
+        for name in names:
+            assert [line[name] for line in found] == [line[name] for line in wanted], name
+    assert [line["step"] for line in lines_of(folder, "train")] == list(range(1, note["step"] + 1))
+
+
+@pytest.fixture(scope="module")
+def whole(live, tmp_path_factory):
+    """{devices: folder} of runs that nobody interrupted."""
+    folders = {devices: tmp_path_factory.mktemp("whole") / str(devices) for devices in (1, 8)}
+    for devices, folder in folders.items():
+        assert live(folder, devices) == 0
+    return folders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "seed"), [(1, 0), (1, 1), (8, 2), (8, 3)])
+def test_killed_five_times_and_the_same_to_the_bit(live, whole, tmp_path, devices, seed):
+    for death in deaths(seed):
+        assert live(tmp_path, devices, **death) == -signal.SIGKILL, death
+    assert live(tmp_path, devices) == 0
+    check_the_same(tmp_path, whole[devices])
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_on_other_devices(live, whole, tmp_path):
+    """From 8 devices to 1 to 2 to 8: the same data in the same order, and the loss to 1e-5."""
+    for devices, lines in ((8, 14), (1, 15), (2, 16)):
+        assert live(tmp_path, devices, lines=lines) == -signal.SIGKILL
+    assert live(tmp_path, 8) == 0
+    (_, note), (_, expected) = state_in(tmp_path), state_in(whole[8])
+    assert note["data"] == expected["data"]
+    for kind in ("train", "validation"):
+        found, wanted = lines_of(tmp_path, kind), lines_of(whole[1], kind)
+        assert [line["step"] for line in found] == [line["step"] for line in wanted]
+        assert [line.get("tokens") for line in found] == [line.get("tokens") for line in wanted]
+        np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in wanted], rtol=1e-5)
+    devices = [
+        json.loads(line)["devices"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if '"resume"' in line
+    ]
+    assert devices == [1, 2, 8]
+
+
+def test_killed_in_a_save_that_is_not_logged(live, text, environment, tmp_path, monkeypatch):
+    """The quick case; of the steps 4 and 8 that are saved none is a line of the log, but what they count must be right."""
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_: environment["XDG_CACHE_HOME"])
+    short = dataclasses.replace(recipe(), steps=12, log_every=3, evaluate_every=0)
+    changes = ["steps=12", "log_every=3", "evaluate_every=0"]
+    assert live(tmp_path / "killed", 1, *changes, stage="writing", save=2) == -signal.SIGKILL
+    before = sorted(path.name for path in (tmp_path / "killed" / CHECKPOINTS).iterdir())
+    assert before[0] == "4"
+    assert before[1].startswith("8.orbax-checkpoint-tmp"), "it died in the middle of the save"
+    resumed = train(short, tmp_path / "killed", [text], resume=True)
+    expected = train(short, tmp_path / "whole", [text])
+    same(resumed.state, expected.state)
+    assert state_in(tmp_path / "killed")[1] == state_in(tmp_path / "whole")[1]
+    for name in COUNTED:
+        found, wanted = ([line[name] for line in lines_of(tmp_path / run, "train")] for run in ("killed", "whole"))
+        assert found == wanted
