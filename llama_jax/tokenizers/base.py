@@ -165,7 +165,7 @@ def check_text(text: str) -> None:
 
 
 @contextmanager
-def library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str, remedy: str = "copy it again") -> Iterator[None]:
     """Turn whatever a tokenizer library raises, the panics of one written in Rust included, into a TokenizerError."""
     try:
         yield
@@ -176,4 +176,4 @@ def library_errors(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = " ".join(str(error).split())[:100] or "damaged"
-        raise TokenizerError(f"{what} ({reason}); copy it again") from None
+        raise TokenizerError(f"{what} ({reason}); {remedy}") from None

@@ -1,4 +1,5 @@
-"""Chats as token ids: the formats of Llama 2, Llama 3 and Zephyr (TinyLlama), and the checkpoint's own Jinja template."""
+"""Chats as token ids: the formats of Llama 2, Llama 3 and Zephyr (TinyLlama), the checkpoint's own Jinja template, and plain
+text for models that only continue one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_special
 
 Role = Literal["system", "user", "assistant"]
-Format = Literal["auto", "llama2", "llama3", "zephyr", "template"]
+Format = Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"]
 PRIVATE = range(0xE000, 0xF900)  # characters without a meaning
 
 
@@ -59,8 +60,9 @@ def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]
 def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
     """The format that is meant.
 
-    "llama2", "llama3" and "zephyr" are the published ones; "template" is the checkpoint's own; "auto" is that if there is
-    one, and otherwise "llama3" for a vocabulary with Llama 3's headers.
+    "llama2", "llama3" and "zephyr" are the published ones; "template" is the checkpoint's own; "plain" has no roles, so that
+    any model can go on with it, but is no chat; "auto" is the template if there is one, and otherwise "llama3" for a
+    vocabulary with Llama 3's headers.
 
     Raises:
       GenerationError: none fits, or one that the vocabulary has no tokens for.
@@ -72,19 +74,19 @@ def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
             return "llama3"
         raise GenerationError(
             "the model has no chat template, so its chat format is not known (it may not be a chat model);"
-            " choose a format (--format): llama2, llama3 or zephyr"
+            " choose a format (--format): llama2, llama3 or zephyr, or plain to have it continue your text"
         )
     if format not in get_args(Format):
         raise GenerationError(f"format={format!r} is not a chat format; choose {', '.join(get_args(Format))}")
     if format == "template" and tokenizer.chat_template is None:
-        raise GenerationError("the model has no chat template; choose another format: llama2, llama3 or zephyr")
+        raise GenerationError("the model has no chat template; choose another format: llama2, llama3, zephyr or plain")
     return format
 
 
 def _parts(tokenizer: Tokenizer, messages: Sequence[Message], format: Format) -> list[Part]:
     if format == "template":
         return _template(tokenizer, messages)
-    return {"llama2": _llama2, "llama3": _llama3, "zephyr": _zephyr}[format](tokenizer, messages)
+    return {"llama2": _llama2, "llama3": _llama3, "zephyr": _zephyr, "plain": _plain}[format](tokenizer, messages)
 
 
 def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
@@ -132,6 +134,15 @@ def _zephyr(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     for i, message in enumerate(messages):
         parts += [("\n" if i else "") + f"<|{message['role']}|>\n{message['content']}", eos]
     return [*parts, "\n<|assistant|>\n"]
+
+
+def _plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+    """One text: every message of the user begins a paragraph, the reply goes on in it."""
+    text = ""
+    for message in messages:
+        begins = text and message["role"] == "user"
+        text += ("\n\n" if begins else "") + message["content"]
+    return [tokenizer.bos_id, text] if tokenizer.bos_id >= 0 else [text]
 
 
 def _template(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:

@@ -36,7 +36,7 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
         raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE: 259 are bytes and special tokens")
     model = io.BytesIO()
     lines = (line[start : start + LONGEST_LINE // 4] for text in texts for line in _lines(text) for start in _starts(line))
-    with library_errors("the text gives no vocabulary"):
+    with library_errors("the text gives no vocabulary", "give more text, or a smaller vocab_size"):
         sentencepiece.SentencePieceTrainer.Train(
             sentence_iterator=lines,
             model_writer=model,
