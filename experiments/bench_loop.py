@@ -1,6 +1,6 @@
 """What the training loop costs over the bare compiled step, and what a checkpoint costs that is written meanwhile.
 
-    python experiments/bench_loop.py [--shapes tiny stories15m] [--pairs 7]
+    python experiments/bench_loop.py [--shapes tiny stories15m] [--blocks 40] [--saves 6]
 
 Whenever `train()` has logged a block of steps, the same compiled step runs as many times on batches that lie ready on the
 device, outside the loop's time: so blocks of the loop and of the bare step take turns in one process. Every step is checked

@@ -45,7 +45,7 @@ class Estimate:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    """What training computes twice instead of keeping it: nothing, all but matrix products (dots), or a whole layer (full)."""
+    """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
     json: bool = False
     """Print one JSON object, sizes in bytes."""
 
