@@ -8,7 +8,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 def test_the_python_of_the_readme_runs(stories_folder, tmp_path, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     code = "\n".join(blocks).replace("path/to/model", str(stories_folder)).replace("max_new_tokens=100", "max_new_tokens=8")
     code = code.replace("path/to/copy", str(tmp_path / "copy"))
     names: dict = {}
@@ -16,6 +16,7 @@ def test_the_python_of_the_readme_runs(stories_folder, tmp_path, capsys):
     assert names["logits"].shape == (1, 512)
     assert 0 < float(names["metrics"]["loss"]) < 10
     assert int(names["state"].step) == 1
+    assert names["small"]().model == names["preset"]("stories-260k")
     assert capsys.readouterr().out.startswith("Once upon a time")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,8 @@ class Train:
     recipe: tyro.conf.Positional[str]
     """tiny, shakespeare, stories15m or tinyllama; or FILE.py:FUNCTION, a function that returns a Recipe."""
     changes: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4."""
+    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
+    settings are those of llama_jax.Recipe."""
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
@@ -53,6 +56,11 @@ class Train:
 
         # orbax logs the traceback of a failed save, which then ends this command with a line of its own.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
+        replaced = [change for change in self.changes if re.match(r"(model|vocabulary)\b", change)]
+        if self.weights is not None and replaced:
+            raise UserError(f"{replaced[0]} and --weights exclude each other: shape and tokenizer come with the weights")
         use_compilation_cache()
         start_backend()
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TextIO
 
@@ -28,13 +29,19 @@ class Log:
         if self._quiet:
             return
         before = "\r\x1b[K" if self._open else ""
-        self._stream.write(f"{before}{text}" + "\n" * stays)
-        self._stream.flush()
+        try:
+            self._stream.write(f"{before}{text}" + "\n" * stays)
+            self._stream.flush()
+        except BrokenPipeError:
+            # The reader has left (`| head`): the run goes on in silence. Nothing may be flushed into the pipe at the end.
+            self._quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            return
         self._open = not stays
 
     def end(self) -> None:
         """Leave the last line of progress where it is."""
-        if self._open:
+        if self._open and not self._quiet:
             self._stream.write("\n")
             self._stream.flush()
             self._open = False

@@ -21,7 +21,7 @@ from llama_jax.data import Corpus, open_corpus, split, training_batches
 from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.params import Llama, count
+from llama_jax.model.params import Llama, parameter_count
 from llama_jax.parallel.hardware import find_hardware
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
@@ -36,7 +36,7 @@ from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.vocabulary import choose_tokenizer
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization, step_flops
-from llama_jax.training.optimizer import learning_rates
+from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.training.step import TrainState
 
 Paths = Sequence[str | os.PathLike[str]]
@@ -100,7 +100,7 @@ def train(
     folder = Path(workdir)
     start = load(weights, "float32") if weights is not None else None
     if start is not None:
-        recipe = replace(recipe, model=start.config)
+        recipe = replace(recipe, model=start.config, vocabulary="given")
     if folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
     if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
@@ -110,6 +110,8 @@ def train(
         Snapshots(folder / CHECKPOINTS, keep_last=recipe.keep_last, keep_best=recipe.keep_best) as snapshots,
     ):
         note = _note_of(snapshots, folder, recipe, resume)
+        if note is None and recipe.vocabulary == "bpe":
+            log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
         vocabulary = choose_tokenizer(
             recipe,
             data,
@@ -119,6 +121,7 @@ def train(
         )
         prompts = _encode(recipe, vocabulary)
         corpora = _read_data(recipe, data, validation_data, vocabulary, note)
+        _describe(log, recipe, corpora)
         program = make_program(recipe, mesh, backend)
         if note is None:
             state = program.start(None if start is None else start.params)
@@ -129,7 +132,7 @@ def train(
         _write_recipe(folder, recipe)
         with StopRequest() as stop:  # up to here there is nothing to save, and a signal ends the process at once
             run = _Run(recipe, folder, program, snapshots, vocabulary, prompts, corpora, log, stop, trace)
-            run.describe(state, resumed=note is not None)
+            run.announce(state, resumed=note is not None)
             return run.go_on(state, note)
 
 
@@ -146,13 +149,42 @@ def _note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -
         return None
     if not resume:
         raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
-    note = read_note(folder / CHECKPOINTS, latest)
+    try:
+        note = read_note(folder / CHECKPOINTS, latest)
+    except CheckpointError as error:
+        older = max((step for step in snapshots.steps() if step < latest), default=None)
+        remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
+        raise TrainingError(
+            f"the checkpoint in {folder / CHECKPOINTS / str(latest)} is damaged ({error}); {remedy}"
+        ) from None
     changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
-    if changed:
+    if changed and not _prolongs(recipe, note["recipe"], latest, changed):
         raise TrainingError(
             f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
         )
     return note
+
+
+def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequence[str]) -> bool:
+    """Whether all that differs is how the learning rate goes on, and not what it was in the steps that are done."""
+    names = {difference.partition(":")[0] for difference in changed}
+    if not names <= {"steps", "optimizer.schedule", "optimizer.decay_share", "optimizer.final_share"} or recipe.steps < done:
+        return False
+    old = learning_rates(OptimizerSettings(**before["optimizer"]), before["steps"])
+    new = learning_rates(recipe.optimizer, recipe.steps)
+    updates = np.arange(done)
+    return bool(np.array_equal(old(updates) + 0 * updates, new(updates) + 0 * updates))
+
+
+def _describe(log: Log, recipe: Recipe, corpora: _Corpora) -> None:
+    """What is trained, before minutes may go into compiling it."""
+    r, train, held = recipe, corpora.train, corpora.validation
+    epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
+    log.line(f"model: {parameter_count(r.model):,} parameters, {r.dtype}, remat {r.remat}")
+    log.line(
+        f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"
+        f" {held.document_count:,} to validate; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
+    )
 
 
 def _encode(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
@@ -238,21 +270,12 @@ class _Run:
         self.validated = -1  # the step of it
         self.tracing = False
 
-    def describe(self, state: TrainState, *, resumed: bool) -> None:
-        """What is trained, on what."""
-        r, train, held = self.recipe, self.corpora.train, self.corpora.validation
-        epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
-        say = self.log.line
-        say(f"model: {count(state.params):,} parameters, {r.dtype}, remat {r.remat}, on {self.program.description}")
-        say(
-            f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"
-            f" {held.document_count:,} to validate; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
-        )
+    def announce(self, state: TrainState, *, resumed: bool) -> None:
+        """That the first step comes now."""
         if self.peak is not None:
-            say(FORMULA)
-        say(
-            f"compiled in {self.program.compile_seconds:.1f} s" + (f"; resumed at step {int(state.step)}" if resumed else "")
-        )
+            self.log.line(FORMULA)
+        where = f"; resumed at step {int(state.step)}" if resumed else ""
+        self.log.line(f"compiled in {self.program.compile_seconds:.1f} s for {self.program.description}{where}")
 
     def go_on(self, state: TrainState, note: dict[str, Any] | None) -> Result:
         """The loop."""
@@ -393,7 +416,7 @@ class _Run:
         params = on_one_device(params)
         prompts = self.prompts
         new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
-        sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed)
+        sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
         results = generate(
             recipe.model, params, prompts, max_new_tokens=new, sampling=sampling, stop_tokens=self.tokenizer.stop_ids
         )

@@ -18,7 +18,8 @@ Settings = TypeVar("Settings")
 def override(settings: Settings, changes: Sequence[str]) -> Settings:
     """Apply changes to a frozen dataclass, one after the other; a dot leads into a nested one.
 
-    Values are read by the field's type: a model is the name of a preset, a tuple is JSON or a single text.
+    Values are read by the field's type: a model is the name of a preset, a tuple is JSON or a single text; a text may
+    have a line break as a backslash and n.
 
     Raises:
       TrainingError: what is not ``key=value``, a key that is not there (the nearest is named), or a value of another type.
@@ -85,7 +86,7 @@ def _read(text: str, kind: Any, key: str) -> Any:
     if kind is LlamaConfig:
         return preset(text)
     if kind is str:
-        return text
+        return text.replace("\\n", "\n").replace("\\t", "\t")
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise TrainingError(f"{key}={text!r} must be true or false")

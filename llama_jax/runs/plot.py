@@ -170,7 +170,7 @@ def draw(runs: Sequence[Run], *, by: By = "step", log: bool = False, smoothing: 
         from matplotlib.layout_engine import ConstrainedLayoutEngine
         from matplotlib.lines import Line2D
     except ImportError:
-        raise UserError('plots need matplotlib; get it with pip install "llama-jax[plot]"') from None
+        raise UserError("plots need matplotlib; get it with pip install matplotlib") from None
 
     figure = Figure(figsize=(11, 7), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1), facecolor="white")
     FigureCanvasAgg(figure)
@@ -261,7 +261,7 @@ def _plain(name: str) -> str:
 
 def _column(lines: dict[int, dict[str, Any]], name: str) -> np.ndarray:
     """A value of every line in the order of the steps, nan where there is none: float64[n]."""
-    return np.array([float(step) if name == "step" else _number(lines[step].get(name)) for step in sorted(lines)])
+    return np.array([_number(step) if name == "step" else _number(lines[step].get(name)) for step in sorted(lines)])
 
 
 def _number(value: Any) -> float:

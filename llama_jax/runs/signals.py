@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 
 
 class StopRequest:
-    """Notes SIGTERM and the first Ctrl-C, so that the step in progress can end and be saved.
+    """Notes SIGTERM, SIGHUP and the first Ctrl-C, so that the step in progress can end and be saved.
 
     A second Ctrl-C leaves at once. A second SIGTERM does not: schedulers send it to a process and to its parent, which
     passes it on. `name` is the signal's name once one has come, else None. Outside the main thread, where no handler can be
@@ -22,8 +22,10 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+            hang_up = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
+            for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(

@@ -168,7 +168,11 @@ class Snapshots:
             return self._read(shapes, step)
         except _DamagedError as error:
             older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
-            remedy = "no older step is whole" if older is None else f"the last good checkpoint is step {older}: resume there"
+            remedy = (
+                "no older step is whole"
+                if older is None
+                else f"the last good checkpoint is step {older}: remove {self.folder / str(step)} to go on from there"
+            )
             raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
 
     def _read(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:

@@ -175,7 +175,7 @@ def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
     assert (code, err) == (0, "")
     recipe = json.loads((tmp_path / "recipe.json").read_text())
     assert (recipe["steps"], recipe["optimizer"]["b2"], recipe["seed"]) == (3, 0.9, 7)
-    assert "on pmap over 2 devices" in out
+    assert "for pmap over 2 devices" in out
     assert numbers(tmp_path, "event")[0]["devices"] == 2
     assert out.count("profile in ") == 1
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import signal
 
 import jax
@@ -158,7 +159,7 @@ def test_other_devices_go_on_with_the_same_run(whole, text, tmp_path, mesh, back
     """From one device to eight and back: the same data, the same loss to 1e-5."""
     stops = StopAt("step 4/")
     step = train(RECIPE, tmp_path, [text], mesh=mesh, backend=backend, log=stops).step
-    assert f"on {'pmap over 8 devices' if backend == 'pmap' else f'mesh {mesh}'}" in stops.said
+    assert f"s for {'pmap over 8 devices' if backend == 'pmap' else f'mesh {mesh}'}" in stops.said
     result = train(RECIPE, tmp_path, [text], resume=True, log=StopAt())
     assert result.step == 12 > step
     for found, expected in zip(lines(tmp_path, "train")[-1:], lines(whole[0], "train")[-1:], strict=True):
@@ -181,6 +182,35 @@ def test_another_run_in_the_folder(whole, text):
     other = dataclasses.replace(RECIPE, steps=20, model=dataclasses.replace(CONFIG, hidden_dim=96))
     with pytest.raises(TrainingError, match=r"model\.hidden_dim: 64 in the folder, 96 now; steps: 12 in the folder, 20 now"):
         train(other, folder, [text], resume=True, log=StopAt())
+
+
+def test_a_run_is_prolonged_where_its_learning_rate_went_the_same(text, tmp_path):
+    """As with the stable part of warm-up, stable, decay; a cosine would have fallen otherwise."""
+    constant = dataclasses.replace(RECIPE.optimizer, schedule="constant")
+    short = dataclasses.replace(RECIPE, steps=3, optimizer=constant)
+    train(short, tmp_path, [text], log=StopAt())
+    decaying = dataclasses.replace(RECIPE.optimizer, schedule="wsd")
+    log = StopAt()
+    result = train(dataclasses.replace(RECIPE, steps=5, optimizer=decaying), tmp_path, [text], resume=True, log=log)
+    assert result.step == 5
+    assert "resumed at step 3" in log.said
+    with pytest.raises(TrainingError, match="steps: 5 in the folder, 9 now"):
+        train(dataclasses.replace(RECIPE, steps=9, optimizer=decaying), tmp_path, [text], resume=True, log=StopAt())
+
+
+def test_a_damaged_note_says_which_step_is_left(text, tmp_path):
+    recipe = dataclasses.replace(RECIPE, steps=4, save_every=2, evaluate_every=0)
+    train(recipe, tmp_path, [text], log=StopAt())
+    (tmp_path / "checkpoints" / "4" / "about" / "note.json").write_text("{")
+    with pytest.raises(TrainingError, match="remove that folder, and the run goes on from step 2"):
+        train(recipe, tmp_path, [text], resume=True, log=StopAt())
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        assert train(dataclasses.replace(RECIPE, steps=3), tmp_path, [text], log=Log(closed)).step == 3
 
 
 def test_other_data_on_resume(whole, tmp_path):

@@ -28,7 +28,7 @@ def test_changes_of_every_type():
             "model=stories-15m",
             "length=64",
             'prompts=["one", "two"]',
-            "reading.separator=\n\n",
+            "reading.separator=\\n\n",
             "optimizer.warmup_steps=3",
         ],
     )
