@@ -38,7 +38,8 @@ class Chat(ModelOptions):
     system: str | None = None
     """The system prompt, which is never dropped."""
     format: Format = "auto"
-    """How messages are put together; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's."""
+    """How messages are put together; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
+    In plain, which the bundled model has, each line begins a paragraph of one text that the model continues."""
     max_new_tokens: int | None = None
     """Tokens of a reply at most; by default 512, or half of the context where that is less."""
     context: int | None = None
@@ -72,7 +73,9 @@ class Chat(ModelOptions):
             raise GenerationError(
                 f"max_new_tokens={reply_room} leaves no room for a message in a context of {context}; lower it"
             )
-        format = resolve_format(tokenizer, self.format)
+        # The bundled model knows stories and no roles.
+        bundled = self.model is None and self.tokenizer is None
+        format = resolve_format(tokenizer, "plain" if bundled and self.format == "auto" else self.format)
         ends = reply_ends(tokenizer, format)
         system = _system(self.system)
         if system:  # refused now rather than at the first message
@@ -115,7 +118,8 @@ class Chat(ModelOptions):
                     sampling=replace(sampling, seed=(seed + turn) % 2**32),
                     stop_tokens=ends,
                 )
-                history = [*kept, {"role": "assistant", "content": reply(tokenizer, pieces, ends)}]
+                answer = reply(tokenizer, pieces, ends, at_start=format != "plain")
+                history = [*kept, {"role": "assistant", "content": answer}]
                 turn += 1
 
 
@@ -139,11 +143,15 @@ def fit(
         kept = kept[2:]
 
 
-def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int]) -> str:
-    """Print a reply as it comes, until an end, the limit or Ctrl-C; its text."""
+def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *, at_start: bool = True) -> str:
+    """Print a reply as it comes, until an end, the limit or Ctrl-C; its text.
+
+    Args:
+      at_start: whether it is a text of its own, not one that goes on with what was said, with its first space.
+    """
     from llama_jax.cli.text import Text
 
-    text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=True)
+    text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
     with _interruptible() as interrupted:
         count, ended = 0, False
         for piece in pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: Path
-    """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content."""
+    model: Path | None = None
+    """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
+    By default the small stories model that comes with the package."""
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     temperature: float = 0.8
@@ -62,13 +64,18 @@ class ModelOptions:
         import jax.numpy as jnp
 
         import llama_jax
+        from llama_jax.checkpoints.bundled import NAME, bundled
         from llama_jax.cli.runtime import loading_bar
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
-        config, params, tokenizer = llama_jax.load(self.model, dtype, tokenizer=self.tokenizer, progress=loading_bar)
+        path = bundled() if self.model is None else self.model
+        config, params, tokenizer = llama_jax.load(path, dtype, tokenizer=self.tokenizer, progress=loading_bar)
+        if self.model is None:
+            size = llama_jax.parameter_count(config) / 1e6
+            print(f"model: {NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(
-                f"no vocabulary of at most {config.vocab_size} pieces lies with {self.model}; give one with --tokenizer"
+                f"no vocabulary of at most {config.vocab_size} pieces lies with {path}; give one with --tokenizer"
             )
         if tokenizer.vocab_size > config.vocab_size:
             raise GenerationError(

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from llama_jax.cli.chat import fit, reply
 from llama_jax.errors import GenerationError
 from llama_jax.inference.generate import Piece
+from llama_jax.tokenizers import encode_chat, reply_ends
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "chat"]
 TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
@@ -187,8 +188,31 @@ def test_a_model_without_a_chat_format_says_what_to_choose(chat, model, tmp_path
     done = chat(b"", "--tokenizer", alone)
     assert done.returncode == 2
     assert b"the model has no chat template" in done.stderr
-    assert b"choose a format (--format): llama2, llama3 or zephyr" in done.stderr
+    assert b"choose a format (--format): llama2, llama3 or zephyr, or plain" in done.stderr
     assert chat(b"", "--tokenizer", alone, "--format", "zephyr").returncode == 0
+
+
+def test_plain_is_one_text_that_both_write():
+    said = turns("Once", " upon a time.", "Then", ", at last")
+    text = b"Be kind.\n\nOnce upon a time.\n\nThen, at last\n\nEnd"
+    chat = [{"role": "system", "content": "Be kind."}, *said, *turns("End")]
+    assert encode_chat(Letters(), chat, "plain") == [256, *text]
+    assert reply_ends(Letters(), "plain") == (256,)
+
+    class Spaced(Letters):
+        space_prefix = True
+
+    assert reply(Spaced(), pieces(" upon#"), (256,), at_start=False) == " upon"
+    assert reply(Spaced(), pieces(" upon#"), (256,)) == "upon"
+
+
+def test_any_model_goes_on_with_plain_text(chat):
+    done = chat(b"Once upon a time\nThen\n", "--format", "plain", "--max-new-tokens", 6)
+    assert done.returncode == 0, done.stderr
+    assert b"format plain" in done.stderr.splitlines()[0]
+    alone = chat(b"Once upon a time\n", "--format", "plain", "--max-new-tokens", 6)
+    assert done.stdout.startswith(alone.stdout)
+    assert len(done.stdout) > len(alone.stdout)
 
 
 @pytest.mark.parametrize(("end", "code"), [(b"/exit\n", 0), (b"\x04", 0), (signal.SIGINT, 130)])

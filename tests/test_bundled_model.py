@@ -1,0 +1,133 @@
+"""The model in the box: what its card says is so, and the commands take it where none is named."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import bundled as experiment
+import pytest
+from conftest import shared_data
+
+import llama_jax
+from llama_jax.checkpoints.bundled import bundled
+from llama_jax.model.params import count
+
+GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama_jax.load(bundled())
+
+
+@pytest.fixture(scope="module")
+def card():
+    return (bundled() / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return shared_data("text")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "COLUMNS": "200",
+    }
+
+    def run(*arguments, lines=""):
+        command = [sys.executable, "-c", "from llama_jax.cli import main; main()", *map(str, arguments)]
+        done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_the_recipe_of_the_script_made_it_and_it_is_small(model):
+    recipe = experiment.recipe()
+    assert model.config == recipe.model
+    assert model.tokenizer.vocab_size == recipe.model.vocab_size
+    assert model.params.embedding.dtype == "bfloat16"
+    assert {path.name for path in bundled().iterdir()} == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    }
+    assert sum(path.stat().st_size for path in bundled().iterdir()) <= experiment.LARGEST
+
+
+def test_the_card_tells_how_it_was_made(model, card):
+    recipe = experiment.recipe()
+    assert f"{count(model.params) / 1e6:.2f} million parameters" in card
+    assert f"{recipe.steps:,} steps of {recipe.batch} x {recipe.length} tokens" in card
+    assert f"seed {recipe.seed}" in card
+    assert "CDLA-Sharing-1.0" in card
+
+
+def test_the_first_validation_stories_give_the_figure_of_the_card(card, text, tmp_path):
+    """Written with float32 sums over bfloat16 weights; another processor may round the activations otherwise."""
+    found = experiment.measured(bundled(), text, tmp_path, experiment.FIRST)
+    said = re.search(rf"the first {experiment.FIRST} \| ([\d,]+) \| [\d.]+ \| ([\d.]+) \|", card)
+    assert found.bytes == int(said[1].replace(",", ""))
+    assert found.bits_per_byte == pytest.approx(float(said[2]), rel=2e-3)
+
+
+def test_stories_are_divided_and_no_validation_story_is_in_the_training_text(text):
+    training, validation = experiment.training_stories(text), experiment.validation_stories(text)
+    assert len(training) > 2800
+    assert len(validation) > 800
+    assert not experiment.shared_stories(training, validation)
+    assert experiment.shared_stories([f"Before. {validation[7]} After."], validation) == [validation[7]]
+    assert not any("<|endoftext|>" in story or story != story.strip() for story in training + validation)
+    assert max(map(len, validation)) < 6000
+    whole = (text / "tinystories-valid.txt").read_text("utf-8")
+    assert "".join("".join(validation).split()) == "".join(whole.split())  # not a letter is left out
+
+
+def test_the_vocabulary_has_every_paragraph_end_as_one_token_and_reads_any_text(model):
+    paragraph = model.tokenizer.encode("One.\n\nTwo.", bos=False)
+    assert [model.tokenizer.token_bytes(token) for token in paragraph].count(b"\n\n") == 1
+    for sample in ("One.\n\nTwo.", "“Smile” \U0001f600\n", "  spaces  "):
+        assert model.tokenizer.decode(model.tokenizer.encode(sample)) == sample
+
+
+def test_generate_takes_it_where_no_model_is_named(run):
+    done = run("generate", "Once upon a time", "--temperature", 0, "--json", "--max-new-tokens", 60)
+    assert "model: the bundled stories model (" in done.stderr
+    assert "--model gives another" in done.stderr
+    found = json.loads(done.stdout)
+    text = found["prompt"] + found["text"]
+    assert text.startswith(GREEDY)
+    assert re.fullmatch(r"[\w\s.,!?'\"-]+", text)
+
+
+def test_chat_goes_on_with_the_users_story(run):
+    done = run("chat", "--temperature", 0, "--max-new-tokens", 12, lines="Once upon a time\nOne day,\n")
+    assert "format plain" in done.stderr
+    first, second = done.stdout.split("\n", 1)
+    assert GREEDY.startswith("Once upon a time" + first[:20])
+    assert len(second.split()) > 3
+
+
+def test_ngrams_are_a_distribution():
+    """Whatever was seen, the probabilities of all that may follow sum to 1."""
+    training = [[0, 1, 2, 0, 1], [2, 2, 1]]
+    for sequence in ([0, 1], [3, 3, 0], [2, 2]):
+        total = sum(2 ** -(experiment.ngram_bits(training, [[*sequence, last]], 4, 3)) for last in range(4))
+        assert total == pytest.approx(2 ** -experiment.ngram_bits(training, [sequence], 4, 3))
+
+
+def test_the_sweep_changes_what_is_there():
+    from llama_jax.runs.overrides import override
+
+    recipes = {override(experiment.recipe(), (*experiment.SHORT, *changes)) for changes in experiment.SWEEP.values()}
+    assert len(recipes) == len(experiment.SWEEP)
