@@ -152,8 +152,11 @@ def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, num
 
 @pytest.mark.parametrize(
     ("mesh", "backend"),
-    [(MeshSizes(data=8), "jit"), (MeshSizes(fsdp=4, tensor=2), "jit"), (MeshSizes(data=8), "pmap")],
-    ids=["data", "fsdp-tensor", "pmap"],
+    [
+        pytest.param(MeshSizes(data=8), "jit", id="data", marks=pytest.mark.slow),
+        pytest.param(MeshSizes(fsdp=4, tensor=2), "jit", id="fsdp-tensor"),
+        pytest.param(MeshSizes(data=8), "pmap", id="pmap"),
+    ],
 )
 def test_other_devices_go_on_with_the_same_run(whole, text, tmp_path, mesh, backend):
     """From one device to eight and back: the same data, the same loss to 1e-5."""
