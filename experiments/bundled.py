@@ -349,7 +349,10 @@ class Sweep:
         workdir = self.workdir / "sweep"
         shutil.rmtree(workdir, ignore_errors=True)
         files = write_files(self.data, self.workdir, varied.model.vocab_size)
-        found = run(varied, files, workdir).validation
+        done = run(varied, files, workdir)
+        if done.stopped is not None:
+            raise SystemExit(f"stopped by {done.stopped}; what was measured is kept, and the same command goes on")
+        found = done.validation
         return {
             "changes": list(changes),
             "bits_per_byte": found.bits_per_byte,
