@@ -4,7 +4,6 @@ import bench_train
 import pytest
 
 
-@pytest.mark.slow
 @pytest.mark.parity
 def test_the_benchmark_runs_and_writes_its_figures(tmp_path, capsys):
     output = tmp_path / "results" / "bench.json"
