@@ -113,7 +113,7 @@ def test_damage_is_named(fields, change, message):
         from_metadata(fields, "x.gguf")
 
 
-@pytest.mark.parity
+@pytest.mark.llama_cpp
 @pytest.mark.parametrize("kind", KINDS)
 def test_llama_cpp_reads_it_alike(pairs, kind, tmp_path):
     import gguf
