@@ -162,7 +162,7 @@ def test_killed_and_resumed_on_other_devices(live, whole, tmp_path):
 
 @pytest.mark.slow
 def test_killed_in_a_save_that_is_not_logged(live, text, environment, tmp_path, monkeypatch):
-    """The quick case; of the steps 4 and 8 that are saved none is a line of the log, but what they count must be right."""
+    """Of the steps 4 and 8 that are saved none is a line of the log, but what they count must be right."""
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda *_: environment["XDG_CACHE_HOME"])
     short = dataclasses.replace(recipe(), steps=12, log_every=3, evaluate_every=0)
     changes = ["steps=12", "log_every=3", "evaluate_every=0"]
