@@ -52,6 +52,7 @@ def forward(
     lengths: jax.Array | None = None,
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    dtype: jax.typing.DTypeLike | None = None,
     constrain: Constrain = unconstrained,
     wrap_layer: Callable[[Callable], Callable] = lambda layer: layer,
 ) -> tuple[jax.Array, Any]:
@@ -70,12 +71,13 @@ def forward(
         cache when None. Without a cache only.
       segment_ids: int32[B, T], which of the documents packed into a row each token is of: attention does not cross them.
         Without a cache only.
+      dtype: of the computation, to which parameters are cast where they are used; None takes that of the embedding.
       constrain: told where in the model an activation is, lays it out over the devices: "embedded" and "residual", both
         [B, T, D], the embedding as it was looked up and the residual stream between layers. See `parallel.specs`.
       wrap_layer: changes the function of one layer, as `jax.checkpoint` does for training.
 
     Returns:
-      hidden [B, T, D] in the parameters' dtype, to be given to `unembed` where logits are wanted; and the cache with
+      hidden [B, T, D] in the dtype of the computation, to be given to `unembed` where logits are wanted; and the cache with
       the new tokens, or None.
 
     Raises:
@@ -95,7 +97,8 @@ def forward(
         _check_cache(config, params, cache, batch, new)
         slots = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
     cos, sin = ops.rotary_table(slots if positions is None else positions, rotary_frequencies(config))
-    hidden = constrain(constrain(params.embedding[tokens], "embedded"), "residual")
+    embedded = params.embedding[tokens].astype(dtype or params.embedding.dtype)
+    hidden = constrain(constrain(embedded, "embedded"), "residual")
     block_step = wrap_layer(partial(_block, config, segment_ids=segment_ids))
 
     if isinstance(params.blocks, tuple):
@@ -146,8 +149,9 @@ def _block(
     queries, keys = jnp.split(turned, [groups], axis=-2)
     keys, values = keys.squeeze(-2), values.squeeze(-2)
 
-    query_positions = slots[:, None]
+    query_positions = None  # every query at its own slot
     if kv is not None:
+        query_positions = slots[:, None]
         start = slots[:, 0]
         kv = write(kv[0], keys, start, layer), write(kv[1], values, start, layer)
         keys, values = read(kv[0], layer), read(kv[1], layer)

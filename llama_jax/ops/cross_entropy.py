@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,6 @@ def cross_entropy(
     *,
     chunk: int,
     z_loss: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
     constrain: Lay = lambda logits: logits,
 ) -> Surprise:
     """How surprising `targets` are under the logits ``hidden @ head.T``, which exist for `chunk` positions at a time.
@@ -44,30 +43,28 @@ def cross_entropy(
     value and the backward pass only scales it. To make the logits there once more would cost a third on top.
 
     Args:
-      hidden: [B, T, D].
+      hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
       head: [V, D]. The chunks' gradients are summed in its dtype.
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
       z_loss: keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
-      dtype: of the products; None takes that of `head`. Logarithm and sums are float32 at least.
       constrain: lays out the logits [B, chunk, V] over devices.
     """
-    found = _sums(chunk, z_loss, dtype, constrain, hidden, head, targets, weights)
+    found = _sums(chunk, z_loss, constrain, hidden, head, targets, weights)
     return Surprise(found.loss, lax.stop_gradient(found.nll))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _sums(
     chunk: int,
     z_loss: float,
-    dtype: Any,
     constrain: Lay,
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
 ) -> Surprise:
-    cast = head if dtype is None else head.astype(dtype)
+    cast = head.astype(hidden.dtype)
 
     def add(total: Surprise, part: tuple[jax.Array, ...]) -> tuple[Surprise, None]:
         sums, _ = _chunk_sums(z_loss, constrain, cast, *part)
@@ -76,26 +73,26 @@ def _sums(
     return lax.scan(add, _zero(hidden), _chunks(chunk, hidden, targets, weights))[0]
 
 
-def _sums_and_gradients(chunk, z_loss, dtype, constrain, hidden, head, targets, weights):
-    cast = head if dtype is None else head.astype(dtype)
+def _sums_and_gradients(chunk, z_loss, constrain, hidden, head, targets, weights):
+    cast = head.astype(hidden.dtype)
 
     def add(carry: tuple[Surprise, jax.Array], part: tuple[jax.Array, ...]):
         total, of_head = carry
         sums, of_logits = _chunk_sums(z_loss, constrain, cast, *part)
         of_logits = of_logits.astype(cast.dtype)
-        rows = of_logits.reshape(-1, cast.shape[0]), part[0].astype(cast.dtype).reshape(-1, cast.shape[1])
-        of_head += sum_of_outer(*rows, of_head.dtype)
+        rows = part[0].reshape(-1, cast.shape[1]), of_logits.reshape(-1, cast.shape[0])
+        of_head += sum_of_outer(*rows, of_head.dtype)  # [D, V], which is how a CPU's product gives it: turned at the end
         of_hidden = lax.dot_general(of_logits, cast, (((2,), (0,)), ((), ())), preferred_element_type=of_head.dtype)
         return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden.astype(hidden.dtype)
 
-    start = _zero(hidden), jnp.zeros(head.shape, head.dtype)
+    start = _zero(hidden), jnp.zeros(head.shape[::-1], head.dtype)
     (total, of_head), of_hidden = lax.scan(add, start, _chunks(chunk, hidden, targets, weights))
     batch, length = targets.shape
     of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return total, (of_hidden, of_head)
+    return total, (of_hidden, of_head.T)
 
 
-def _scaled(chunk, z_loss, dtype, constrain, gradients, cotangents):
+def _scaled(chunk, z_loss, constrain, gradients, cotangents):
     of_hidden, of_head = gradients
     scale = cotangents.loss  # the likelihood's is always 0: `cross_entropy` stops it
     return (of_hidden * scale).astype(of_hidden.dtype), (of_head * scale).astype(of_head.dtype), None, None

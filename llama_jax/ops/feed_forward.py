@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
+from llama_jax.ops.keeping import keep, restore
 from llama_jax.ops.linear import linear
 
 
@@ -32,17 +35,18 @@ def _down(gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     return linear(jax.nn.silu(gate) * up, down)
 
 
-def _forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _forward(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, Any]:
     gate, up = _halves(x, gate_up)
-    return _down(gate, up, down), (x, gate_up, down, gate, up)
+    return _down(gate, up, down), (keep((x, gate, up)), gate_up, down)
 
 
-def _backward(kept: tuple[jax.Array, ...], of_result: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _backward(kept: Any, of_result: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """By two products: of one, numbers of gate and up alternate, and to take them apart and join them is slow on a CPU.
 
     Only the two are kept. Their product, the largest array of a layer but them, is made again.
     """
-    x, gate_up, down, gate, up = kept
+    activations, gate_up, down = kept
+    x, gate, up = restore(activations)
     of_gate, of_up, of_down = jax.vjp(_down, gate, up, down)[1](of_result)
     of_x, of_gate_up = jax.vjp(_halves, x, gate_up)[1]((of_gate, of_up))
     return of_x, of_gate_up, of_down

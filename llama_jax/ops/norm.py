@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from llama_jax.ops.keeping import keep, restore
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -34,9 +37,9 @@ def _normed(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     return wide * scale, scale
 
 
-def _backward(eps: float, kept: tuple[jax.Array, jax.Array], of_result: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(eps: float, kept: Any, of_result: jax.Array) -> tuple[jax.Array, jax.Array]:
     """From `x` alone: to keep what was made of it, in float32, costs more than to make it again. Sums are in float32."""
-    x, weight = kept
+    x, weight = restore(kept[0]), kept[1]
     normed, scale = _normed(x, eps)
     of_result = of_result.astype(normed.dtype)
     of_weight = jnp.sum(of_result * normed, axis=tuple(range(x.ndim - 1)))
@@ -45,4 +48,4 @@ def _backward(eps: float, kept: tuple[jax.Array, jax.Array], of_result: jax.Arra
     return of_x.astype(x.dtype), of_weight.astype(weight.dtype)
 
 
-rms_norm.defvjp(lambda x, weight, eps: (rms_norm(x, weight, eps), (x, weight)), _backward)
+rms_norm.defvjp(lambda x, weight, eps: (rms_norm(x, weight, eps), (keep(x), weight)), _backward)

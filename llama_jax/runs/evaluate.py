@@ -161,9 +161,10 @@ def token_nats(
         are context alone, are not computed.
       constrain: see `forward`; here it is told of "hidden", what `forward` gave, and of "logits", [B, chunk, V].
     """
-    params = params if dtype is None else jax.tree.map(lambda a: a.astype(dtype), params)
     tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
-    hidden, _ = forward(config, params, tokens, positions=positions, segment_ids=segment_ids, constrain=constrain)
+    hidden, _ = forward(
+        config, params, tokens, positions=positions, segment_ids=segment_ids, dtype=dtype, constrain=constrain
+    )
     hidden = constrain(hidden, "hidden")
     batch, length = tokens.shape
     chunk = min(chunk, length)

@@ -18,7 +18,7 @@ from llama_jax.ops.cross_entropy import Surprise
 from llama_jax.training.batch import Batch, predicted
 
 Remat = Literal["none", "dots", "full", "offload"]
-CHUNK = 128
+CHUNK = 64
 LAYER_INPUT = "layer_input"
 
 
@@ -73,8 +73,9 @@ def total_loss(
     inputs = Batch(*(None if part is None else jnp.asarray(part)[:, :-1] for part in batch))
     hidden, _ = forward(
         config,
-        cast(params, dtype),
+        params,
         inputs.tokens,
+        dtype=dtype,
         positions=inputs.positions,
         segment_ids=inputs.segment_ids,
         constrain=constrain,
@@ -89,14 +90,8 @@ def total_loss(
         weights,
         chunk=chunk,
         z_loss=z_loss,
-        dtype=dtype,
         constrain=lambda logits: constrain(logits, "logits"),
     )
-
-
-def cast(params: Llama, dtype: jax.typing.DTypeLike | None) -> Llama:
-    """The parameters in the dtype of the computation; None leaves them."""
-    return params if dtype is None else jax.tree.map(lambda a: a.astype(dtype), params)
 
 
 def _rematerialise(remat: Remat, *, stacked: bool) -> Callable[[Callable], Callable]:

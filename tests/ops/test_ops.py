@@ -274,6 +274,30 @@ class TestAttention:
         assert [g.dtype for g in found] == [dtype] * 3
         assert_close(found, precise_gradients(plain, q, k, v), share)
 
+    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("length", [3, 131, 600])
+    def test_without_positions_each_query_is_at_its_own_slot(self, packed, length):
+        """Computed in blocks: of 1, 2 and 8 queries' worth here, of unequal lengths."""
+        shapes = (2, 3, length, 2, 4), (2, 3, length, 4), (2, 3, length, 4)
+        operands = [normal(i, *shape) for i, shape in enumerate(shapes)]
+        positions = jnp.arange(length)[None, None]
+        documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, 1, length)))
+        segments = (documents, documents) if packed else None
+
+        def value_and_gradients(positions, operands):
+            attend = partial(ops.attention, query_positions=positions, scale=0.5, segments=segments)
+            return attend(*operands), gradients(attend, *operands)
+
+        found, expected = (jax.jit(partial(value_and_gradients, p))(operands) for p in (None, positions))
+        assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-5)
+
+    def test_what_nobody_sees_is_not_computed(self):
+        q, k = jax.ShapeDtypeStruct((1, 1, 512, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 512, 8), jnp.float32)
+        whole = jax.jit(lambda q, k: ops.attention(q, k, k, jnp.arange(512)[None, None], scale=1.0)).lower(q, k)
+        blocks = jax.jit(lambda q, k: ops.attention(q, k, k, scale=1.0)).lower(q, k)
+        flops = [lowered.compile().cost_analysis()["flops"] for lowered in (blocks, whole)]
+        assert flops[0] / flops[1] == pytest.approx(9 / 16, rel=0.02)
+
     def test_keeps_no_scores_for_the_backward_pass(self):
         q, k = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
         positions = jnp.broadcast_to(jnp.arange(40), (2, 1, 40))

@@ -182,3 +182,14 @@ def test_z_loss_adds_the_square_of_the_normalizer(defined):
         np.testing.assert_allclose(loss, expected, rtol=1e-10)
         # The rotary angles are float32, rounded differently by two programs.
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), gradients, of_plain)
+
+
+def test_what_a_bfloat16_scan_keeps_of_its_layers_has_no_float32_copy(models):
+    """XLA for CPU slices no bfloat16: it made a float32 copy of all that the layers had kept, three times the memory."""
+    config, params = models["gqa"]
+    tokens = jax.ShapeDtypeStruct((5, 34), jnp.int32)
+    loss_of = partial(next_token_loss, config, dtype=jnp.bfloat16)
+    step = jax.jit(jax.grad(lambda params, tokens: loss_of(params, Batch(tokens))))
+    program = step.lower(llama_jax.stack(params), tokens).compile().as_text()
+    assert f"u16[{config.n_layers},5,33,{config.dim}]" in program
+    assert f"f32[{config.n_layers},5,33" not in program
