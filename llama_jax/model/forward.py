@@ -72,8 +72,8 @@ def forward(
       segment_ids: int32[B, T], which of the documents packed into a row each token is of: attention does not cross them.
         Without a cache only.
       dtype: of the computation, to which parameters are cast where they are used; None takes that of the embedding.
-      constrain: told where in the model an activation is, lays it out over the devices: "embedded" and "residual", both
-        [B, T, D], the embedding as it was looked up and the residual stream between layers. See `parallel.specs`.
+      constrain: told where in the model an activation is, lays it out over the devices: "tokens" [B, T], to be looked up;
+        "embedded" and "residual", both [B, T, D], as they were looked up and the residual stream between layers. See `parallel.specs`.
       wrap_layer: changes the function of one layer, as `jax.checkpoint` does for training.
 
     Returns:
@@ -97,7 +97,7 @@ def forward(
         _check_cache(config, params, cache, batch, new)
         slots = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
     cos, sin = ops.rotary_table(slots if positions is None else positions, rotary_frequencies(config))
-    embedded = params.embedding[tokens].astype(dtype or params.embedding.dtype)
+    embedded = params.embedding[constrain(tokens, "tokens")].astype(dtype or params.embedding.dtype)
     hidden = constrain(constrain(embedded, "embedded"), "residual")
     block_step = wrap_layer(partial(_block, config, segment_ids=segment_ids))
 
@@ -170,9 +170,16 @@ def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
     """Logits float32[..., V] of the hidden states [..., D] that `forward` gave.
 
     Apart from `forward`, so that a prefill projects one position per row onto the vocabulary and not all of them.
+
+    The output projection may have more rows than the vocabulary, to be divided over devices (`parallel.fit`). They are
+    padding: there are as many logits as rows, and those of the padding are -inf, so that nothing ever chooses or counts one.
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    return ops.linear(hidden, head_of(config, params), out_dtype=wide)
+    head = head_of(config, params)
+    logits = ops.linear(hidden, head, out_dtype=wide)
+    if head.shape[0] == config.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
 
 
 def head_of(config: LlamaConfig, params: Llama) -> jax.Array:

@@ -12,7 +12,8 @@ from jax import lax
 
 from llama_jax.ops.linear import linear, sum_of_outer
 
-Lay = Callable[[jax.Array], jax.Array]
+Lay = Callable[[jax.Array, str], jax.Array]
+Settings = tuple[int, float, int, int, Lay]  # chunk, z_loss, vocab_size, shares, constrain
 
 
 class Surprise(NamedTuple):
@@ -35,7 +36,9 @@ def cross_entropy(
     *,
     chunk: int,
     z_loss: float = 0.0,
-    constrain: Lay = lambda logits: logits,
+    vocab_size: int | None = None,
+    shares: int = 1,
+    constrain: Lay = lambda x, where: x,
 ) -> Surprise:
     """How surprising `targets` are under the logits ``hidden @ head.T``, which exist for `chunk` positions at a time.
 
@@ -48,51 +51,50 @@ def cross_entropy(
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
       z_loss: keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
-      constrain: lays out the logits [B, chunk, V] over devices.
+      vocab_size: rows of `head` that are tokens, if not all: the others fill it up and have no probability.
+      shares: parts of B that lie on different devices. The head's gradient is summed for each of them apart, and over all
+        of them once in the end: else XLA sums it over the devices for every chunk.
+      constrain: told what it is, lays out an array over devices: "head" [V, D], "logits" [B, chunk, V], "head_gradient"
+        [shares, D, V].
     """
-    found = _sums(chunk, z_loss, constrain, hidden, head, targets, weights)
+    found = _sums((chunk, z_loss, vocab_size or head.shape[0], shares, constrain), hidden, head, targets, weights)
     return Surprise(found.loss, lax.stop_gradient(found.nll))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _sums(
-    chunk: int,
-    z_loss: float,
-    constrain: Lay,
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-) -> Surprise:
-    cast = head.astype(hidden.dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> Surprise:
+    cast = settings[-1](head.astype(hidden.dtype), "head")
 
     def add(total: Surprise, part: tuple[jax.Array, ...]) -> tuple[Surprise, None]:
-        sums, _ = _chunk_sums(z_loss, constrain, cast, *part)
+        sums, _ = _chunk_sums(settings, cast, *part)
         return Surprise(*map(jnp.add, total, sums)), None
 
-    return lax.scan(add, _zero(hidden), _chunks(chunk, hidden, targets, weights))[0]
+    found, _ = lax.scan(add, _zeros(hidden), _chunks(settings[0], hidden, targets, weights))
+    return Surprise(*map(jnp.sum, found))
 
 
-def _sums_and_gradients(chunk, z_loss, constrain, hidden, head, targets, weights):
-    cast = head.astype(hidden.dtype)
+def _sums_and_gradients(settings, hidden, head, targets, weights):
+    chunk, _, _, shares, constrain = settings
+    cast = constrain(head.astype(hidden.dtype), "head")
 
     def add(carry: tuple[Surprise, jax.Array], part: tuple[jax.Array, ...]):
         total, of_head = carry
-        sums, of_logits = _chunk_sums(z_loss, constrain, cast, *part)
+        sums, of_logits = _chunk_sums(settings, cast, *part)
         of_logits = of_logits.astype(cast.dtype)
-        rows = part[0].reshape(-1, cast.shape[1]), of_logits.reshape(-1, cast.shape[0])
-        of_head += sum_of_outer(*rows, of_head.dtype)  # [D, V], which is how a CPU's product gives it: turned at the end
+        rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
+        of_head = constrain(of_head + sum_of_outer(*rows, of_head.dtype), "head_gradient")
         of_hidden = lax.dot_general(of_logits, cast, (((2,), (0,)), ((), ())), preferred_element_type=of_head.dtype)
         return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden.astype(hidden.dtype)
 
-    start = _zero(hidden), jnp.zeros(head.shape[::-1], head.dtype)
+    # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
+    start = _zeros(hidden), constrain(jnp.zeros((shares, *head.shape[::-1]), head.dtype), "head_gradient")
     (total, of_head), of_hidden = lax.scan(add, start, _chunks(chunk, hidden, targets, weights))
     batch, length = targets.shape
     of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return total, (of_hidden, of_head.T)
+    return Surprise(*map(jnp.sum, total)), (of_hidden, jnp.sum(of_head, axis=0).T)
 
 
-def _scaled(chunk, z_loss, constrain, gradients, cotangents):
+def _scaled(settings, gradients, cotangents):
     of_hidden, of_head = gradients
     scale = cotangents.loss  # the likelihood's is always 0: `cross_entropy` stops it
     return (of_hidden * scale).astype(of_hidden.dtype), (of_head * scale).astype(of_head.dtype), None, None
@@ -102,24 +104,28 @@ _sums.defvjp(_sums_and_gradients, _scaled)
 
 
 def _chunk_sums(
-    z_loss: float, constrain: Lay, head: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+    settings: Settings, head: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Surprise, jax.Array]:
-    """The sums of one chunk, and the gradient of its loss with respect to its logits [B, chunk, V]."""
+    """The sums of one chunk for each row, [B], and the gradient of its loss with respect to its logits [B, chunk, V]."""
+    _, z_loss, vocab_size, _, constrain = settings
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = constrain(linear(hidden, head, out_dtype=wide))
-    chosen = jnp.arange(head.shape[0], dtype=targets.dtype) == targets[..., None]
+    logits = constrain(linear(hidden, head, out_dtype=wide), "logits")
+    columns = jnp.arange(head.shape[0], dtype=targets.dtype)
+    if vocab_size < head.shape[0]:
+        logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
+    chosen = columns == targets[..., None]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     # Of logits whose vocabulary lies on several devices XLA gathers where they are. A masked sum would read them all again.
     nll = weights * (normalizer - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
-    sums = Surprise(jnp.sum(nll + z_loss * weights * normalizer**2), jnp.sum(nll))
+    sums = Surprise(jnp.sum(nll + z_loss * weights * normalizer**2, axis=-1), jnp.sum(nll, axis=-1))
     probabilities = jnp.exp(logits - normalizer[..., None])
     slope = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - chosen
     return sums, weights[..., None] * slope
 
 
-def _zero(hidden: jax.Array) -> Surprise:
-    zero = jnp.zeros((), jnp.promote_types(hidden.dtype, jnp.float32))
-    return Surprise(zero, zero)
+def _zeros(hidden: jax.Array) -> Surprise:
+    zeros = jnp.zeros(hidden.shape[0], jnp.promote_types(hidden.dtype, jnp.float32))
+    return Surprise(zeros, zeros)
 
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -8,9 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops.keeping import keep, restore
+
+WEIGHT = "weight"  # the name of `matrix_of` a weight
 
 
 def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -26,31 +30,75 @@ def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = Non
     Returns:
       [..., *out].
     """
-    if x.dtype.itemsize > 2:
-        product = _product(x, weight)
-    elif math.prod(x.shape[:-1]) > 1:
-        product = _short_product(x, weight)
-    else:
+    rows = math.prod(x.shape[:-1])
+    if rows == 1 and x.dtype.itemsize == 2:
         product = lax.platform_dependent(x, weight, cpu=_product_of_one_row, default=_product)
+    else:
+        product = _product(x, weight)
     return product.astype(out_dtype or x.dtype)
 
 
+@jax.custom_vjp
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[..., D] times [*out, D], contracted on the last axis of both: [..., *out], in float32 at least."""
-    # Both operands go in as matrices: given a weight of more axes, XLA for CPU transposes a copy of it at every call.
-    rows, outputs = _matrix(x), _matrix(weight.astype(x.dtype))
-    product = lax.dot_general(
-        rows,
-        outputs,
-        (((1,), (1,)), ((), ())),
-        # Without it XLA for CPU converts whole bfloat16 weights to float32 before multiplying.
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-    )
-    return product.reshape(x.shape[:-1] + weight.shape[:-1])
+    """[..., D] times [*out, D], contracted on the last axis of both: [..., *out], in float32 at least.
+
+    By itself JAX makes the gradient's products of float32 where those of the value are of 16-bit numbers.
+    """
+    return _product_and_kept(x, weight)[0]
 
 
-def _matrix(x: jax.Array) -> jax.Array:
+def _product_and_kept(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    matrix = matrix_of(weight, x.dtype)
+    product = rows_by(x, matrix).reshape(x.shape[:-1] + weight.shape[:-1])
+    return product, (keep(x), matrix, Like(weight.shape, weight.dtype))
+
+
+def _gradients(kept: Any, of_product: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix, weight = restore(kept)
+    of_rows = of_product.astype(x.dtype).reshape(-1, len(matrix))
+    return rows_back(of_rows, matrix).reshape(x.shape).astype(x.dtype), weight.filled(sum_of_outer(of_rows, flat(x)))
+
+
+_product.defvjp(_product_and_kept, _gradients)
+
+
+class Like(struct.PyTreeNode):
+    """Shape and dtype of an array, of which the backward pass needs no more."""
+
+    shape: tuple[int, ...] = struct.field(pytree_node=False)
+    dtype: Any = struct.field(pytree_node=False)
+
+    def filled(self, values: jax.Array) -> jax.Array:
+        """`values`, as many, in that shape and dtype."""
+        return values.reshape(self.shape).astype(self.dtype)
+
+
+def matrix_of(weight: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A weight [*out, D] as a matrix [outputs, D] in the dtype of the computation: what both passes multiply with.
+
+    Given a weight of more axes, XLA for CPU transposes a copy of it at every product. It goes by a name, so that training
+    can make it again in the backward pass instead of keeping a copy for every layer. All products of a pass must take the
+    same matrix: where devices hold parts of a weight, XLA gathers it once for each one that it is given.
+    """
+    return checkpoint_name(flat(weight.astype(dtype)), WEIGHT)
+
+
+def flat(x: jax.Array) -> jax.Array:
+    """[..., D] as a matrix [rows, D]."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def rows_by(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """[..., D] times [outputs, D], contracted on the last axis of both: [rows, outputs], in float32 at least."""
+    # Without the type XLA for CPU converts whole bfloat16 weights to float32 before multiplying.
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return lax.dot_general(flat(x), matrix, (((1,), (1,)), ((), ())), preferred_element_type=wide)
+
+
+def rows_back(of_rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """The gradient [rows, D] of `rows_by` with respect to its rows, from that of its result [rows, outputs]."""
+    wide = jnp.promote_types(of_rows.dtype, jnp.float32)
+    return lax.dot_general(of_rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=wide)
 
 
 def _product_of_one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -58,31 +106,8 @@ def _product_of_one_row(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     XLA for CPU has kernels for 16-bit products from two rows on; for one row it converts the whole weight to float32.
     """
-    row = _matrix(x)
-    product = _product(jnp.pad(row, ((0, 1), (0, 0))), weight)[:1]
+    product = _product(jnp.pad(flat(x), ((0, 1), (0, 0))), weight)[:1]
     return product.reshape(x.shape[:-1] + weight.shape[:-1])
-
-
-@jax.custom_vjp
-def _short_product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """The same for 16-bit numbers, of which the gradient's products are as well: by itself JAX makes those of float32.
-
-    The weight is cast in here, so that what a scan over layers keeps of it for the backward pass is its own input and
-    not a copy.
-    """
-    return _product(x, weight)
-
-
-def _short_gradients(kept: Any, of_product: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight = restore(kept[0]), kept[1]
-    rows, outputs = _matrix(x), _matrix(weight.astype(x.dtype))
-    of_rows = of_product.astype(x.dtype).reshape(len(rows), len(outputs))
-    of_x = lax.dot_general(of_rows, outputs, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    of_weight = sum_of_outer(of_rows, rows)
-    return of_x.reshape(x.shape).astype(x.dtype), of_weight.reshape(weight.shape).astype(weight.dtype)
-
-
-_short_product.defvjp(lambda x, weight: (_product(x, weight), (keep(x), weight)), _short_gradients)
 
 
 def sum_of_outer(a: jax.Array, b: jax.Array, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

@@ -24,16 +24,16 @@ from llama_jax.parallel.scratch import kernel_scratch
 from llama_jax.parallel.specs import (
     batch_spec,
     cache_specs,
-    constrain_over,
     param_shapes,
     param_specs,
     shardings,
+    step_over,
     train_state_specs,
 )
 from llama_jax.training.batch import Batch
 from llama_jax.training.objective import Remat
 from llama_jax.training.optimizer import adamw
-from llama_jax.training.step import init_state, train_step
+from llama_jax.training.step import init_state
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,29 @@ class Program:
     known: Memory
     beside: int = 0
 
-    def memory(self) -> Memory:
-        """Compile the program and read XLA's plan."""
-        compiled = self.function.lower(*self.arguments).compile()
-        plan = compiled.memory_analysis()
+    def compile(self, *, accelerator: bool = False) -> jax.stages.Compiled:
+        """Compile the program for the devices of its arguments.
+
+        Args:
+          accelerator: on simulated devices, as far as can be what a GPU or TPU would run, only to be looked at: without
+            what the library does otherwise on a CPU, and with 16-bit numbers that stay so, also in what is exchanged.
+        """
+        if not accelerator:
+            return self.function.lower(*self.arguments).compile()
+        # Random bits of a GPU would be a call of its own library, which XLA for CPU does not have; a TPU's are plain code.
+        lowered = self.function.trace(*self.arguments).lower(lowering_platforms=("tpu",))
+        return lowered.compile(compiler_options={"xla_disable_hlo_passes": "float-normalization-bf16"})
+
+    def memory(self, compiled: jax.stages.Compiled | None = None, *, accelerator: bool = False) -> Memory:
+        """XLA's plan, of the program as it was compiled before or is now; without the scratch of CPUs for accelerators."""
+        compiled = self.compile(accelerator=accelerator) if compiled is None else compiled
+        plan: Any = compiled.memory_analysis()
         # Not the plan's arguments: it leaves out those that the program does not read, which are alive all the same.
         alive = bytes_per_device(self.arguments) + plan.output_size_in_bytes - plan.alias_size_in_bytes
         total = alive + plan.temp_size_in_bytes + self.beside
         known = replace(self.known, gradients=min(self.known.gradients, plan.temp_size_in_bytes))
-        return replace(known, temporaries=total - known.total, scratch=kernel_scratch(compiled.as_text()))
+        scratch = 0 if accelerator else kernel_scratch(compiled.as_text() or "")
+        return replace(known, temporaries=total - known.total, scratch=scratch)
 
 
 def train_programs(
@@ -109,7 +123,7 @@ def train_programs(
     state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     tokens = Batch(_placed(rows, shardings(mesh, batch_spec(sizes, batch))))
-    step = partial(train_step, config, optimizer, dtype=dtype, remat=remat, clip_norm=1.0, constrain=constrain_over(mesh))
+    step = partial(step_over(config, mesh), optimizer, dtype=dtype, remat=remat, clip_norm=1.0)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.params import Llama, init, unstack
+from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.training.step import TrainState, init_state
+from llama_jax.training.step import TrainState, init_state, train_step
 
 BATCH = ("data", "fsdp")
 # Of each array of a model with a tuple of blocks, by its name in the tree.
@@ -40,16 +42,25 @@ PARAMETERS = {
 }
 
 
-def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True) -> Llama:
+def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, fitted: bool = False) -> Llama:
     """A `Llama` of partition specs, for stacked blocks or for a tuple of them.
+
+    Training keeps a model in its own shape, whatever the mesh, so that every checkpoint fits every mesh. What `tensor`
+    cannot cut by rows, because `fit` must fill it up or copy heads first, it cuts with `fsdp` by columns.
+
+    Args:
+      fitted: of the parameters that `fit` gave.
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh; the message says which sizes would do.
     """
     check_model(config, sizes)
+    changed = () if fitted else _fitted_arrays(config, sizes)
 
     def spec(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> P:
         found = PARAMETERS[path[-1].name]
+        if path[-1].name in changed:
+            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor"))
         return P(None, *found) if stacked and path[0].name == "blocks" else found
 
     return jax.tree_util.tree_map_with_path(spec, param_shapes(config, stacked=stacked))
@@ -113,11 +124,15 @@ def batch_spec(sizes: MeshSizes, batch: int) -> P:
 
 def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
     """Raise MeshError for a dimension of the model that cannot be split over the mesh, naming the sizes that would do."""
-    c = config
-    fit = math.gcd(c.n_kv_heads, c.hidden_dim, c.vocab_size)
-    for name, value in (("n_kv_heads", c.n_kv_heads), ("hidden_dim", c.hidden_dim), ("vocab_size", c.vocab_size)):
-        _check(name, value, "tensor", sizes.tensor, fit)
-    _check("dim", c.dim, "fsdp", sizes.fsdp, c.dim)
+    fit.fitted(config, sizes)
+    if _fitted_arrays(config, sizes):
+        _check("dim", config.dim, "fsdp*tensor", sizes.fsdp * sizes.tensor, config.dim)
+
+
+def _fitted_arrays(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
+    """Names of the arrays that `fit` changes."""
+    tables = ("embedding", "lm_head") if fit.padded_vocab(config, sizes) != config.vocab_size else ()
+    return (*tables, *(("qkv",) if config.n_kv_heads % sizes.tensor else ()))
 
 
 def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
@@ -133,12 +148,14 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     """The `constrain` of `forward` and `next_token_loss` for a mesh.
 
     XLA propagates the parameters' shardings to most activations by itself. Where it is not told otherwise it keeps the
-    whole batch on every device instead of gathering the weights; hence these four points.
+    whole batch on every device instead of gathering the weights; hence these points.
     """
     tensor = mesh.shape["tensor"]
 
     def constrain(x: jax.Array, where: str) -> jax.Array:
         match where:
+            case "tokens":  # [B, T] as the rows that all devices with a part of the embedding's columns look up
+                spec = P("data")
             case "embedded":  # [B, T, D] as it lies in the table, which a lookup by batch would gather whole
                 spec = P("data", None, "fsdp")
             case "residual":  # [B, T, D] between layers: what the backward pass keeps (Korthikanti et al. 2022, section 4.2)
@@ -147,11 +164,39 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
                 spec = P(BATCH)
             case "logits":  # [B, T, V]
                 spec = P(BATCH, None, "tensor")
+            case "head":  # [V, D]: gathered once, for all chunks of logits
+                spec = P("tensor")
+            case "head_gradient":  # [shares, D, V]: of its own rows, on every device
+                spec = P(BATCH, None, "tensor")
             case _:
                 raise ValueError(f"no point of the model is called {where!r}")
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return constrain
+
+
+def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """`train_step` for a state that lies as `train_state_specs` says: the configuration and the layout are bound.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    sizes = MeshSizes(**mesh.shape)
+    if sizes.devices == 1:
+        return partial(train_step, config)
+    specs = shardings(mesh, param_specs(config, sizes, fitted=True))
+    changed = _fitted_arrays(config, sizes)
+
+    def fit_params(params: Llama) -> Llama:
+        return lax.with_sharding_constraint(fit.fit(config, sizes, params), specs) if changed else params
+
+    return partial(
+        train_step,
+        fit.fitted(config, sizes),
+        shares=sizes.data * sizes.fsdp,
+        constrain=constrain_over(mesh),
+        fit=fit_params,
+    )
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

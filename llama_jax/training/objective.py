@@ -15,6 +15,7 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.forward import Constrain, forward, head_of, unconstrained
 from llama_jax.model.params import Block, Llama
 from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.ops.linear import WEIGHT
 from llama_jax.training.batch import Batch, predicted
 
 Remat = Literal["none", "dots", "full", "offload"]
@@ -31,13 +32,24 @@ def next_token_loss(
     remat: Remat = "none",
     chunk: int = CHUNK,
     z_loss: float = 0.0,
+    shares: int = 1,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
     """Mean negative log-likelihood of every predicted token given those before it in its segment, in nats: float32[].
 
     It is 0 where nothing is to be predicted. For the arguments and errors see `total_loss`.
     """
-    total = total_loss(config, params, batch, dtype=dtype, remat=remat, chunk=chunk, z_loss=z_loss, constrain=constrain)
+    total = total_loss(
+        config,
+        params,
+        batch,
+        dtype=dtype,
+        remat=remat,
+        chunk=chunk,
+        z_loss=z_loss,
+        shares=shares,
+        constrain=constrain,
+    )
     return total.loss / jnp.maximum(jnp.sum(predicted(batch)), 1)
 
 
@@ -50,6 +62,7 @@ def total_loss(
     remat: Remat = "none",
     chunk: int = CHUNK,
     z_loss: float = 0.0,
+    shares: int = 1,
     constrain: Constrain = unconstrained,
 ) -> Surprise:
     """The sums over all predicted tokens: to be divided by their number, wherever the other rows of the batch are.
@@ -64,7 +77,8 @@ def total_loss(
         is kept (Chen et al. 2016, section 3); "offload", as "full", and the residual stream waits in the host's memory.
       chunk: positions of each row whose logits are held at a time.
       z_loss: see `ops.cross_entropy`; 1e-4 is usual.
-      constrain: see `forward`; here it is told of "hidden", what `forward` gave, and of "logits", [B, chunk, V].
+      shares: parts of the rows that lie on different devices, of which `constrain` knows.
+      constrain: see `forward`; here it is told of "hidden", what `forward` gave, and of what `ops.cross_entropy` tells it.
 
     Raises:
       ConfigError: another `remat`.
@@ -90,7 +104,9 @@ def total_loss(
         weights,
         chunk=chunk,
         z_loss=z_loss,
-        constrain=lambda logits: constrain(logits, "logits"),
+        vocab_size=config.vocab_size,
+        shares=shares,
+        constrain=constrain,
     )
 
 
@@ -98,10 +114,10 @@ def _rematerialise(remat: Remat, *, stacked: bool) -> Callable[[Callable], Calla
     """What `forward` does to the function of a layer."""
     if remat not in get_args(Remat):
         raise ConfigError(f"remat={remat!r} must be one of {', '.join(get_args(Remat))}")
-    if remat == "none":
-        return lambda layer: layer
     policies = jax.checkpoint_policies
     policy = {
+        # Weights are there already, in their own dtype and place: what was made of them needs no keeping.
+        "none": policies.save_anything_except_these_names(WEIGHT),
         "dots": policies.dots_with_no_batch_dims_saveable,
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
@@ -117,6 +133,6 @@ def _rematerialise(remat: Remat, *, stacked: bool) -> Callable[[Callable], Calla
             return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
         # Of a scan nothing can be merged with the forward pass: the barrier that prevents it would only cost.
-        return jax.checkpoint(named, prevent_cse=not stacked, policy=policy)
+        return jax.checkpoint(named, prevent_cse=not stacked and remat != "none", policy=policy)
 
     return wrap_layer

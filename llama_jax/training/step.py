@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,9 @@ def train_step(
     clip_norm: float = 0.0,
     ema_decay: float = 0.0,
     axis_name: str | None = None,
+    shares: int = 1,
     constrain: Constrain = unconstrained,
+    fit: Callable[[Llama], Llama] = lambda params: params,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Update the parameters once, to make `batch` more probable. Meant for `jax.jit` with the state donated.
 
@@ -79,7 +82,8 @@ def train_step(
       ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
       axis_name: of the mapped axis when this runs per device, under `jax.pmap` or `shard_map`: sums are then over all of
         its devices, which have the same state and each their own rows.
-      remat, chunk, z_loss, constrain: see `total_loss`.
+      remat, chunk, z_loss, shares, constrain: see `total_loss`.
+      fit: makes of the parameters those of `config`, where the state keeps them in another shape.
 
     Returns:
       The next state, and the metrics of this step before the update: "loss", nats per predicted token; "grad_norm", the
@@ -92,10 +96,12 @@ def train_step(
     """
     batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
     count = _over(axis_name, jnp.sum(predicted(batch), dtype=jnp.float32))
-    total = partial(total_loss, config, dtype=dtype, remat=remat, chunk=chunk, z_loss=z_loss, constrain=constrain)
+    total = partial(
+        total_loss, config, dtype=dtype, remat=remat, chunk=chunk, z_loss=z_loss, shares=shares, constrain=constrain
+    )
 
     def loss_of(params: Llama, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        loss, nll = total(params, batch)
+        loss, nll = total(fit(params), batch)
         share = 1 / jnp.maximum(count, 1)
         return loss * share, nll * share
 

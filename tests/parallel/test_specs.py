@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax import init_cache, preset
 from llama_jax.config import PRESETS
 from llama_jax.errors import MeshError
+from llama_jax.parallel.fit import fit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import (
     batch_spec,
@@ -37,20 +39,19 @@ def ways(spec, sizes):
 powers = st.sampled_from([1, 2, 3, 4, 8, 16, 64])
 
 
-@given(st.sampled_from(sorted(PRESETS)), st.builds(MeshSizes, powers, powers, powers))
-def test_a_mesh_is_refused_where_it_does_not_divide_an_array(name, sizes):
+@given(st.sampled_from(sorted(PRESETS)), st.builds(MeshSizes, powers, powers, powers), st.booleans())
+def test_a_mesh_that_is_not_refused_divides_every_array(name, sizes, is_fitted):
     config = preset(name)
+    try:
+        specs = param_specs(config, sizes, fitted=is_fitted)
+    except MeshError:
+        assert config.dim % sizes.fsdp or config.n_kv_heads % sizes.tensor or config.hidden_dim % sizes.tensor
+        return
     shapes = param_shapes(config)
-    divides = all(
-        n % k == 0
-        for a, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(param_specs(config, MeshSizes())), strict=True)
-        for n, k in zip(a.shape, ways(spec, sizes), strict=False)
-    )
-    if divides:
-        check_model(config, sizes)
-    else:
-        with pytest.raises(MeshError, match="cannot be split over"):
-            check_model(config, sizes)
+    if is_fitted:
+        shapes = jax.eval_shape(partial(fit, config, sizes), shapes)
+    for a, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True):
+        assert all(n % k == 0 for n, k in zip(a.shape, ways(spec, sizes), strict=False))
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -66,8 +67,12 @@ def test_specs_have_the_form_of_the_parameters(stacked):
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("llama-3.1-8b", MeshSizes(tensor=16), "n_kv_heads=8 cannot be split over tensor=16; 1, 2, 4, 8 would do"),
-        ("stories-15m", MeshSizes(tensor=3), "vocab_size=32000 cannot be split over tensor=3; 1, 2 would do"),
+        (
+            "llama-3.1-8b",
+            MeshSizes(tensor=64),
+            r"n_kv_heads=8 \(of 4 queries each\) cannot be split over tensor=64; 1, 2, 4, 8, 16, 32 would do",
+        ),
+        ("stories-15m", MeshSizes(tensor=5), "hidden_dim=768 cannot be split over tensor=5; 1, 2, 3, 6 would do"),
         ("stories-110m", MeshSizes(fsdp=5), "dim=768 cannot be split over fsdp=5; 1, 2, 3, 4, 6, 8, 12, "),
     ],
 )
@@ -79,7 +84,7 @@ def test_what_does_not_divide_is_named_with_what_would(name, sizes, message):
 
 
 def test_what_would_do_does():
-    for tensor in (1, 2):
+    for tensor in (1, 2, 3, 6):
         check_model(preset("stories-15m"), MeshSizes(tensor=tensor))
 
 
@@ -108,7 +113,7 @@ def test_what_the_optimizer_keeps_lies_with_its_parameter():
 def test_points_of_the_model():
     constrain = constrain_over(make_mesh(MeshSizes()))
     x = jnp.ones((2, 3, 4))
-    for where in ("embedded", "residual", "hidden", "logits"):
+    for where in ("embedded", "residual", "hidden", "logits", "head_gradient"):
         assert (constrain(x, where) == x).all()
     with pytest.raises(ValueError, match="no point of the model is called 'elsewhere'"):
         constrain(x, "elsewhere")

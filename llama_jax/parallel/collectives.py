@@ -1,0 +1,422 @@
+"""What the devices of a mesh send each other, read from the text of a compiled program: nothing runs.
+
+XLA writes the collectives into the program that every device runs (Xu et al. 2021, GSPMD); so the text tells which there
+are, over which axes of the mesh, how large, and, as loops state their trip counts, how often.
+
+XLA for CPU differs from that for GPU and TPU in two ways that the figures show:
+
+- It never forms a reduce-scatter: it sums all of an array on all devices, and each then takes its part. `Collective.sliced`
+  counts such bytes.
+- It sums 16-bit numbers in float32, which doubles the bytes; `Collective.dtypes` shows that.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"]
+Phase = Literal["forward", "again", "backward", "rest"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One instruction of a program in which devices exchange arrays.
+
+    Attributes:
+      kind: as XLA calls it.
+      axes: of the mesh, along which the devices of a group differ.
+      group: how many devices exchange with each other.
+      bytes: of the whole result on one device, all arrays together, for one execution.
+      sliced: of the bytes of an all-reduce, those of arrays of which the device then uses only a part: a backend that forms
+        reduce-scatter sends half as much for them.
+      dtypes: the kinds of elements, as XLA names them: "f32", "bf16".
+      shapes: of the arrays of the result, "f32[128,64]".
+      loops: trip counts of the loops around it, the outermost first; None is one that the program does not know.
+      conditional: it is in a branch that need not be taken; it is counted as if it were.
+      op_name: by JAX, of the operation that it belongs to: a path with the transformations applied.
+      stack: "file:line function" of that operation, the innermost last; empty where the program does not tell.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group: int
+    bytes: int
+    sliced: int
+    dtypes: tuple[str, ...]
+    shapes: tuple[str, ...]
+    loops: tuple[int | None, ...] = ()
+    conditional: bool = False
+    op_name: str = ""
+    stack: tuple[str, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Executions while the program runs once; of one turn of every loop whose trips are not known."""
+        return math.prod(trips for trips in self.loops if trips is not None)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the trips of all loops around it are known, so that `count` is that of the whole program."""
+        return None not in self.loops
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in one execution by a ring, the least there is: see `ring_bytes`."""
+        return ring_bytes(self.kind, self.bytes, self.group)
+
+    @property
+    def sent_if_scattered(self) -> float:
+        """The same with a reduce-scatter for what is sliced."""
+        return self.sent - ring_bytes(self.kind, self.sliced, self.group) / 2
+
+    @property
+    def phase(self) -> Phase:
+        """Of a training step: the forward pass, what the backward pass computes again, that itself, and the update.
+
+        All of a program that computes no gradients is "rest".
+        """
+        if "rematted_computation" in self.op_name:
+            return "again"
+        if "transpose(" in self.op_name:
+            return "backward"
+        return "forward" if "jvp(" in self.op_name else "rest"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind along the same axes, added up over a run of the program.
+
+    Attributes:
+      instructions: how many there are in the program's text.
+      count: executions.
+      bytes: of their results on one device.
+      sent, sent_if_scattered: bytes that one device sends, see `Collective`.
+      is_counted: whether the trips of all loops are known; otherwise the figures are those of one turn.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    instructions: int
+    count: int
+    bytes: int
+    sent: float
+    sent_if_scattered: float
+    is_counted: bool
+
+
+def ring_bytes(kind: Kind, size: float, group: int) -> float:
+    """Bytes that each of `group` devices sends in rings, for a result of `size` bytes on each.
+
+    Parts go around and everybody adds to them or copies them: no algorithm sends less (Patarasuk & Yuan 2009, theorem 1).
+    """
+    others = group - 1
+    match kind:
+        case "all-reduce":
+            return 2 * others / group * size
+        case "all-gather" | "all-to-all":
+            return others / group * size
+        case "reduce-scatter":
+            return others * size  # the result is a part of what comes in
+        case _:
+            return size if others else 0.0
+
+
+def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective]:
+    """Every collective of a compiled program, those that a computation calls before its own.
+
+    One in a computation that is called from several places is listed for each of them.
+
+    Args:
+      program: the text of a compiled program, `compiled.as_text()`.
+      mesh: over which it was compiled: devices count in its order.
+    """
+    text = _Program(program)
+    shape = dict(mesh.shape)
+    return [
+        _read(text, computation, line, shape, loops, conditional)
+        for computation, loops, conditional in _walk(text, text.entry, (), False)
+        for line in text.collectives[computation]
+    ]
+
+
+def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
+    """The traffic by kind and axes, the most bytes first."""
+    groups: dict[tuple[Kind, tuple[str, ...]], list[Collective]] = {}
+    for found in collectives:
+        groups.setdefault((found.kind, found.axes), []).append(found)
+    traffic = [
+        Traffic(
+            kind,
+            axes,
+            instructions=len(members),
+            count=sum(c.count for c in members),
+            bytes=sum(c.count * c.bytes for c in members),
+            sent=sum(c.count * c.sent for c in members),
+            sent_if_scattered=sum(c.count * c.sent_if_scattered for c in members),
+            is_counted=all(c.is_counted for c in members),
+        )
+        for (kind, axes), members in groups.items()
+    ]
+    return sorted(traffic, key=lambda t: -t.sent)
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>[^%\"]+?) (?P<opcode>[\w\-]+)\((?P<rest>.*)$")
+_COLLECTIVE = re.compile(rf" (?P<kind>{'|'.join(get_args(Kind))})(?P<start>-start)?\(")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|\w+_computations?)=(?:%?([\w.\-]+)|\{([^{}]*)\})")
+_TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"\}")
+_ARRAY = re.compile(r"([a-z]+)(\d*)(\w*)\[([\d,<=]*)\]")
+_TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
+
+
+class _Program:
+    """The lines of a program by the computation that they are in."""
+
+    def __init__(self, text: str) -> None:
+        self.entry = ""
+        self.lines: dict[str, list[str]] = {}
+        name = None
+        for line in text.splitlines():
+            if not line.startswith(" "):
+                found = _COMPUTATION.match(line)
+                name = found[2] if found else None
+                if name is not None:
+                    self.lines[name] = []
+                    self.entry = name if found and found[1] else self.entry
+            elif name is not None:
+                self.lines[name].append(line)
+        self.collectives = {name: [x for x in lines if _collective(x)] for name, lines in self.lines.items()}
+        self.calls = {name: list(_calls(lines, self.lines.keys())) for name, lines in self.lines.items()}
+        self._tables = {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in _TABLE.findall(text)}
+        self._holding: dict[str, bool] = {}
+
+    def holds_collectives(self, name: str) -> bool:
+        """Whether there are any in a computation or in what it calls."""
+        if name not in self._holding:
+            inside = any(self.holds_collectives(called) for called, _, _ in self.calls[name])
+            self._holding[name] = inside or bool(self.collectives[name])
+        return self._holding[name]
+
+    def sliced(self, line: str, lines: list[str], sizes: list[int]) -> int:
+        """Bytes of those arrays of a collective's result that are only read in parts; `lines` are its computation's."""
+        name = _named(line)
+        if len(sizes) == 1:
+            return sizes[0] * self._is_sliced(name, lines)
+        parts = {
+            int(found[1]): _named(other)
+            for other in _users(name, lines)
+            if (found := re.search(r" get-tuple-element\(.*index=(\d+)", other))
+        }
+        return sum(size * (i in parts and self._is_sliced(parts[i], lines)) for i, size in enumerate(sizes))
+
+    def _is_sliced(self, name: str, lines: list[str]) -> bool:
+        """Whether nothing but slices at places that differ by device are taken of an array, also inside of fusions."""
+        users = _users(name, lines)
+        return bool(users) and all(self._slices(user, name, lines) for user in users)
+
+    def _slices(self, user: str, name: str, lines: list[str]) -> bool:
+        found = _INSTRUCTION.match(user)
+        if found is None:
+            return False
+        operands = re.findall(r"%([\w.\-]+)", found["rest"].split("), ")[0])
+        match found["opcode"]:
+            case "dynamic-slice":
+                return operands[0] == name
+            case "bitcast" | "reshape" | "transpose" | "copy" | "convert" | "add":
+                return self._is_sliced(found["name"], lines)
+            case "fusion":
+                called = re.search(r"calls=%([\w.\-]+)", user)
+                inside = self.lines[called[1]] if called else []
+                places = [i for i, operand in enumerate(operands) if operand == name]
+                entering = [_named(x) for x in inside for i in places if f" parameter({i})" in x]
+                return all(self._is_sliced(parameter, inside) for parameter in entering)
+            case _:
+                return False
+
+    def stack(self, line: str) -> tuple[str, ...]:
+        """Where in the source an instruction comes from, the innermost last."""
+        direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', line)
+        if direct:
+            return (f"{direct[1]}:{direct[2]}",)
+        frame = re.search(r"stack_frame_id=(\d+)", line)
+        names, functions = self._tables.get("FileNames", {}), self._tables.get("FunctionNames", {})
+        locations, frames = self._tables.get("FileLocations", {}), self._tables.get("StackFrames", {})
+        found: list[str] = []
+        current = frame[1] if frame else "0"
+        while current in frames:
+            ids = dict(re.findall(r"(\w+)=(\d+)", frames[current]))
+            place = dict(re.findall(r"(\w+)=(\d+)", locations[ids["file_location_id"]]))
+            file, function = names[place["file_name_id"]].strip('"'), functions[place["function_name_id"]].strip('"')
+            found.append(f"{file}:{place['line']} {function}")
+            current = str(int(ids["parent_frame_id"]) - 1)  # frames count from 1, their parents from 2; 1 is none
+        return tuple(reversed(found))
+
+
+def _collective(line: str) -> re.Match[str] | None:
+    found = _INSTRUCTION.match(line)
+    return _COLLECTIVE.match(f" {found['opcode']}(") if found else None
+
+
+def _named(line: str) -> str:
+    found = _INSTRUCTION.match(line)
+    return found["name"] if found else ""
+
+
+def _users(name: str, lines: list[str]) -> list[str]:
+    used = re.compile(rf"[(, ]%{re.escape(name)}[,)]")
+    return [line for line in lines if used.search(line)]
+
+
+def _calls(lines: list[str], computations: Iterable[str]) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
+    """What a computation calls: its name, the trips of the loop if it is one's body, and whether it is a branch."""
+    known = set(computations)
+    for line in lines:
+        if "=%" not in line and "={%" not in line:
+            continue
+        found = _INSTRUCTION.match(line)
+        if found is None or _collective(line):
+            continue  # the text of an asynchronous collective may hold the plain one as well
+        trips = _TRIPS.search(line)
+        loop = ((int(trips[1]) if trips else None),) if found["opcode"] == "while" else ()
+        for single, several in _CALLED.findall(line):
+            for name in re.findall(r"[\w.\-]+", single or several):
+                if name in known:
+                    yield name, loop, found["opcode"] == "conditional"
+
+
+def _walk(
+    text: _Program, name: str, loops: tuple[int | None, ...], conditional: bool
+) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
+    """The computations with collectives that a program runs, each with the loops around it."""
+    for called, loop, branch in text.calls.get(name, ()):
+        if text.holds_collectives(called):
+            yield from _walk(text, called, loops + loop, conditional or branch)
+    if text.collectives.get(name):
+        yield name, loops, conditional
+
+
+def _read(
+    text: _Program,
+    computation: str,
+    line: str,
+    mesh: dict[str, int],
+    loops: tuple[int | None, ...],
+    conditional: bool,
+) -> Collective:
+    instruction, found = _INSTRUCTION.match(line), _collective(line)
+    assert instruction is not None
+    assert found is not None
+    result = instruction["type"]
+    if found["start"] and found["kind"] != "all-reduce":
+        result = _elements(result)[1]  # what goes in, what comes out, and sometimes more
+    arrays = _ARRAY.findall(result)
+    sizes = [_bytes(*array) for array in arrays]
+    groups = _groups(instruction["rest"], math.prod(mesh.values()))
+    axes = _axes(groups, mesh)
+    # All that a device's partners differ in, also where each is sent to one of them only.
+    group = math.prod(mesh[axis] for axis in axes) if found["kind"] == "collective-permute" else groups.shape[1]
+    op_name = re.search(r'op_name="([^"]*)"', line)
+    return Collective(
+        kind=cast(Kind, found["kind"]),
+        axes=axes,
+        group=group,
+        bytes=sum(sizes),
+        sliced=text.sliced(line, text.lines[computation], sizes) if found["kind"] == "all-reduce" else 0,
+        dtypes=tuple(Counter("".join(array[:3]) for array in arrays)),
+        shapes=tuple(f"{''.join(array[:3])}[{array[3]}]" for array in arrays),
+        loops=loops,
+        conditional=conditional,
+        op_name=op_name[1] if op_name else "",
+        stack=text.stack(line),
+    )
+
+
+def _elements(tuple_type: str) -> list[str]:
+    """The types in a tuple's: of "(f32[2], (f32[4], f32[4]))" the two."""
+    parts, depth = [""], 0
+    for character in tuple_type.strip()[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _bytes(letters: str, bits: str, rest: str, shape: str) -> int:
+    if letters in ("token", "opaque"):
+        return 0
+    count = math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
+    return -(-count * int(bits or 8) // 8)
+
+
+def _groups(attributes: str, devices: int) -> np.ndarray:
+    """Which devices exchange with each other: int[groups, group]."""
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    if pairs:
+        return np.array(re.findall(r"(\d+),(\d+)", pairs[1]), int).reshape(-1, 2)
+    listed = re.search(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}", attributes)
+    if listed:
+        rows = [[int(n) for n in row.split(",")] for row in re.findall(r"\{([\d, ]+)\}", listed[1])]
+        return np.array(rows or [list(range(devices))])
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes)
+    if iota:
+        return _iota(iota[2]).reshape(_numbers(iota[1]))
+    named = re.search(
+        r"replica_groups=@?mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^ ]+)\))?,? *\{(?P<axes>[^}]*)\}", attributes
+    )
+    if named:
+        return _named_groups(named["mesh"], named["ids"], named["axes"])
+    return np.arange(devices)[None]
+
+
+def _named_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
+    """Groups along axes of a mesh that XLA names for itself, or along parts of such axes, as 'axis_1':(2)4.
+
+    Of an axis, `(before)size` means that it is cut into `before`, `size` and what is left, and the group is the second.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
+    whole = math.prod(sizes.values())
+    order = np.arange(whole) if ids is None else _iota(ids) if "[" in ids else np.array(_numbers(ids))
+    cuts: dict[str, list[tuple[int, int]]] = {}
+    for name, before, size in re.findall(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?", axes):
+        cuts.setdefault(name, []).append((int(before), int(size)) if before else (1, sizes[name]))
+    shape: list[int] = []
+    inside: list[int] = []
+    for name, size in sizes.items():
+        done = 1
+        for before, part in sorted(cuts.get(name, [])):
+            shape += [before // done, part]
+            inside.append(len(shape) - 1)
+            done = before * part
+        shape.append(size // done)
+    outside = [i for i in range(len(shape)) if i not in inside]
+    group = math.prod(shape[i] for i in inside)
+    return order.reshape(shape).transpose(outside + inside).reshape(-1, group)
+
+
+def _iota(text: str) -> np.ndarray:
+    """The numbers from 0 on, in the order that "[8,4]T(1,0)" means: shaped, transposed, and flat again."""
+    shape, _, turn = text.partition("T")
+    sizes = _numbers(shape)
+    order = np.arange(math.prod(sizes)).reshape(sizes)
+    return (order.transpose(_numbers(turn)) if turn else order).reshape(-1)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def _axes(groups: np.ndarray, mesh: dict[str, int]) -> tuple[str, ...]:
+    """The axes in whose coordinates members of a group differ."""
+    coordinates = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, group, axes]
+    differ = (coordinates != coordinates[:, :1]).any(axis=(0, 1))
+    return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)

@@ -1,0 +1,139 @@
+"""A model made to fit a mesh: padding of the vocabulary and copies of key/value heads, so that both can be divided.
+
+The function is the same. What is added lies inside of the sharded model only: `unembed` gives padding no probability, and
+`unfit` cuts what is written or returned back to the model's own shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import MeshError
+from llama_jax.model.params import Block, Llama
+from llama_jax.parallel.mesh import MeshSizes
+
+Change: TypeAlias = Callable[[Any], Any]  # of an array, on the host or on devices
+LANES = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it
+
+
+def padded_vocab(config: LlamaConfig, sizes: MeshSizes) -> int:
+    """Rows of the embedding and of the output projection on a mesh: V, or where `tensor` cuts them the next multiple of it
+    and of 128."""
+    if sizes.tensor == 1:
+        return config.vocab_size
+    return -(-config.vocab_size // (multiple := math.lcm(LANES, sizes.tensor))) * multiple
+
+
+def fitted(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
+    """The configuration of the model as a mesh holds it: with as many key/value heads as `tensor` has parts, if there are
+    fewer. Its vocabulary is the model's own: padding is no part of it.
+
+    Each head is then held several times, and the G queries of its group are divided among its copies (Pope et al. 2022,
+    section 3.3, shard multi-query attention by batch instead; copies cost tensor / K times the cache, and no exchange).
+
+    Raises:
+      MeshError: heads, features or columns that cannot be divided; the message says which sizes would do.
+    """
+    c, tensor = config, sizes.tensor
+    if not _divides(c, tensor):
+        would_do = ", ".join(str(n) for n in range(1, c.n_heads + 1) if _divides(c, n))
+        name = f"n_kv_heads={c.n_kv_heads}" if c.hidden_dim % tensor == 0 else f"hidden_dim={c.hidden_dim}"
+        queries = f" (of {c.queries_per_kv_head} queries each)" if c.hidden_dim % tensor == 0 else ""
+        raise MeshError(f"{name}{queries} cannot be split over tensor={tensor}; {would_do} would do")
+    if c.dim % sizes.fsdp:
+        near = sorted((n for n in range(1, c.dim + 1) if c.dim % n == 0), key=lambda n: abs(n - sizes.fsdp))[:12]
+        raise MeshError(f"dim={c.dim} cannot be split over fsdp={sizes.fsdp}; {', '.join(map(str, sorted(near)))} would do")
+    return replace(c, n_kv_heads=max(c.n_kv_heads, tensor))
+
+
+def _divides(config: LlamaConfig, tensor: int) -> bool:
+    heads, queries = config.n_kv_heads, config.queries_per_kv_head
+    enough = heads % tensor == 0
+    copied = tensor % heads == 0 and queries % (tensor // heads) == 0
+    return (enough or copied) and config.hidden_dim % tensor == 0
+
+
+def laid_out(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
+    """The configuration whose parameters have the shapes that the mesh holds: `fitted`, with rows of padding counted as
+    vocabulary. It is for shapes alone; to compute with it would make tokens of the padding.
+
+    Raises:
+      MeshError: the model cannot be made to fit.
+    """
+    return replace(fitted(config, sizes), vocab_size=padded_vocab(config, sizes))
+
+
+def fit(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
+    """The parameters as a mesh holds them, those of `fitted(config, sizes)`: padded with zeros, heads copied.
+
+    A function of arrays, on the host (NumPy's stay there) or, under `jit` with shardings, on the mesh. `load` with a mesh
+    reads into this form at once.
+
+    Raises:
+      MeshError: the model cannot be made to fit.
+    """
+    target = laid_out(config, sizes)
+    return changed(params, partial(pad_rows, rows=target.vocab_size), partial(copy_heads, heads=target.n_kv_heads))
+
+
+def unfit(config: LlamaConfig, params: Llama) -> Llama:
+    """Undo `fit`: the parameters in the shape of the model's own configuration, without padding and copies."""
+
+    def cut(table: Any) -> Any:
+        return table if table.shape[0] == config.vocab_size else table[: config.vocab_size]
+
+    return changed(params, cut, partial(_merge_heads, heads=config.n_kv_heads))
+
+
+def changed(params: Llama, table: Change, qkv: Change) -> Llama:
+    """The parameters with a function applied to the arrays of V rows, and one to the projections that have K heads."""
+
+    def changed(block: Block) -> Block:
+        return block.replace(attention=block.attention.replace(qkv=qkv(block.attention.qkv)))
+
+    blocks = params.blocks
+    return params.replace(
+        embedding=table(params.embedding),
+        blocks=changed(blocks) if isinstance(blocks, Block) else tuple(changed(block) for block in blocks),
+        lm_head=None if params.lm_head is None else table(params.lm_head),
+    )
+
+
+def pad_rows(table: Any, *, rows: int) -> Any:
+    """[V, D] with zeros behind it: [rows, D]."""
+    missing = rows - table.shape[0]
+    return _module_of(table).pad(table, ((0, missing), (0, 0))) if missing else table
+
+
+def copy_heads(qkv: Any, *, heads: int) -> Any:
+    """[..., K, G + 2, H, D] with K = `heads`: the queries divided among the copies of their key and value."""
+    *layers, found, queries, width, dim = qkv.shape
+    queries, copies = queries - 2, heads // found
+    if copies == 1:
+        return qkv
+    asking = qkv[..., :queries, :, :].reshape(*layers, heads, queries // copies, width, dim)
+    asked = _module_of(qkv).repeat(qkv[..., queries:, :, :], copies, axis=-4)
+    return _module_of(qkv).concatenate([asking, asked], axis=-3)
+
+
+def _merge_heads(qkv: Any, *, heads: int) -> Any:
+    """Undo `copy_heads`: of the copies of a key and value the first."""
+    *layers, found, queries, width, dim = qkv.shape
+    queries, copies = queries - 2, found // heads
+    if copies == 1:
+        return qkv
+    asking = qkv[..., :queries, :, :].reshape(*layers, heads, queries * copies, width, dim)
+    return _module_of(qkv).concatenate([asking, qkv[..., ::copies, queries:, :, :]], axis=-3)
+
+
+def _module_of(array: Any) -> Any:
+    """The module whose functions leave an array where it is."""
+    return np if isinstance(array, np.ndarray) else jnp

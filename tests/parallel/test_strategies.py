@@ -1,0 +1,167 @@
+"""Every way to split a step over eight devices computes what one device does, and says to the others what it must."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import llama_jax
+from llama_jax import LlamaConfig
+from llama_jax.model.params import parameter_count
+from llama_jax.parallel.collectives import find_collectives
+from llama_jax.parallel.memory import bytes_per_device, train_programs
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.specs import batch_spec, shardings, step_over, train_state_specs
+from llama_jax.training.batch import Batch
+from llama_jax.training.optimizer import adamw
+from llama_jax.training.step import init_state
+
+CONFIG = LlamaConfig(
+    vocab_size=250,  # to be padded
+    dim=32,
+    n_layers=2,
+    n_heads=16,
+    n_kv_heads=4,  # of which eight devices need copies
+    hidden_dim=48,
+    max_seq_len=64,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+    head_dim=8,
+)
+ROWS, LENGTH, STEPS = 8, 16, 10
+OPTIMIZER = adamw(1e-3)
+# The other ways to split eight devices combine these.
+QUICK = [MeshSizes(8), MeshSizes(1, 8), MeshSizes(1, 1, 8), MeshSizes(2, 2, 2)]
+SLOW = [MeshSizes(4, 2), MeshSizes(2, 4), MeshSizes(4, 1, 2), MeshSizes(2, 1, 4), MeshSizes(1, 4, 2), MeshSizes(1, 2, 4)]
+
+
+def batches():
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        tokens = rng.integers(0, CONFIG.vocab_size, (ROWS, LENGTH + 1), np.int32)
+        segments = np.repeat([[1] * 9 + [2] * 6 + [0] * 2, [1] * 17], ROWS // 2, axis=0)
+        yield Batch(tokens, segments.astype(np.int32), np.broadcast_to(np.arange(LENGTH + 1, dtype=np.int32), tokens.shape))
+
+
+def run(sizes):
+    """The losses of ten steps and the parameters after them; the first moments after one step, tenths of the gradients."""
+    mesh = make_mesh(sizes)
+    placement = shardings(mesh, train_state_specs(CONFIG, sizes, OPTIMIZER))
+    rows = shardings(mesh, batch_spec(sizes, ROWS))
+    state = jax.jit(lambda: init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0))), out_shardings=placement)()
+    step = partial(step_over(CONFIG, mesh), OPTIMIZER, remat="full", chunk=8, clip_norm=1.0)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
+    losses = []
+    for i, batch in enumerate(batches()):
+        state, metrics = jitted(state, jax.device_put(batch, rows))
+        losses.append(float(metrics["loss"]))
+        if i == 0:
+            (adam,) = (kept for kept in state.opt_state if hasattr(kept, "mu"))
+            gradients = jax.tree.map(np.asarray, adam.mu)
+    return losses, gradients, jax.tree.map(np.asarray, state.params)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run(MeshSizes())
+
+
+@pytest.mark.parametrize("sizes", [*QUICK, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW)], ids=str)
+def test_ten_steps_are_those_of_one_device(alone, sizes):
+    losses, gradients, params = run(sizes)
+    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+    for found, expected in ((gradients, alone[1]), (params, alone[2])):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            # Of the whole array: Adam makes as large a step of a gradient that is but rounding as of any other.
+            assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
+
+
+DIVISIBLE = replace(CONFIG, vocab_size=256, n_kv_heads=8, n_layers=3)
+LAYERS = DIVISIBLE.n_layers
+# Of a layer's matrices: qkv, out, gate, up, down.
+MATRICES = [[8 * 4 * 8, 32], [32, 128], [48, 32], [48, 32], [32, 48]]
+
+
+@pytest.fixture(scope="module")
+def exchanged():
+    """{mesh: the collectives of a step}; two chunks of logits, layers computed twice."""
+    found = {}
+
+    def of(sizes):
+        if sizes not in found:
+            mesh = make_mesh(sizes)
+            (program,) = train_programs(DIVISIBLE, mesh, ROWS, 128)
+            compiled = program.function.lower(*program.arguments).compile()
+            found[sizes] = find_collectives(compiled.as_text(), mesh)
+        return found[sizes]
+
+    return of
+
+
+def shapes_of(collectives):
+    """Of every array of their results."""
+    texts = (shape.split("[")[1].rstrip("]") for c in collectives for shape in c.shapes)
+    return sorted([int(n) for n in text.split(",") if n] for text in texts)
+
+
+def test_data_parallel_sums_every_gradient_once(exchanged):
+    """In one bucket per layer, and one for all that is in no layer."""
+    collectives = exchanged(MeshSizes(8))
+    assert {c.kind for c in collectives} == {"all-reduce"}
+    assert sorted(c.loops for c in collectives) == [(), (LAYERS,)]
+    gradients = 4 * parameter_count(DIVISIBLE)
+    assert gradients <= sum(c.count * c.bytes for c in collectives) <= gradients + 16  # and the loss
+
+
+def test_fsdp_gathers_the_weights_of_each_layer_once_forward_and_once_backward(exchanged):
+    collectives = exchanged(MeshSizes(1, 8))
+    gathers = [c for c in collectives if c.kind == "all-gather"]
+    forward = [c for c in gathers if c.loops and c.phase == "forward"]
+    backward = [c for c in gathers if c.loops and c.phase != "forward"]
+    assert shapes_of(forward) == shapes_of(backward) == sorted(MATRICES)
+    assert all(c.loops == (LAYERS,) for c in forward + backward)
+    # No activations: besides, only the output projection and the whole numbers that are to be looked up.
+    (head,) = (c for c in gathers if not c.loops and "s32" not in c.dtypes)
+    assert shapes_of([head]) == [[DIVISIBLE.vocab_size, DIVISIBLE.dim]]
+    assert all(c.loops == (LAYERS,) for c in collectives if c.loops)  # nothing for every chunk of logits
+
+
+def test_tensor_parallel_sums_twice_per_layer_forward(exchanged):
+    """Each sum is a reduce-scatter where the residual stream is split by positions, with a gather before what reads it."""
+    collectives = [c for c in exchanged(MeshSizes(1, 1, 8)) if c.loops == (LAYERS,) and c.phase == "forward"]
+    kinds = [c.kind for c in collectives]
+    assert kinds.count("all-reduce") == kinds.count("all-gather") == 2
+    assert len(kinds) == 4
+    stream = ROWS * 128 * DIVISIBLE.dim * 4
+    assert {c.bytes for c in collectives} == {stream}
+    assert all(c.sliced == stream for c in collectives if c.kind == "all-reduce")
+
+
+def test_a_device_computes_its_share_of_scores_and_logits():
+    (program,) = train_programs(DIVISIBLE, make_mesh(MeshSizes(2, 2, 2)), ROWS, 32)
+    text = program.function.lower(*program.arguments).compile().as_text()
+    assert f"f32[{ROWS // 4},{DIVISIBLE.n_kv_heads // 2},32," in text
+    assert f"f32[{ROWS},{DIVISIBLE.n_kv_heads},32," not in text
+    assert f"f32[{ROWS // 4},32,{DIVISIBLE.vocab_size // 2}]" in text
+    assert f"f32[{ROWS},32,{DIVISIBLE.vocab_size}]" not in text
+
+
+@pytest.mark.parametrize("sizes", QUICK, ids=str)
+def test_nothing_is_gathered_for_want_of_a_better_way(sizes, capfd):
+    """XLA warns where it can reshard an array only by making it whole on every device."""
+    (program,) = train_programs(DIVISIBLE, make_mesh(sizes), ROWS, 32)
+    program.function.lower(*program.arguments).compile()
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("fsdp", [2, 4, 8])
+def test_the_state_takes_its_share_of_memory(fsdp):
+    def bytes_held(sizes):
+        (program,) = train_programs(CONFIG, make_mesh(sizes), ROWS, LENGTH)
+        return bytes_per_device(program.arguments[0])
+
+    assert bytes_held(MeshSizes(1, fsdp)) == pytest.approx(bytes_held(MeshSizes()) / fsdp, rel=0.1)
