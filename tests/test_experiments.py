@@ -7,6 +7,7 @@ import pytest
 import scaling
 import shakespeare
 import stories
+import three_ways
 
 from llama_jax.runs import recipes
 
@@ -126,3 +127,15 @@ def test_stories(text, tmp_path, capsys):
     assert "tokens/s" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--data is missing"):
         stories.main(stories.Arguments("15m"))
+
+
+def test_three_ways_to_spread_a_step_take_the_same_steps(tmp_path, capsys):
+    arguments = three_ways.Arguments(steps=3, length=8, rows=1, output=tmp_path / "ways.json")
+    three_ways.main(arguments)
+    ways = json.loads(arguments.output.read_text())["ways"]
+    assert ways["shard_map"]["difference_from_pmap"]["same_bits"]
+    # jit adds the rows of a device in another order.
+    assert ways["jit"]["difference_from_pmap"]["loss"] < 1e-5
+    assert ways["jit"]["difference_from_pmap"]["parameters"] < 1e-5
+    assert {t["kind"] for way in ("shard_map", "jit") for t in ways[way]["collectives"]} == {"all-reduce"}
+    assert "same bits" in capsys.readouterr().out

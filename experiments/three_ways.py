@@ -1,0 +1,186 @@
+"""One training step over many devices, spread in the three ways that JAX has had: `pmap`, `shard_map` and `jit`.
+
+The step is `llama_jax.training.step.train_step` each time, data parallel: every device has the whole state and its share of
+the rows. What differs is who inserts the communication.
+
+  pmap        2018. A function per device; `axis_name` tells the step to sum over the devices by itself (`lax.psum`).
+              Nothing checks that it has: a forgotten sum would leave every device with parameters of its own.
+  shard_map   The same function per device, with a partition spec for every argument and result. May stand inside of `jit`,
+              mixes with every other layout, and its devices form a mesh of several axes.
+  jit         The function of the whole batch, as if there were one device. The layout of state and batch says all; XLA
+              divides the work and finds that gradients need a sum. Model parallelism is another layout, not another program.
+
+The three are run on the same batches from the same parameters. Printed: whether losses and parameters agree to the bit, the
+largest difference if not, what the compiled programs send, how long compiling and a step take. Times of simulated devices
+say nothing of real ones.
+
+    python experiments/three_ways.py [--devices 8] [--steps 10] [--model stories-260k]
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import llama_jax
+from llama_jax.parallel.collectives import add_up, find_collectives
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.pmapped import pmap_step, replicate
+from llama_jax.parallel.specs import step_over
+from llama_jax.training.batch import Batch
+from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+from llama_jax.training.step import init_state, train_step
+
+Step = Any  # of a state and a batch to a state and metrics, compiled ahead of time where it can be
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare pmap, shard_map and jit."""
+
+    devices: int = 8
+    """Simulated where the machine has fewer."""
+    model: str = "stories-260k"
+    """A preset; its parameters are random."""
+    rows: int = 2
+    """Of the batch, on each device."""
+    length: int = 64
+    steps: int = 10
+    output: Path = Path("experiments/results/three_ways_cpu.json")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one way: losses and seconds of every step, parameters behind the last, what is sent."""
+
+    losses: list[float]
+    params: Any
+    seconds: list[float]
+    compile_seconds: float
+    traffic: list[dict] | None
+
+
+def by_pmap(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
+    """`in_axes=None` for the state: one value on all devices. `llama_jax.parallel.pmapped` has the details."""
+    return pmap_step(step, list(mesh.devices.flat))
+
+
+def by_shard_map(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
+    """Without the check that results marked P() are equal everywhere: the sums inside scans start as zeros, which it takes
+    for values of another kind than what is added to them."""
+    mapped = jax.shard_map(
+        partial(step, axis_name="data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+def by_jit(_: Callable[..., Any], step: Callable[..., Any], mesh: Mesh) -> Step:
+    """`step` knows where activations lie and no axis by name; the rest follows from where its arguments are."""
+    return jax.jit(step, donate_argnums=0, out_shardings=NamedSharding(mesh, P()))
+
+
+WAYS = {"pmap": by_pmap, "shard_map": by_shard_map, "jit": by_jit}
+
+
+def run(way: str, arguments: Arguments) -> Found:
+    """Some steps of a model in one of the ways."""
+    config = llama_jax.preset(arguments.model)
+    optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-3, warmup_steps=2), arguments.steps)
+    mesh = make_mesh(MeshSizes(data=arguments.devices))
+    alone = partial(train_step, config, optimizer, clip_norm=1.0)
+    spread = partial(step_over(config, mesh), optimizer, clip_norm=1.0)
+    step = WAYS[way](alone, spread, mesh)
+    state = replicate(init_state(optimizer, llama_jax.init(config, jax.random.key(0))), list(mesh.devices.flat))
+    rows = NamedSharding(mesh, P("data"))
+    batches = [jax.device_put(batch, rows) if way != "pmap" else batch for batch in make_batches(config, arguments)]
+
+    began = time.perf_counter()
+    traffic = None
+    if way != "pmap":  # what pmap compiles cannot be asked for from outside; it is shard_map's program
+        compiled = step.lower(state, batches[0]).compile()
+        traffic = [asdict(t) for t in add_up(find_collectives(compiled.as_text(), mesh))]
+        step = compiled
+    losses, seconds = [], []
+    for batch in batches:
+        before = time.perf_counter()
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+        jax.block_until_ready(state)
+        seconds.append(time.perf_counter() - before)
+        if len(losses) == 1:
+            compile_seconds = time.perf_counter() - began
+    return Found(losses, jax.tree.map(np.asarray, state.params), seconds[1:], compile_seconds, traffic)
+
+
+def make_batches(config: llama_jax.LlamaConfig, arguments: Arguments) -> list[Batch]:
+    """Random tokens; rows of different lengths, so that a mean of the devices' means would be wrong."""
+    rng = np.random.default_rng(0)
+    rows = arguments.rows * arguments.devices
+    mask = np.arange(arguments.length + 1) <= np.linspace(2, arguments.length, rows)[:, None]
+    shape = arguments.steps, rows, arguments.length + 1
+    return [Batch(tokens, mask=mask) for tokens in rng.integers(0, config.vocab_size, shape, np.int32)]
+
+
+def difference(a: Found, b: Found) -> dict[str, float | bool]:
+    """Between the parameters and losses of two ways: the largest, and whether they are the same to the bit."""
+    pairs = list(zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True))
+    return {
+        "loss": max(abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)),
+        "parameters": max(float(np.abs(x - y).max()) for x, y in pairs),
+        "same_bits": a.losses == b.losses and all((x == y).all() for x, y in pairs),
+    }
+
+
+def main(arguments: Arguments) -> None:
+    if arguments.devices > 1:
+        jax.config.update("jax_num_cpu_devices", arguments.devices)  # of CPUs alone; other devices are what they are
+    found = {way: run(way, arguments) for way in WAYS}
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__},
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
+        "ways": {},
+    }
+    print(f"{arguments.model}, data parallel over {arguments.devices} devices, {arguments.steps} steps")
+    print(
+        f"{'':10} {'compile s':>9} {'step ms':>8} {'last loss':>9} {'loss off':>9} {'parameters off':>14}  sent by a device"
+    )
+    for way, result in found.items():
+        off = difference(result, found["pmap"])
+        report["ways"][way] = {
+            "compile_seconds": result.compile_seconds,
+            "step_seconds": statistics.median(result.seconds),
+            "losses": result.losses,
+            "difference_from_pmap": off,
+            "collectives": result.traffic,
+        }
+        sent = "as shard_map" if result.traffic is None else describe(result.traffic)
+        bits = "same bits" if off["same_bits"] else f"{off['parameters']:.1e}"
+        print(
+            f"{way:10} {result.compile_seconds:9.2f} {statistics.median(result.seconds) * 1e3:8.1f}"
+            f" {result.losses[-1]:9.6f} {off['loss']:9.1e} {bits:>14}  {sent}"
+        )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {arguments.output}")
+
+
+def describe(traffic: list[dict]) -> str:
+    """Collectives in words."""
+    return ", ".join(f"{t['count']} {t['kind']} ({t['sent'] / 1e6:.2f} MB)" for t in traffic)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
