@@ -47,13 +47,13 @@ def batches():
         yield Batch(tokens, segments.astype(np.int32), np.broadcast_to(np.arange(LENGTH + 1, dtype=np.int32), tokens.shape))
 
 
-def run(sizes):
+def run(sizes, **options):
     """The losses of ten steps and the parameters after them; the first moments after one step, tenths of the gradients."""
     mesh = make_mesh(sizes)
     placement = shardings(mesh, train_state_specs(CONFIG, sizes, OPTIMIZER))
     rows = shardings(mesh, batch_spec(sizes, ROWS))
     state = jax.jit(lambda: init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0))), out_shardings=placement)()
-    step = partial(step_over(CONFIG, mesh), OPTIMIZER, remat="full", chunk=8, clip_norm=1.0)
+    step = partial(step_over(CONFIG, mesh), OPTIMIZER, **{"remat": "full", "chunk": 8, "clip_norm": 1.0, **options})
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     losses = []
     for i, batch in enumerate(batches()):
@@ -72,10 +72,18 @@ def alone():
 
 @pytest.mark.parametrize("sizes", [*QUICK, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW)], ids=str)
 def test_ten_steps_are_those_of_one_device(alone, sizes):
-    losses, gradients, params = run(sizes)
-    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
-    for found, expected in ((gradients, alone[1]), (params, alone[2])):
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert_same(run(sizes), alone)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_a_batch_in_parts(alone):
+    assert_same(run(MeshSizes(2, 2, 2), accumulate=2, remat="none"), alone)
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for trees in zip(found[1:], expected[1:], strict=True):
+        for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
             # Of the whole array: Adam makes as large a step of a gradient that is but rounding as of any other.
             assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b)
 
