@@ -20,10 +20,10 @@ FLOOR = {
     "tokenizers": 3,
     "data": 4,  # reads text through a tokenizer
     "parallel": 4,  # lays out what is trained and decoded
-    "checkpoints": 4,  # finds the tokenizer beside the weights
-    "runs": 5,  # the training loop: reads data, lays it out, writes checkpoints
-    "cli": 6,
-    "__main__": 7,
+    "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
+    "runs": 6,  # the training loop: reads data, lays it out, writes checkpoints
+    "cli": 7,
+    "__main__": 8,
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

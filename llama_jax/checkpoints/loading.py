@@ -11,12 +11,15 @@ import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
 from llama_jax.checkpoints.assemble import Progress, assemble
+from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.model.params import Llama
+from llama_jax.parallel.fit import fitted
+from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 
 
@@ -33,6 +36,7 @@ def load(
     dtype: jax.typing.DTypeLike | None = None,
     *,
     tokenizer: str | os.PathLike[str] | None = None,
+    mesh: MeshSizes | None = None,
     shardings: Llama | None = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
@@ -42,9 +46,13 @@ def load(
       path: see `open_checkpoint`.
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
-      shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` that holds for every layer; None puts all on
-        the default device.
-      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once).
+      mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
+        (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
+        only of orbax are a padded table and copied heads made on the devices, one array at a time.
+      shardings: for a layout of one's own, and the model as it is: a `Llama` of `jax.sharding.Sharding`, its `blocks` one
+        `Block` that holds for every layer. With neither, all is put on the default device.
+      progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once, and the stacked
+        layers of a training run into the host's memory first).
 
     Returns:
       The configuration, the parameters with one block per layer, and the tokenizer.
@@ -52,16 +60,25 @@ def load(
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
       TokenizerError: a damaged vocabulary.
+      MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
     """
     _check_dtype(dtype)
+    if mesh is not None and shardings is not None:
+        raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(path)
+    config = opened.config
+    if mesh is not None:
+        from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
+
+        shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
+        config = fitted(config, mesh)
     # The vocabulary first: a damaged one is noticed before minutes go into the weights.
     vocabulary = opened.tokenizer() if tokenizer is None else load_tokenizer(tokenizer)
-    if isinstance(opened, store.Stored):
-        params = store.load_params(opened, dtype, shardings=shardings)
-    else:
-        params = assemble(opened, dtype, shardings=shardings, progress=progress)
-    return Checkpoint(opened.config, params, vocabulary)
+    if not isinstance(opened, store.Stored):
+        wanted = opened if mesh is None else fit_opened(opened, mesh)
+        return Checkpoint(config, assemble(wanted, dtype, shardings=shardings, progress=progress), vocabulary)
+    params = store.load_params(opened, dtype, shardings=shardings)
+    return Checkpoint(config, params if mesh is None else fit_on_mesh(opened.config, mesh, params), vocabulary)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:

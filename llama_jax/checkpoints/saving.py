@@ -16,6 +16,7 @@ from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
+from llama_jax.parallel.fit import unfit
 from llama_jax.tokenizers import Tokenizer
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
@@ -39,6 +40,8 @@ def save(
     """Write a model: the whole of it appears under `path` at once, or nothing does.
 
     Args:
+      config, params: the model. What was padded or copied to fit a mesh is left out (`parallel.fit`); where heads were
+        copied, give the model's own configuration, that of its file, and not the one that `load` gave for the mesh.
       path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
         and "llama2c" (legacy ``.bin``, which run.c reads).
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, if none is there).
@@ -55,6 +58,7 @@ def save(
             f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
             " give the model's own"
         )
+    params = unfit(config, params)
     if format != "orbax":
         _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
         return

@@ -167,7 +167,7 @@ def _places(config: LlamaConfig, shardings: Llama | None) -> Llama:
     """The sharding of every array of a model with a tuple of blocks."""
     if shardings is not None:
         return shardings.replace(blocks=(shardings.blocks,) * config.n_layers)
-    default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.tree.map(lambda _: default, _config_shape(config, stacked=False))
 
 

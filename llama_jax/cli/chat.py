@@ -83,9 +83,10 @@ class Chat(ModelOptions):
 
         import jax
 
+        mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
         _note(
-            f"{jax.default_backend()} · {params.embedding.dtype} · format {format} · context {context} tokens · seed {seed}"
-            " · /help lists the commands"
+            f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · format {format} · context {context} tokens"
+            f" · seed {seed} · /help lists the commands"
         )
         history: list[Message] = []
         turn = 0

@@ -95,6 +95,7 @@ class Generate(ModelOptions):
         statistics = {
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
+            "mesh": self.mesh and str(self.mesh_sizes()),
             "dtype": str(params.embedding.dtype),
             "attention": "reference",
             "seed": seed,
@@ -143,8 +144,9 @@ def _capacity(filled: int) -> int:
 
 def _summary(s: dict) -> str:
     megabyte = 1e6
+    mesh = f" · mesh {s['mesh']}" if s["mesh"] else ""
     return (
-        f"{s['backend']} ({s['device']}) · {s['dtype']} · attention {s['attention']} · seed {s['seed']}\n"
+        f"{s['backend']} ({s['device']}){mesh} · {s['dtype']} · attention {s['attention']} · seed {s['seed']}\n"
         f"load {s['load_seconds']:.2f} s · compile {s['compile_seconds']:.2f} s"
         f" · prefill {s['prompt_tokens']} tokens, {s['prefill_tokens_per_second']:.1f}/s"
         f" · decode {s['new_tokens']} tokens, {s['decode_tokens_per_second']:.1f}/s"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
     from llama_jax.model.params import Llama
+    from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
@@ -40,6 +41,8 @@ class ModelOptions:
     """Start of the random stream; by default taken from the clock and printed."""
     dtype: DTYPES = "auto"
     """Of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
+    mesh: str = ""
+    """Divide the model over devices: tensor=8. By default it is on one."""
 
     def choose_seed(self) -> int:
         return time.time_ns() % 2**32 if self.seed is None else self.seed
@@ -59,6 +62,19 @@ class ModelOptions:
         sampling.per_row(1)
         return sampling
 
+    def mesh_sizes(self) -> MeshSizes | None:
+        """The sizes of the mesh, or None; MeshError for one that cannot divide the model of a single prompt."""
+        from llama_jax.errors import MeshError
+        from llama_jax.parallel.mesh import make_mesh, parse_mesh
+
+        if not self.mesh:
+            return None
+        sizes = parse_mesh(self.mesh)
+        if sizes.data * sizes.fsdp > 1:
+            raise MeshError(f"mesh {sizes}: a single prompt cannot be split over data and fsdp; use tensor={sizes.devices}")
+        make_mesh(sizes)
+        return sizes
+
     def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none, or one that is not the model's."""
         import jax.numpy as jnp
@@ -69,9 +85,11 @@ class ModelOptions:
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         path = bundled() if self.model is None else self.model
-        config, params, tokenizer = llama_jax.load(path, dtype, tokenizer=self.tokenizer, progress=loading_bar)
+        config, params, tokenizer = llama_jax.load(
+            path, dtype, tokenizer=self.tokenizer, mesh=self.mesh_sizes(), progress=loading_bar
+        )
         if self.model is None:
-            size = llama_jax.parameter_count(config) / 1e6
+            size = llama_jax.parameter_count(llama_jax.checkpoints.open_checkpoint(path).config) / 1e6
             print(f"model: {NAME} ({size:.1f}M parameters, TinyStories); --model gives another", file=sys.stderr)
         if tokenizer is None:
             raise GenerationError(

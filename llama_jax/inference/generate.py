@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
@@ -15,9 +14,10 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
+from llama_jax.inference.placement import Placement, placement_of
 from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.model.cache import KVCache, bucket, drop_batch, grow, init_cache, restore_batch
-from llama_jax.model.forward import check_tokens, forward, unembed
+from llama_jax.model.forward import Constrain, check_tokens, forward, head_of, unconstrained, unembed
 from llama_jax.model.params import Llama
 
 # Tokens per turn of the scan. Early exit and streaming happen between turns: few enough that neither waits long.
@@ -32,7 +32,7 @@ class DecodeState(struct.PyTreeNode):
     Attributes:
       cache: what the model has read.
       token: int32[B], chosen but not yet read.
-      seen: bool[B, V], tokens in the prompt or the continuation, for the repetition penalty.
+      seen: bool[B, rows of the output projection], tokens in the prompt or the continuation, for the repetition penalty.
       count: int32[B], tokens generated so far.
       done: bool[B], the row has met a stop token or its limit.
     """
@@ -54,8 +54,8 @@ class Request(struct.PyTreeNode):
     """
 
     sampling: Sampling
-    limit: jax.Array
-    stop: jax.Array
+    limit: jax.Array | np.ndarray
+    stop: jax.Array | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def generate(
 
     Args:
       config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
+        Where the parameters lie on a mesh, as `load(..., mesh=...)` puts them, the generation runs there.
       prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` gives them (it puts the
         begin-of-sequence token before them).
       max_new_tokens: tokens to generate at most.
@@ -115,6 +116,7 @@ def generate(
     Raises:
       GenerationError: an empty prompt, an id outside the vocabulary, a length beyond the model's context, or an
         impossible sampling value.
+      MeshError: prompts that cannot be divided over the mesh of the parameters.
     """
     pieces = list(
         stream(
@@ -127,17 +129,7 @@ def generate(
             turns=1 << 20,
         )
     )
-    tokens, logprobs, valid = (
-        np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "logprobs", "valid")
-    )
-    stop = set(_ids("stop_tokens", stop_tokens).tolist())
-    results = []
-    for row in range(len(prompts)):
-        ids, scores = tokens[row][valid[row]].tolist(), logprobs[row][valid[row]].tolist()
-        stopped = ids[-1] in stop
-        end = len(ids) - stopped
-        results.append(Generation(ids[:end], scores[:end], "stop" if stopped else "length"))
-    return results
+    return continuations(pieces, stop_tokens)
 
 
 def stream(
@@ -155,36 +147,40 @@ def stream(
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.
     """
-    tokens, lengths = _pack(config, prompts, max_new_tokens)
-    batch = len(prompts)
-    ends = _ids("stop_tokens", stop_tokens)
-    check_tokens(config, ends, "stop token")
-    stop = np.full(bucket(len(ends), 4), -1, np.int32)
-    stop[: len(ends)] = ends
-    request = Request(sampling.per_row(batch), jnp.full(batch, max_new_tokens, jnp.int32), jnp.asarray(stop))
-    return _stream(config, params, tokens, lengths, request, turns)
+    tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
+    constrain = placement_of(params)
+    if isinstance(constrain, Placement):
+        constrain.check_rows(len(prompts))
+    return _stream(config, params, tokens, lengths, request, turns, constrain)
 
 
 def _stream(
-    config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray, request: Request, turns: int
+    config: LlamaConfig,
+    params: Llama,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    request: Request,
+    turns: int,
+    constrain: Constrain,
 ) -> Iterator[Piece]:
-    cache, hidden = _read_prompts(config, params, tokens, lengths)
-    state, logprobs = _first_token(config, params, cache, hidden, tokens, lengths, request)
-    yield _piece(*(np.asarray(x)[:, None] for x in (state.token, logprobs, np.ones_like(lengths, bool))))
+    cache, hidden = _read_prompts(config, params, tokens, lengths, constrain)
+    state, logprobs = _first_token(config, params, cache, hidden, tokens, lengths, request, constrain)
+    yield piece_of(*(np.asarray(x)[:, None] for x in (state.token, logprobs, np.ones_like(lengths, bool))))
 
     filled = int(lengths.max())
     while not np.asarray(state.done).all():
         capacity = bucket(filled + CHUNK, SMALLEST_CACHE)
         if capacity > state.cache.capacity:
-            state = state.replace(cache=_grow(state.cache, capacity))
+            state = state.replace(cache=_grow(state.cache, capacity, constrain))
         room = (capacity - filled) // CHUNK
-        state, n, *pieces = _decode(config, params, request, state, np.int32(min(room, turns)))
+        state, n, *pieces = _decode(config, params, request, state, np.int32(min(room, turns)), constrain=constrain)
         steps = int(n) * CHUNK
         filled += steps
-        yield _piece(*(np.asarray(x)[:, :steps] for x in pieces))
+        yield piece_of(*(np.asarray(x)[:, :steps] for x in pieces))
 
 
-def _piece(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> Piece:
+def piece_of(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> Piece:
+    """The piece of these tokens; GenerationError where the model's logits were not numbers."""
     bad = np.isnan(logprobs) & valid
     if bad.any():
         raise GenerationError(
@@ -193,8 +189,78 @@ def _piece(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> Piece
     return Piece(tokens, logprobs, valid)
 
 
+def continuations(pieces: Sequence[Piece], stop_tokens: Sequence[int]) -> list[Generation]:
+    """What all pieces of a generation say of each row."""
+    tokens, logprobs, valid = (
+        np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "logprobs", "valid")
+    )
+    stop = set(_ids("stop_tokens", stop_tokens).tolist())
+    results = []
+    for row in range(len(tokens)):
+        ids, scores = tokens[row][valid[row]].tolist(), logprobs[row][valid[row]].tolist()
+        stopped = ids[-1] in stop
+        end = len(ids) - stopped
+        results.append(Generation(ids[:end], scores[:end], "stop" if stopped else "length"))
+    return results
+
+
+def complete(
+    config: LlamaConfig, capacity: int, params: Llama, tokens: jax.Array, lengths: jax.Array, request: Request
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A whole generation as one pure function, for where one program is wanted and not one per step: `pmap`, exporting.
+
+    Args:
+      capacity: slots of the cache, from `capacity_for`.
+      tokens, lengths, request: as `prepare` gives them.
+
+    Returns:
+      Tokens, logprobs and validity, [B, 1 + capacity].
+    """
+    batch, width = tokens.shape
+    piece = min(width, LARGEST_PREFILL)
+    cache, hidden = begin(config, params, batch, capacity)
+    for start in range(0, width, piece):
+        new = jnp.clip(lengths - start, 0, piece)
+        cache, hidden = prefill(config, params, cache, tokens[:, start : start + piece], new, hidden)
+    state, logprobs = first_token(config, params, cache, hidden, tokens, lengths, request)
+    first = state.token, logprobs, jnp.ones(batch, bool)
+    _, _, *rest = decode(config, params, request, state, (capacity - jnp.max(lengths)) // CHUNK)
+    tokens, logprobs, valid = (jnp.concatenate([a[:, None], b], axis=1) for a, b in zip(first, rest, strict=True))
+    return tokens, logprobs, valid
+
+
+def capacity_for(width: int, longest: int, max_new_tokens: int) -> int:
+    """Slots for a whole generation: prompts of at most `longest` tokens, padded to `width`, and the last chunk's rest."""
+    return bucket(max(width, longest + max_new_tokens + CHUNK), SMALLEST_CACHE)
+
+
+def begin(
+    config: LlamaConfig, params: Llama, batch: int, capacity: int, constrain: Constrain = unconstrained
+) -> tuple[KVCache, jax.Array]:
+    """An empty cache and the states [B, D] of no token."""
+    dtype = params.embedding.dtype
+    cache = init_cache(config, batch, capacity, dtype, stacked=not isinstance(params.blocks, tuple))
+    return lay_out(cache, constrain), constrain(jnp.zeros((batch, config.dim), dtype), "row")
+
+
+def lay_out(cache: KVCache, constrain: Constrain) -> KVCache:
+    """The same cache where `constrain` wants it."""
+
+    def placed(buffer: jax.Array) -> jax.Array:
+        return constrain(buffer, "cache")
+
+    k, v = jax.tree.map(placed, (cache.k, cache.v))
+    return KVCache(k=k, v=v, length=constrain(cache.length, "row"))
+
+
 def prefill(
-    config: LlamaConfig, params: Llama, cache: KVCache, tokens: jax.Array, lengths: jax.Array, hidden: jax.Array
+    config: LlamaConfig,
+    params: Llama,
+    cache: KVCache,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    hidden: jax.Array,
+    constrain: Constrain = unconstrained,
 ) -> tuple[KVCache, jax.Array]:
     """Read T more tokens of each prompt.
 
@@ -202,17 +268,23 @@ def prefill(
       tokens: int32[B, T], padded on the right.
       lengths: int32[B], how many of them are real; 0 for a prompt that has ended before.
       hidden: [B, D], the state of the last token read before.
+      constrain: lays out the arrays over the devices, see `placement`.
 
     Returns:
       The cache, and the state [B, D] of each row's last token so far.
     """
-    new_hidden, cache = forward(config, params, tokens, cache, lengths=lengths)
+    new_hidden, cache = forward(config, params, tokens, cache, lengths=lengths, constrain=constrain)
     last = jnp.take_along_axis(new_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-    return cache, jnp.where((lengths > 0)[:, None], last, hidden)
+    return lay_out(cache, constrain), constrain(jnp.where((lengths > 0)[:, None], last, hidden), "row")
 
 
 def decode(
-    config: LlamaConfig, params: Llama, request: Request, state: DecodeState, turns: jax.Array
+    config: LlamaConfig,
+    params: Llama,
+    request: Request,
+    state: DecodeState,
+    turns: jax.Array,
+    constrain: Constrain = unconstrained,
 ) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array, jax.Array]:
     """Generate up to `turns` chunks of tokens: a `lax.scan` per chunk, leaving early when every row is done.
 
@@ -226,8 +298,11 @@ def decode(
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, tuple[jax.Array, jax.Array, jax.Array]]:
         valid = ~state.done
-        hidden, cache = forward(config, params, state.token[:, None], state.cache, lengths=valid.astype(jnp.int32))
-        state, logprobs = choose(config, params, request, state.replace(cache=cache), hidden[:, 0])
+        lengths = valid.astype(jnp.int32)
+        hidden, cache = forward(config, params, state.token[:, None], state.cache, lengths=lengths, constrain=constrain)
+        state, logprobs = choose(
+            config, params, request, state.replace(cache=lay_out(cache, constrain)), hidden[:, 0], constrain
+        )
         return state, (state.token, logprobs, valid)
 
     def turn(carry):
@@ -244,36 +319,37 @@ def decode(
     out = tuple(jnp.zeros((batch, capacity), dtype) for dtype in (jnp.int32, jnp.float32, bool))
     state = state.replace(cache=drop_batch(state.cache))
     state, done, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
-    return state.replace(cache=restore_batch(state.cache)), done, *out
+    state = state.replace(cache=lay_out(restore_batch(state.cache), constrain), done=constrain(state.done, "everywhere"))
+    return state, done, *(constrain(o, "everywhere") for o in out)
 
 
 def choose(
-    config: LlamaConfig, params: Llama, request: Request, state: DecodeState, hidden: jax.Array
+    config: LlamaConfig,
+    params: Llama,
+    request: Request,
+    state: DecodeState,
+    hidden: jax.Array,
+    constrain: Constrain = unconstrained,
 ) -> tuple[DecodeState, jax.Array]:
     """The state after one more token, chosen from the hidden states [B, D], and its log-probability float32[B]."""
-    logits = unembed(config, params, hidden)
+    logits = constrain(unembed(config, params, hidden), "logits")
     token = sample(logits, request.sampling, state.seen, state.count)
     token = jnp.where(state.done, state.token, token)
-    rows = jnp.arange(token.shape[0])
-    logprobs = logits[rows, token] - jax.nn.logsumexp(logits, axis=-1)
+    # Row by row, not by pairs of indices: each device then looks at its own rows only.
+    logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+    seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
     count = state.count + ~state.done
     stopped = jnp.any(token[:, None] == request.stop, axis=-1)
     state = state.replace(
         token=token,
-        seen=state.seen.at[rows, token].set(True),
+        seen=constrain(seen, "logits"),
         count=count,
         done=state.done | stopped | (count >= request.limit),
     )
     return state, logprobs
 
 
-_prefill = jax.jit(prefill, static_argnums=0, donate_argnums=2)
-_decode = jax.jit(decode, static_argnums=0, donate_argnums=3)
-_grow = jax.jit(grow, static_argnums=1)
-
-
-@partial(jax.jit, static_argnums=0)
-def _first_token(
+def first_token(
     config: LlamaConfig,
     params: Llama,
     cache: KVCache,
@@ -281,36 +357,68 @@ def _first_token(
     tokens: jax.Array,
     lengths: jax.Array,
     request: Request,
+    constrain: Constrain = unconstrained,
 ) -> tuple[DecodeState, jax.Array]:
-    """The decode state after the prompts, with the first token chosen."""
+    """The decode state after the prompts, with the first token chosen, and that token's log-probability float32[B]."""
     batch, width = tokens.shape
     real = jnp.arange(width) < lengths[:, None]
-    # Padding is sent to a column of its own, V, which is cut off: no id is free to stand for it.
-    seen = jnp.zeros((batch, config.vocab_size + 1), bool)
-    seen = seen.at[jnp.arange(batch)[:, None], jnp.where(real, tokens, config.vocab_size)].set(True)
+    vocab = head_of(config, params).shape[0]
+    # Padding is sent behind the last column, where it is dropped: no id is free to stand for it.
+    columns = jnp.where(real, tokens, vocab)
+    seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
     state = DecodeState(
         cache=cache,
         token=jnp.zeros(batch, jnp.int32),
-        seen=seen[:, :-1],
+        seen=constrain(seen, "logits"),
         count=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )
-    return choose(config, params, request, state, hidden)
+    state, logprobs = choose(config, params, request, state, hidden, constrain)
+    token, done, logprobs = (constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
+    return state.replace(token=token, done=done, cache=lay_out(state.cache, constrain)), logprobs
 
 
-def _read_prompts(config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray) -> tuple[KVCache, jax.Array]:
+def _enlarged(cache: KVCache, capacity: int, constrain: Constrain) -> KVCache:
+    return lay_out(grow(cache, capacity), constrain)
+
+
+_begin = jax.jit(begin, static_argnums=(0, 2, 3, 4))
+_prefill = jax.jit(prefill, static_argnums=0, static_argnames="constrain", donate_argnums=2)
+_first_token = jax.jit(first_token, static_argnums=(0, 7))
+_decode = jax.jit(decode, static_argnums=0, static_argnames="constrain", donate_argnums=3)
+_grow = jax.jit(_enlarged, static_argnums=(1, 2))
+
+
+def _read_prompts(
+    config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray, constrain: Constrain
+) -> tuple[KVCache, jax.Array]:
     """Prefill in pieces of at most LARGEST_PREFILL tokens, the cache growing with what is read."""
     batch, width = tokens.shape
-    dtype = params.embedding.dtype
     piece = min(width, LARGEST_PREFILL)
-    cache = init_cache(config, batch, piece, dtype, stacked=not isinstance(params.blocks, tuple))
-    hidden = jnp.zeros((batch, config.dim), dtype)
+    cache, hidden = _begin(config, params, batch, piece, constrain)
     for start in range(0, int(lengths.max()), piece):
         if start + piece > cache.capacity:
-            cache = _grow(cache, bucket(start + piece, piece))
+            cache = _grow(cache, bucket(start + piece, piece), constrain)
         new = np.clip(lengths - start, 0, piece)
-        cache, hidden = _prefill(config, params, cache, tokens[:, start : start + piece], new, hidden)
+        cache, hidden = _prefill(config, params, cache, tokens[:, start : start + piece], new, hidden, constrain=constrain)
     return cache, hidden
+
+
+def prepare(
+    config: LlamaConfig,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop_tokens: Sequence[int],
+) -> tuple[np.ndarray, np.ndarray, Request]:
+    """Prompts as tokens int32[B, bucket], padded on the right, lengths int32[B], and the request, after all checks."""
+    tokens, lengths = _pack(config, prompts, max_new_tokens)
+    batch = len(prompts)
+    ends = _ids("stop_tokens", stop_tokens)
+    check_tokens(config, ends, "stop token")
+    stop = np.full(bucket(len(ends), 4), -1, np.int32)
+    stop[: len(ends)] = ends
+    return tokens, lengths, Request(sampling.per_row(batch), np.full(batch, max_new_tokens, np.int32), stop)
 
 
 def _pack(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[np.ndarray, np.ndarray]:

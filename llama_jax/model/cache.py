@@ -94,26 +94,31 @@ def write(buffer: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array
     zero = jnp.zeros((), start.dtype)
     if buffer.ndim == 3:
         return lax.dynamic_update_slice(buffer, rows[0], (zero, start[0], zero))
-    first = zero if layer is None else layer.astype(start.dtype) * batch
-    flat = buffer.reshape(-1, *buffer.shape[-3:])
+    layers = [] if layer is None else [layer.astype(start.dtype)]
     if batch == 1:
-        flat = lax.dynamic_update_slice(flat, rows, (first, zero, start[0], zero))
-    else:
-        # XLA for CPU scatters 16-bit floats by way of float32, the whole buffer there and back; bits as they are.
-        bits = {2: jnp.uint16}.get(buffer.dtype.itemsize, buffer.dtype)
-        flat = lax.scatter(
-            lax.bitcast_convert_type(flat, bits),
-            jnp.stack([first + jnp.arange(batch, dtype=start.dtype), start], axis=-1),
-            lax.bitcast_convert_type(rows, bits),
-            lax.ScatterDimensionNumbers(
-                update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 2)
-            ),
-            indices_are_sorted=True,
-            unique_indices=True,
-            mode=lax.GatherScatterMode.FILL_OR_DROP,
+        return lax.dynamic_update_slice(
+            buffer, rows.reshape(*[1] * len(layers), *rows.shape), (*layers, zero, zero, start[0], zero)
         )
-        flat = lax.bitcast_convert_type(flat, buffer.dtype)
-    return flat.reshape(buffer.shape)
+    # XLA for CPU scatters 16-bit floats by way of float32, the whole buffer there and back; bits as they are.
+    bits = {2: jnp.uint16}.get(buffer.dtype.itemsize, buffer.dtype)
+    row_axis = len(layers)
+    written = lax.scatter(
+        lax.bitcast_convert_type(buffer, bits),
+        jnp.stack([*(jnp.broadcast_to(layer, batch) for layer in layers), start], axis=-1),
+        lax.bitcast_convert_type(rows, bits),
+        # Rows are said to be a batch: of numbers, XLA would not know that each device has those of its own rows.
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2, 3),
+            inserted_window_dims=(0,) * row_axis,
+            scatter_dims_to_operand_dims=(*range(row_axis), row_axis + 2),
+            operand_batching_dims=(row_axis,),
+            scatter_indices_batching_dims=(0,),
+        ),
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    )
+    return lax.bitcast_convert_type(written, buffer.dtype)
 
 
 def read(buffer: jax.Array, layer: jax.Array | None = None) -> jax.Array:

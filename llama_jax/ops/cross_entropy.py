@@ -81,8 +81,8 @@ def _sums_and_gradients(settings, hidden, head, targets, weights):
         total, of_head = carry
         sums, of_logits = _chunk_sums(settings, cast, *part)
         of_logits = of_logits.astype(cast.dtype)
-        rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
-        of_head = constrain(of_head + sum_of_outer(*rows, of_head.dtype), "head_gradient")
+        rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
+        of_head = constrain(of_head + sum_of_outer(rows, of_rows, of_head.dtype), "head_gradient")
         of_hidden = lax.dot_general(of_logits, cast, (((2,), (0,)), ((), ())), preferred_element_type=of_head.dtype)
         return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden.astype(hidden.dtype)
 

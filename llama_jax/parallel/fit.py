@@ -128,7 +128,7 @@ def _merge_heads(qkv: Any, *, heads: int) -> Any:
     """Undo `copy_heads`: of the copies of a key and value the first."""
     *layers, found, queries, width, dim = qkv.shape
     queries, copies = queries - 2, found // heads
-    if copies == 1:
+    if found % heads or copies < 2:
         return qkv
     asking = qkv[..., :queries, :, :].reshape(*layers, heads, queries * copies, width, dim)
     return _module_of(qkv).concatenate([asking, qkv[..., ::copies, queries:, :, :]], axis=-3)

@@ -77,6 +77,7 @@ def make_mesh(sizes: MeshSizes) -> Mesh:
     """
     devices = jax.devices()
     if sizes.devices > len(devices):
-        raise MeshError(f"mesh {sizes} needs {sizes.devices} devices; there are {len(devices)}")
+        simulated = f"; JAX_NUM_CPU_DEVICES={sizes.devices} simulates them" if devices[0].platform == "cpu" else ""
+        raise MeshError(f"mesh {sizes} needs {sizes.devices} devices; there are {len(devices)}{simulated}")
     shape = tuple(size for _, size in sizes.items())
     return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices[: sizes.devices])

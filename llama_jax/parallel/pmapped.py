@@ -1,14 +1,19 @@
 """Data parallelism by `jax.pmap`: every device has the whole state and its share of the rows.
 
-It runs the same `train_step` that `jax.jit` runs, told by `axis_name` to sum over the devices. JAX keeps `pmap` but develops
-it no further; `parallel.specs` does the same with data=N, and more.
+It runs the same `train_step` that `jax.jit` runs, told by `axis_name` to sum over the devices, and the same prefill and
+decode loop. JAX keeps `pmap` but develops it no further; `parallel.specs` does the same with data=N, and more.
+
+What pmap cannot do: divide a model, so that one which does not fit into the memory of a single device cannot be trained or
+run (`fsdp` and `tensor` of a mesh do that); give the devices different numbers of rows, or one of them none; share work
+between processes here; or be called inside `jax.set_mesh` of another mesh. A generation is one program per shape of its
+prompts and per length, compiled whole: its tokens come together at the end and cannot be streamed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +21,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
+from llama_jax.inference.generate import Generation, Request, capacity_for, complete, continuations, piece_of, prepare
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
@@ -57,9 +66,7 @@ def pmap_step(
       MeshError: several processes; rows that cannot be divided by the number of devices, or a state that does not lie on
         these devices (from the returned function).
     """
-    if jax.process_count() > 1:
-        raise MeshError(f"pmap runs in one process, this is one of {jax.process_count()}; use the backend jit")
-    everywhere, shares = (NamedSharding(_mesh(devices), spec) for spec in (P(), P(AXIS)))
+    everywhere, shares = _placements(devices)
     mapped = jax.pmap(
         partial(step, axis_name=AXIS),
         axis_name=AXIS,
@@ -70,10 +77,51 @@ def pmap_step(
     )
 
     def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        for leaf in jax.tree.leaves(state):
-            if not everywhere.is_equivalent_to(leaf.sharding, leaf.ndim):
-                raise MeshError(f"a state on {leaf.sharding} is not on all {len(devices)} devices; replicate it first")
-        return mapped(state, jax.device_put(_split(batch, len(devices)), shares))
+        _check_replicated("a state", state, everywhere)
+        return mapped(state, jax.device_put(_split(batch, len(batch.tokens), len(devices)), shares))
+
+    return run
+
+
+def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callable[..., list[Generation]]:
+    """`generate` on all devices at once, each with its share of the prompts; it ends when the last device does.
+
+    Args:
+      devices: of this process.
+
+    Returns:
+      A function of parameters that `replicate` made and of the other arguments of `generate`. It gives the same tokens.
+
+    Raises:
+      MeshError: several processes; prompts that cannot be divided by the number of devices, or parameters that do not lie on
+        these devices (from the returned function).
+      GenerationError: as `generate` (from the returned function).
+    """
+    everywhere, shares = _placements(devices)
+    mapped = jax.pmap(
+        complete,
+        axis_name=AXIS,
+        in_axes=(None, None, None, 0, 0, Request(sampling=0, limit=0, stop=None)),  # type: ignore[arg-type]
+        static_broadcasted_argnums=(0, 1),
+        devices=devices,
+    )
+
+    def run(
+        params: Llama,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling = Sampling(),
+        stop_tokens: Sequence[int] = (),
+    ) -> list[Generation]:
+        _check_replicated("parameters", params, everywhere)
+        tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
+        rows = _split((tokens, lengths, request.sampling, request.limit), len(tokens), len(devices))
+        tokens, lengths, sampling, limit = jax.device_put(rows, shares)
+        capacity = capacity_for(tokens.shape[-1], int(lengths.max()), max_new_tokens)
+        found = mapped(config, capacity, params, tokens, lengths, Request(sampling, limit, request.stop))
+        piece = piece_of(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
+        return continuations([piece], stop_tokens)
 
     return run
 
@@ -82,9 +130,23 @@ def _mesh(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def _split(batch: Batch, devices: int) -> Batch:
+def _placements(devices: Sequence[jax.Device]) -> tuple[NamedSharding, NamedSharding]:
+    """On all devices, and a share on each."""
+    if jax.process_count() > 1:
+        raise MeshError(f"pmap runs in one process, this is one of {jax.process_count()}; use the backend jit")
+    mesh = _mesh(devices)
+    return NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+
+
+def _check_replicated(what: str, tree: Any, everywhere: NamedSharding) -> None:
+    for leaf in jax.tree.leaves(tree):
+        if not everywhere.is_equivalent_to(leaf.sharding, leaf.ndim):
+            count = everywhere.num_devices
+            raise MeshError(f"{what} on {leaf.sharding} is not on all {count} devices; replicate it first")
+
+
+def _split(batch: Tree, rows: int, devices: int) -> Tree:
     """[B, ...] as [devices, B / devices, ...], neighbouring rows on one device."""
-    rows = len(batch.tokens)
     if rows % devices:
         raise MeshError(f"batch={rows} rows cannot be divided over {devices} devices; use a multiple of {devices}")
     return jax.tree.map(lambda part: part.reshape(devices, rows // devices, *part.shape[1:]), batch)

@@ -1,0 +1,95 @@
+"""A checkpoint as if it had been written in the form in which a mesh holds the model: so each device reads its own rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llama_jax.checkpoints.assemble import plan
+from llama_jax.checkpoints.tensors import Opened, Tensor
+from llama_jax.parallel.fit import laid_out
+from llama_jax.parallel.mesh import MeshSizes
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A table with rows of zeros behind it."""
+
+    tensor: Tensor
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.tensor.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.tensor.kind
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        end = self.tensor.shape[0]
+        if stop <= end:
+            return self.tensor.read(start, stop)
+        padding = np.zeros((stop - max(start, end), *self.shape[1:]), self.dtype)
+        return padding if start >= end else np.concatenate([self.tensor.read(start, end), padding])
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A key or value projection with each head several times, one copy behind the other."""
+
+    tensor: Tensor
+    head_dim: int
+    copies: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.tensor.shape[0] * self.copies, *self.tensor.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.tensor.kind
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        width = self.head_dim * self.copies  # rows that come of one head
+        first, last = start // width, -(-stop // width)
+        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, self.shape[1])
+        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, self.shape[1])
+        return rows[start - first * width : stop - first * width]
+
+
+def fit_opened(opened: Opened, sizes: MeshSizes) -> Opened:
+    """The same checkpoint with the configuration and the tensors of the fitted model, see `parallel.fit`.
+
+    Raises:
+      MeshError: the model cannot be made to fit.
+      CheckpointError: a tensor that is missing, left over or misshapen.
+    """
+    config, target = opened.config, laid_out(opened.config, sizes)
+    plan(opened)  # what is wrong with the file is said of the file's own shapes
+    copies = target.n_kv_heads // config.n_kv_heads
+    tensors = dict(opened.tensors)
+    if target.vocab_size != config.vocab_size:
+        tables = {opened.names[part] for part in ("embedding", "lm_head")} & set(tensors)
+        tensors |= {name: Padded(tensors[name], target.vocab_size) for name in tables}
+    if copies > 1:
+        heads = [opened.names[part].format(i) for i in range(config.n_layers) for part in ("k", "v")]
+        tensors |= {name: Copied(tensors[name], config.head_dim, copies) for name in heads}
+    return replace(opened, config=target, tensors=tensors)

@@ -1,0 +1,82 @@
+"""``--mesh`` of the commands that generate."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llama_jax.cli.generate import Generate
+from llama_jax.errors import MeshError
+
+PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A command with two simulated devices, the model in the box, and a compilation cache of this file."""
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+    }
+
+    def run(*arguments, **options):
+        return subprocess.run(
+            [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, **options
+        )
+
+    return run
+
+
+def test_generate_over_a_mesh_gives_the_same_text(run):
+    """Its one key/value head is copied for the second device."""
+    arguments = ["generate", "Once upon a time", "--dtype", "float32", "--seed", 3, "--max-new-tokens", 12, "--json"]
+    alone, divided = run(*arguments), run(*arguments, "--mesh", "tensor=2")
+    assert divided.returncode == 0, divided.stderr
+    one, two = json.loads(alone.stdout), json.loads(divided.stdout)
+    assert two["tokens"] == one["tokens"]
+    assert (one["statistics"]["mesh"], two["statistics"]["mesh"]) == ("", "data=1,fsdp=1,tensor=2")
+    assert "2.4M parameters" in divided.stderr  # the model's own, not those of the copies
+
+
+def test_the_statistics_name_the_mesh(run):
+    done = run("generate", "Once upon a time", "--max-new-tokens", 2, "--mesh", "tensor=2")
+    assert " · mesh data=1,fsdp=1,tensor=2 · bfloat16" in done.stderr
+
+
+def test_chat_over_a_mesh(run):
+    done = run("chat", "--max-new-tokens", 4, "--mesh", "tensor=2", input="A cat sat.\n")
+    assert done.returncode == 0, done.stderr
+    assert " · mesh data=1,fsdp=1,tensor=2 · " in done.stderr
+    assert done.stdout.strip()
+
+
+def test_more_devices_than_there_are_is_one_line(run):
+    done = run("generate", "Once", "--mesh", "tensor=4")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "llama-jax: error: mesh data=1,fsdp=1,tensor=4 needs 4 devices; there are 2; JAX_NUM_CPU_DEVICES=4 simulates them\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tensor=9", "needs 9 devices; there are 8"),
+        ("data=2", "a single prompt cannot be split over data and fsdp; use tensor=2"),
+        ("fsdp=2,tensor=2", "use tensor=4"),
+        ("8", "'8' is not axis=size"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_before_the_model_is_looked_for(mesh, message):
+    with pytest.raises(MeshError, match=message):
+        Generate(prompt="Once", model=Path("absent"), mesh=mesh).load()
+
+
+def test_a_mesh_that_the_model_does_not_fit():
+    message = r"n_kv_heads=1 \(of 2 queries each\) cannot be split over tensor=4; 1, 2 would do"
+    with pytest.raises(MeshError, match=message):
+        Generate(prompt="Once", mesh="tensor=4").load()
