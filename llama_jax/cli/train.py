@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -16,14 +17,15 @@ import tyro
 from llama_jax.errors import UserError
 
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
-FLAGS = ("--resume", "--no-resume")  # the options that no value follows
+FLAGS = ("--resume", "--no-resume", "--distributed", "--no-distributed")  # the options that no value follows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """Train a model into a folder, which generate, eval and the other commands then take as --model at any time.
 
-    SIGTERM and Ctrl-C save and end; the same command with --resume goes on as if nothing had happened."""
+    SIGTERM and Ctrl-C save and end; the same command with --resume goes on as if nothing had happened. Over several
+    processes each runs the same command, with --distributed or a --process-id of its own; the first one speaks for all."""
 
     recipe: tyro.conf.Positional[str]
     """tiny, shakespeare, stories15m or tinyllama; or FILE.py:FUNCTION, a function that returns a Recipe."""
@@ -31,7 +33,7 @@ class Train:
     """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
     settings are those of llama_jax.Recipe."""
     workdir: Path
-    """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP."""
+    """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
     """Text, JSONL, .bin or .array_record, or a folder of them; may be given several times."""
     validation_data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
@@ -43,11 +45,21 @@ class Train:
     resume: bool = False
     """Go on from the newest checkpoint in the folder, where there is one."""
     mesh: str = ""
-    """Devices: data=2,fsdp=4,tensor=1; by default one axis, data, over all there are."""
+    """Devices of all processes: data=2,fsdp=4,tensor=1; by default one axis, data, over all there are."""
     backend: Literal["jit", "pmap"] = "jit"
     """How the step is spread: jit over the mesh, or pmap with a whole copy of the model on every device."""
     trace: str = ""
     """Steps to profile into the folder's trace/: 20:25 are five, of which step 20 is the first."""
+    distributed: bool = False
+    """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
+    coordinator: str | None = None
+    """Where there is none of these: HOST:PORT of process 0, whose port must be free; all processes give the same."""
+    processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """The number of this one, from 0."""
+    start_timeout: float = 300.0
+    """Seconds until all processes must be there; then those that are say which are missing."""
 
     def run(self) -> None:
         import jax
@@ -62,24 +74,32 @@ class Train:
         if self.weights is not None and replaced:
             raise UserError(f"{replaced[0]} and --weights exclude each other: shape and tokenizer come with the weights")
         use_compilation_cache()
-        start_backend()
+        from llama_jax.parallel import processes
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh
-        from llama_jax.runs.loop import train
-        from llama_jax.runs.overrides import override
-        from llama_jax.runs.recipes import find
 
-        train(
-            override(find(self.recipe), self.changes),
-            self.workdir,
-            self.data,
-            validation_data=self.validation_data,
-            tokenizer=self.tokenizer,
-            weights=self.weights,
-            resume=self.resume,
-            mesh=parse_mesh(self.mesh) if self.mesh else MeshSizes(data=jax.device_count()),
-            backend=self.backend,
-            trace=_steps(self.trace),
-        )
+        with processes.start(
+            self.coordinator, self.processes, self.process_id, detect=self.distributed, timeout=self.start_timeout
+        ) as joined:
+            if joined.index > 0:  # what XLA's collectives for CPU write to stdout, too, is said by process 0 alone
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            start_backend()
+            from llama_jax.runs.loop import train
+            from llama_jax.runs.overrides import override
+            from llama_jax.runs.recipes import find
+
+            train(
+                override(find(self.recipe), self.changes),
+                self.workdir,
+                self.data,
+                validation_data=self.validation_data,
+                tokenizer=self.tokenizer,
+                weights=self.weights,
+                resume=self.resume,
+                mesh=parse_mesh(self.mesh) if self.mesh else MeshSizes(data=jax.device_count()),
+                backend=self.backend,
+                trace=_steps(self.trace),
+                processes=joined,
+            )
 
 
 def changes_together(arguments: Sequence[str]) -> list[str]:

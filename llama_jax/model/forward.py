@@ -73,7 +73,8 @@ def forward(
         Without a cache only.
       dtype: of the computation, to which parameters are cast where they are used; None takes that of the embedding.
       constrain: told where in the model an activation is, lays it out over the devices: "tokens" [B, T], to be looked up;
-        "embedded" and "residual", both [B, T, D], as they were looked up and the residual stream between layers. See `parallel.specs`.
+        "embedded" and "residual", both [B, T, D], as they were looked up and the residual stream between layers. See
+        `parallel.specs`.
       wrap_layer: changes the function of one layer, as `jax.checkpoint` does for training.
 
     Returns:

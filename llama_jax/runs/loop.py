@@ -24,14 +24,15 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama, parameter_count
 from llama_jax.parallel.hardware import find_hardware
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Evaluation, evaluate
 from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
-from llama_jax.runs.program import Backend, Program, host_rows, make_program, on_one_device
+from llama_jax.runs.program import Backend, Program, make_program, on_one_device
 from llama_jax.runs.recipe import Recipe, differences, to_dict
-from llama_jax.runs.signals import StopRequest
+from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.vocabulary import choose_tokenizer
 from llama_jax.tokenizers import Tokenizer
@@ -72,6 +73,7 @@ def train(
     mesh: MeshSizes = MeshSizes(),
     backend: Backend = "jit",
     trace: range | None = None,
+    processes: Processes | None = None,
     log: Log | None = None,
 ) -> Result:
     """Train a recipe into a folder, from which `llama_jax.load` reads the model at any time.
@@ -80,8 +82,8 @@ def train(
     same bits as one that is not, on the same devices, and with the same order of data on any others.
 
     Args:
-      workdir: of this run alone, which no other process may use meanwhile. It gets recipe.json, metrics.jsonl and
-        checkpoints/STEP.
+      workdir: of this run alone, which no other run may use meanwhile. It gets recipe.json, metrics.jsonl and
+        checkpoints/STEP. Several processes share it, and so the file system that it is on.
       data: files or folders, see `data.open_corpus`.
       validation_data: likewise; without it a share of the documents of `data` is kept apart.
       tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
@@ -90,12 +92,19 @@ def train(
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
+      processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
 
     Raises:
       TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
         that the run does not have, or a run whose loss is not finite for `recipe.skip_limit` steps in a row.
-      UserError: data, a checkpoint or a mesh that cannot be used.
+      UserError: data, a checkpoint or a mesh that cannot be used, or processes that were not given the same.
     """
+    processes = Processes() if processes is None else processes
+    if processes.count != jax.process_count():
+        raise TrainingError(
+            f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.processes.start, and give"
+            " what it gives as processes="
+        )
     log = Log(quiet=jax.process_index() > 0) if log is None else log
     folder = Path(workdir)
     start = load(weights, "float32") if weights is not None else None
@@ -120,9 +129,15 @@ def train(
             of_run=folder if note else None,
         )
         prompts = _encode(recipe, vocabulary)
+        if not processes.first_of_host:  # which leaves the tokenised text in the cache
+            processes.wait("text tokenised")
         corpora = _read_data(recipe, data, validation_data, vocabulary, note)
+        if processes.first_of_host:
+            processes.wait("text tokenised")
         _describe(log, recipe, corpora)
+        _agree(processes, recipe, mesh, backend, corpora, note)
         program = make_program(recipe, mesh, backend)
+        processes.wait("compiled")  # which takes one longer than the other
         if note is None:
             state = program.start(None if start is None else start.params)
         else:
@@ -130,8 +145,10 @@ def train(
             state = program.adopt(state)
         del start
         _write_recipe(folder, recipe)
-        with StopRequest() as stop:  # up to here there is nothing to save, and a signal ends the process at once
-            run = _Run(recipe, folder, program, snapshots, vocabulary, prompts, corpora, log, stop, trace)
+        # Up to here there is nothing to save, and a signal ends the process at once.
+        with StopRequest(quiet=processes.index > 0) as stop:
+            stopping = Stopping(stop, processes.count)
+            run = _Run(recipe, folder, program, snapshots, vocabulary, prompts, corpora, log, stopping, trace, processes)
             run.announce(state, resumed=note is not None)
             return run.go_on(state, note)
 
@@ -140,6 +157,23 @@ def train(
 class _Corpora:
     train: Corpus
     validation: Corpus
+
+
+def _agree(
+    processes: Processes, recipe: Recipe, mesh: MeshSizes, backend: Backend, corpora: _Corpora, note: dict[str, Any] | None
+) -> None:
+    """Processes that do not compute the same would wait for each other in different places."""
+    processes.agree(
+        "what is trained",
+        {
+            **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
+            "mesh": str(mesh),
+            "backend": backend,
+            "training data": corpora.train.digest,
+            "validation data": corpora.validation.digest,
+            "checkpoint to go on from": None if note is None else f"step {note['step']}",
+        },
+    )
 
 
 def _note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
@@ -205,7 +239,8 @@ def _read_data(
 ) -> _Corpora:
     def read(paths: Paths) -> Corpus:
         def bar(megabytes: range) -> Any:
-            return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=None)
+            disable = True if jax.process_index() > 0 else None
+            return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
 
         return open_corpus(list(paths), tokenizer, reading=recipe.reading, progress=bar)
 
@@ -255,12 +290,13 @@ class _Run:
         prompts: list[list[int]],
         corpora: _Corpora,
         log: Log,
-        stop: StopRequest,
+        stop: Stopping,
         trace: range | None,
+        processes: Processes,
     ) -> None:
         self.recipe, self.program, self.snapshots = recipe, program, snapshots
         self.tokenizer, self.prompts, self.corpora, self.log, self.stop = tokenizer, prompts, corpora, log, stop
-        self.folder, self.trace = folder, trace
+        self.folder, self.trace, self.processes = folder, trace, processes
         self.rates = learning_rates(recipe.optimizer, recipe.steps)
         self.flops = step_flops(recipe.model, recipe.batch, recipe.length)
         hardware = find_hardware(jax.devices()[0].device_kind)
@@ -280,14 +316,14 @@ class _Run:
     def go_on(self, state: TrainState, note: dict[str, Any] | None) -> Result:
         """The loop."""
         recipe = self.recipe
-        host, hosts = host_rows(recipe)
+        share, shares = self.program.share
         begin = int(state.step)
         self.tokens = 0 if note is None else note["tokens"]
         first = 0 if note is None else note["data"]["next_batch"]
         batches = training_batches(
-            self.corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=host, hosts=hosts, start=first
+            self.corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, start=first
         )
-        self.metrics = Metrics(self.folder) if host == 0 else None
+        self.metrics = Metrics(self.folder) if self.processes.index == 0 else None
         self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
@@ -296,7 +332,7 @@ class _Run:
             self.log.line(f"no profile: step {self.trace.start} has been taken before")
         try:
             step = begin
-            while step < recipe.steps and self.stop.name is None:
+            while step < recipe.steps and not self.stop.now():
                 self._profile(step + 1, state)
                 state, metrics = self.program.step(state, self.program.place(next(batches)))
                 # The step before is read while this one runs, so that the device never waits for the loop.
@@ -406,19 +442,21 @@ class _Run:
             f"step {step:,}: validation loss {found.loss:.4f}, perplexity {found.perplexity:.2f},"
             f" {found.bits_per_byte:.4f} bits per byte"
         )
-        if jax.process_count() == 1:
-            self._sample(step, params)
+        self._sample(step, params)
+        self.processes.wait("samples")  # and not inside a step, where patience has limits
 
     def _sample(self, step: int, params: Llama) -> None:
         recipe = self.recipe
         if not recipe.prompts:
             return
-        params = on_one_device(params)
+        gathered = on_one_device(params)
+        if gathered is None:
+            return
         prompts = self.prompts
         new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
         results = generate(
-            recipe.model, params, prompts, max_new_tokens=new, sampling=sampling, stop_tokens=self.tokenizer.stop_ids
+            recipe.model, gathered, prompts, max_new_tokens=new, sampling=sampling, stop_tokens=self.tokenizer.stop_ids
         )
         for prompt, ids, result in zip(recipe.prompts, prompts, results, strict=True):
             # A padded vocabulary has tokens that stand for nothing, and a young model may choose one.

@@ -6,19 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.model.forward import unconstrained
+from llama_jax.errors import MeshError
 from llama_jax.model.params import Llama, init, stack
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
-from llama_jax.parallel.specs import batch_spec, constrain_over, shardings, train_state_specs
+from llama_jax.parallel.specs import batch_spec, param_specs, shardings, step_over, train_state_specs
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Measure, token_nats
 from llama_jax.runs.recipe import Recipe
@@ -36,7 +37,8 @@ class Program:
 
     Attributes:
       step: a state, which is donated, and a placed batch to the next state and the step's metrics.
-      place: this host's rows onto its devices.
+      place: the rows that this process reads onto its devices.
+      share: which part of a batch these are, of how many.
       start: the state before the first step, from random parameters or from given ones.
       shapes: of the state, with shardings, for `Snapshots.restore`.
       adopt: makes a restored state one that `step` takes.
@@ -48,6 +50,7 @@ class Program:
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     place: Callable[[Batch], Batch]
+    share: tuple[int, int]
     start: Callable[[Llama | None], TrainState]
     shapes: TrainState
     adopt: Callable[[TrainState], TrainState]
@@ -61,16 +64,16 @@ def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> Program:
     """Compile the step of a recipe: by `jax.jit` over a mesh, or by `jax.pmap` over `sizes.data` devices.
 
     Raises:
-      MeshError: devices, a model or a batch that do not fit together.
+      MeshError: devices, a model or a batch that do not fit together, or a process without a device in the mesh.
       TrainingError: a mesh that pmap cannot have.
     """
     return _pmap_program(recipe, sizes) if backend == "pmap" else _jit_program(recipe, sizes)
 
 
-def _step(recipe: Recipe, **more: Any) -> Callable[..., tuple[TrainState, Metrics]]:
+def _step(recipe: Recipe, step: Callable[..., tuple[TrainState, Metrics]]) -> Callable[..., tuple[TrainState, Metrics]]:
+    """`train_step` with its configuration bound, told the rest of the recipe."""
     return partial(
-        train_step,
-        recipe.model,
+        step,
         make_optimizer(recipe.optimizer, recipe.steps),
         dtype=recipe.dtype,
         remat=recipe.remat,
@@ -79,7 +82,6 @@ def _step(recipe: Recipe, **more: Any) -> Callable[..., tuple[TrainState, Metric
         z_loss=recipe.z_loss,
         clip_norm=recipe.optimizer.clip_norm,
         ema_decay=recipe.ema_decay,
-        **more,
     )
 
 
@@ -98,33 +100,46 @@ def _batch_shapes(recipe: Recipe, sharding: NamedSharding) -> Batch:
 
 def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
     mesh = make_mesh(sizes)
+    if jax.process_count() > 1 and sizes.devices < jax.device_count():
+        raise MeshError(
+            f"mesh {sizes} has {sizes.devices} devices, but the {jax.process_count()} processes have {jax.device_count()};"
+            " use them all"
+        )
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     placement = shardings(mesh, train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0))
     rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate))
     whole = NamedSharding(mesh, P())
-    constrain = constrain_over(mesh) if sizes.devices > 1 else unconstrained
     # Nothing is ever whole on one device: the state is born where it stays.
     shapes = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         jax.eval_shape(partial(_random, recipe)),
         placement,
     )
-    jitted = jax.jit(_step(recipe, constrain=constrain), donate_argnums=0, out_shardings=(placement, whole))
+    jitted = jax.jit(_step(recipe, step_over(recipe.model, mesh)), donate_argnums=0, out_shardings=(placement, whole))
     began = time.perf_counter()
     compiled = jitted.lower(shapes, _batch_shapes(recipe, rows)).compile()
 
     def start(params: Llama | None) -> TrainState:
         if params is None:
             return jax.jit(partial(_random, recipe), out_shardings=placement)()
+        if jax.process_count() > 1:  # each has read all of them
+            params = jax.tree.map(_spread, params, shardings(mesh, param_specs(recipe.model, sizes, stacked=False)))
         return jax.jit(lambda params: _start(recipe, stack(params)), out_shardings=placement)(params)
+
+    def place(batch: Batch) -> Batch:
+        return jax.tree.map(
+            lambda part: jax.make_array_from_process_local_data(rows, part, (recipe.batch, part.shape[1])), batch
+        )
 
     return Program(
         step=compiled,
-        place=lambda batch: jax.tree.map(partial(jax.make_array_from_process_local_data, rows), batch),
+        place=place,
+        share=_share(rows, recipe.batch),
         start=start,
         shapes=shapes,
         adopt=lambda state: state,
-        measure=_measure(recipe),
+        # All processes read the same rows, and each the whole answer.
+        measure=_measure(recipe) if jax.process_count() == 1 else _measure(recipe, out_shardings=whole),
         devices=sizes.devices,
         description=f"mesh {sizes}" if sizes.devices > 1 else "one device",
         compile_seconds=time.perf_counter() - began,
@@ -153,8 +168,9 @@ def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> Program:
         return replicate(jax.jit(make)(), devices)
 
     return Program(
-        step=pmap_step(_step(recipe), devices),
+        step=pmap_step(_step(recipe, partial(train_step, recipe.model)), devices),
         place=lambda batch: batch,  # `pmap_step` divides it
+        share=(0, 1),
         start=start,
         shapes=shapes,
         adopt=lambda state: replicate(state, devices),
@@ -165,19 +181,42 @@ def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> Program:
     )
 
 
-def _measure(recipe: Recipe) -> Measure:
-    return jax.jit(partial(token_nats, recipe.model, dtype=recipe.dtype))
+def _measure(recipe: Recipe, out_shardings: NamedSharding | None = None) -> Measure:
+    return jax.jit(partial(token_nats, recipe.model, dtype=recipe.dtype), out_shardings=out_shardings)
 
 
-def host_rows(recipe: Recipe) -> tuple[int, int]:
-    """This host's number and how many there are: which rows of a batch it reads."""
-    hosts = jax.process_count()
-    if recipe.batch % hosts:
-        raise TrainingError(f"batch={recipe.batch} must be a multiple of the {hosts} processes")
-    return jax.process_index(), hosts
+def _share(rows: NamedSharding, batch: int) -> tuple[int, int]:
+    """Which part of a batch, of how many equal ones, this process's devices hold; of parts that are not equal, all."""
+    parts = rows.addressable_devices_indices_map((batch,)).values()
+    bounds = {part[0].indices(batch)[:2] for part in parts if part is not None}
+    begin, end = min(bounds)[0], max(bounds)[1]
+    size = end - begin
+    if sum(stop - start for start, stop in bounds) != size or batch % size or begin % size:
+        return 0, 1
+    return begin // size, batch // size
 
 
-def on_one_device(params: Llama) -> Llama:
-    """The parameters together on this process's first device, for generating samples."""
+def _spread(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has, over the devices of all."""
+    whole = np.asarray(array)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
+
+
+def on_one_device(params: Llama) -> Llama | None:
+    """The parameters together on the first device of process 0, for generating samples; None in the others.
+
+    All processes take part, array by array.
+    """
+    first = jax.process_index() == 0
     device = jax.local_devices()[0]
-    return jax.tree.map(lambda a: jax.device_put(np.asarray(a) if len(a.devices()) > 1 else a, device), params)
+
+    def gather(array: jax.Array) -> jax.Array | None:
+        whole: jax.Array | np.ndarray = array
+        if not array.is_fully_addressable:
+            whole = multihost_utils.process_allgather(array, tiled=True)
+        elif len(array.devices()) > 1:
+            whole = np.asarray(array)
+        return jax.device_put(whole, device) if first else None
+
+    gathered = jax.tree.map(gather, params)
+    return gathered if first else None

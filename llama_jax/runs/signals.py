@@ -5,7 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
+
+from llama_jax.parallel.processes import StopVote
+
+MOST_STEPS = 250  # between votes
+VOTE_SECONDS = 0.5  # between votes: one takes up to 4 ms of waiting for each other, measured on two busy cores
 
 
 class StopRequest:
@@ -16,7 +22,9 @@ class StopRequest:
     set, nothing is noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        """`quiet` is for all processes but the first."""
+        self._quiet = quiet
         self.name: str | None = None
         self._before: dict[int, object] = {}
 
@@ -37,7 +45,49 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
             self.name = signal.Signals(number).name
-            os.write(2, f"\n{self.name}: this step ends and is saved; Ctrl-C leaves at once\n".encode())
+            if not self._quiet:
+                os.write(2, f"\n{self.name}: this step ends and is saved; Ctrl-C leaves at once\n".encode())
         elif number == signal.SIGINT:
             os.write(2, b"\nllama-jax: stopped without saving\n")
             os._exit(128 + number)
+
+
+class Stopping:
+    """Whether to stop before the next step: all processes after the same one, whichever of them was asked.
+
+    They vote every half a second, or at every step where one takes longer. When the next vote comes depends on what
+    the last one told of the time of a step, so that all count alike.
+    """
+
+    def __init__(self, request: StopRequest, processes: int) -> None:
+        self._request = request
+        self._vote = StopVote() if processes > 1 else None
+        self._name: str | None = None
+        self._steps = 0  # since the last vote
+        self._every = 1
+        self._last = time.perf_counter()
+
+    @property
+    def name(self) -> str | None:
+        """The name of the signal that all know of, else None."""
+        return self._request.name if self._vote is None else self._name
+
+    def now(self) -> bool:
+        """Call once before each step, in every process."""
+        if self._vote is None or self._name is not None:
+            return self.name is not None
+        votes = self._vote.read()
+        if votes is not None:
+            number, microseconds = votes
+            wanted = round(VOTE_SECONDS * 1e6 / max(microseconds, 1))
+            self._every = max(min(wanted, 2 * self._every, MOST_STEPS), 1)  # by and by: one quick step is no rule
+            if number:
+                self._name = signal.Signals(number).name
+                return True
+        self._steps += 1
+        if self._steps >= self._every:
+            now = time.perf_counter()
+            asked = 0 if self._request.name is None else int(signal.Signals[self._request.name])
+            self._vote.cast(asked, round((now - self._last) / self._steps * 1e6))
+            self._steps, self._last = 0, now
+        return False

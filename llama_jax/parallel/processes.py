@@ -1,0 +1,518 @@
+"""Several processes as one job: they find each other, wait for each other, and end together.
+
+JAX connects processes by itself (`jax.distributed`), but one that is missing, was started otherwise or dies leaves the
+others waiting, or ends them with the trace of a C++ program. So process 0 first calls the roll, over plain TCP on the
+coordinator's own port, before JAX's service takes that port over. The connections stay open: the system closes them with
+the process, however that ends, so a death is known at once and has a name. A host that falls silent is given up after 30
+seconds; a process that is there but stuck in the system, by JAX's own heartbeat after 45. Like JAX's service, all this
+trusts the network that it is on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import queue
+import re
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.errors import MeshError, UserError
+
+OTHER_DIED = 75  # exit code of a process that ends because another is gone: EX_TEMPFAIL, starting again helps
+START_TIMEOUT = 300.0  # seconds
+SILENCE = 30  # seconds without a word from a host until it is given up
+STUCK = 45  # seconds until JAX gives up a process that its host still keeps
+GIVEN = {"coordinator": "--coordinator", "processes": "--processes", "process_id": "--process-id"}
+END = "end of the run"
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of the job, as it introduces itself."""
+
+    index: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.index} (pid {self.pid} on {self.host})"
+
+
+class Processes:
+    """A job's processes, as one of them sees the others. Without arguments: a job of one, which waits for nobody."""
+
+    def __init__(self, index: int = 0, members: tuple[Member, ...] = (), links: Mapping[int, socket.socket] = {}) -> None:
+        """`links` are open connections: process 0 has one to each of the others, they have one to it."""
+        self.index = index
+        self._members = members
+        self._links = dict(links)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[int, Mapping[str, Any]]] = {}
+        self._answers: queue.Queue[Message] = queue.Queue()
+        self._ended = not links
+        self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
+        if links:
+            self._thread.start()
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return max(len(self._members), 1)
+
+    @property
+    def first_of_host(self) -> bool:
+        """Whether no process of a lower number runs on this host."""
+        return not any(m.host == self._members[self.index].host for m in self._members[: self.index])
+
+    def wait(self, what: str) -> None:
+        """Wait until all processes have come to the same call, however long that takes; no device takes part."""
+        self.agree(what, {})
+
+    def agree(self, what: str, values: Mapping[str, Any]) -> None:
+        """Wait as `wait` does, and make sure that all processes have the same values, which JSON can hold.
+
+        Raises:
+          MeshError: one has others than process 0.
+        """
+        if self.count == 1:
+            return
+        message = {"at": what, "values": json.loads(json.dumps(values))}
+        if self.index == 0:
+            self._arrived(0, message)
+        else:
+            self._send(0, message)
+        answer = self._answers.get()
+        if answer["error"]:
+            raise MeshError(answer["error"])
+
+    def fail(self, reason: str, code: int) -> None:
+        """Tell the others that this process ends, and why; they end as well, with the same exit code."""
+        reason = f"process {self.index} of {self.count} failed: {' '.join(reason.split())[:2000]}; all processes end"
+        with self._lock:
+            ended, self._ended = self._ended, True
+        if not ended:
+            self._tell_all({"failed": reason, "code": code})
+
+    def _tell_all(self, message: Message) -> None:
+        for index in self._links:
+            self._send(index, message)
+
+    def _send(self, index: int, message: Message) -> None:
+        with suppress(OSError):  # of a broken connection the thread hears as well, and ends the process
+            self._links[index].sendall(json.dumps(message).encode() + b"\n")
+
+    def _watch(self) -> None:
+        """In the thread: what the others say, and whether they are there."""
+        unread = dict.fromkeys(self._links, b"")
+        with selectors.DefaultSelector() as selector:
+            for index, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, index)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    index = key.data
+                    try:
+                        read = self._links[index].recv(1 << 16)
+                    except OSError:
+                        read = b""
+                    if not read:
+                        selector.unregister(key.fileobj)
+                        self._lost(index)
+                    *lines, unread[index] = (unread[index] + read).split(b"\n")
+                    for line in lines:
+                        self._hear(index, json.loads(line))
+
+    def _hear(self, index: int, message: Message) -> None:
+        if "failed" in message:
+            self._end_with(message["failed"], message["code"])
+        elif "at" in message:
+            self._arrived(index, message)
+        else:
+            self._ended |= message["go"] == END
+            self._answers.put(message)
+
+    def _arrived(self, index: int, message: Message) -> None:
+        """In process 0: note that a process waits, and let all go on when it was the last."""
+        what = message["at"]
+        with self._lock:
+            waiting = self._waiting.setdefault(what, {})
+            waiting[index] = message["values"]
+            if len(waiting) < self.count:
+                return
+            del self._waiting[what]
+            self._ended |= what == END
+        differences = (_difference(other, waiting[other], waiting[0]) for other in range(1, self.count))
+        answer = {"go": what, "error": next(filter(None, differences), None)}
+        self._tell_all(answer)
+        self._answers.put(answer)
+
+    def _lost(self, index: int) -> None:
+        self._end_with(
+            f"{self._members[index]} of {self.count} is gone: it was killed, ran out of memory, or its host failed; all"
+            " processes end; start them again with --resume to go on from the last checkpoint",
+            OTHER_DIED,
+        )
+
+    def _end_with(self, reason: str, code: int) -> None:
+        """Tell of a failure elsewhere, once, and leave: the main thread may be waiting for the failed process in vain."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        if self.index == 0:
+            self._tell_all({"failed": reason, "code": code})
+        os.write(2, f"\nllama-jax: error: {reason}\n".encode())
+        os._exit(code)
+
+    def close(self) -> None:
+        """End in order: all together, or with an error where another has failed meanwhile."""
+        self.wait(END)
+        for link in self._links.values():
+            with suppress(OSError):  # the other side may have been quicker
+                link.shutdown(socket.SHUT_RDWR)
+        if self._links:
+            self._thread.join()
+        for link in self._links.values():
+            link.close()
+
+
+@contextmanager
+def start(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    detect: bool = False,
+    timeout: float = START_TIMEOUT,
+) -> Iterator[Processes]:
+    """Join the job, before any other call of JAX, and leave it at the end of the block together with all others.
+
+    An error inside the block is told to the others, who end with it; this process prints it and ends at once, with 2 for a
+    `UserError` and 1 for any other, for an orderly end of JAX would wait for them. Where a process is gone without a word
+    the others end with 75. Without arguments, and for a job of one process, nothing of all this is done.
+
+    Args:
+      coordinator: ``HOST:PORT`` of process 0, which takes the port on all its addresses.
+      processes: how many there are.
+      process_id: this one's number, from 0.
+      detect: find what is not given from Slurm, Open MPI, Kubernetes or a TPU pod, as `jax.distributed.initialize` does.
+      timeout: seconds until all must be there.
+
+    Raises:
+      MeshError: values that are missing or cannot be, a cluster that cannot be found, an address that cannot be bound or
+        reached, processes that were started otherwise or that did not come: the message names them.
+    """
+    place = _place(coordinator, processes, process_id, detect, timeout)
+    if place is None or place.processes == 1:
+        yield Processes()
+        return
+    joined = _join(place, time.monotonic() + timeout)
+    try:
+        yield joined
+        joined.close()
+    except BaseException as error:
+        _leave(joined, error)
+    jax.distributed.shutdown()
+
+
+def _leave(joined: Processes, error: BaseException) -> None:
+    """Where another process is gone this one's error is but a consequence: its thread has the time to say so."""
+    known = isinstance(error, UserError | OSError)
+    if not known:
+        time.sleep(2)
+    said = str(error) if known else "".join(traceback.format_exception_only(error))
+    code = 2 if known else 1
+    joined.fail(said, code)
+    with suppress(OSError):
+        sys.stdout.flush()
+    if known:
+        text = f"llama-jax: error: process {joined.index} of {joined.count}: {' '.join(said.split())}\n"
+    else:
+        text = "".join(traceback.format_exception(error))
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a process stands in its job."""
+
+    host: str
+    port: int
+    processes: int
+    process_id: int
+    local_devices: list[int] | None
+
+    @property
+    def coordinator(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def _place(
+    coordinator: str | None, processes: int | None, process_id: int | None, detect: bool, timeout: float
+) -> _Place | None:
+    if not timeout > 0:
+        raise MeshError(f"--start-timeout {timeout} must be above 0 seconds")
+    local_devices = None
+    if detect:
+        coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+        coordinator, processes, process_id, local_devices = _detect(coordinator, processes, process_id, timeout)
+    values = {"coordinator": coordinator, "processes": processes, "process_id": process_id}
+    missing = [GIVEN[name] for name, value in values.items() if value is None]
+    if len(missing) == 3 and not detect:
+        return None
+    if missing and detect:
+        raise MeshError(
+            f"no Slurm, Open MPI, Kubernetes or TPU pod was found that says {', '.join(missing)}; give"
+            " --coordinator HOST:PORT --processes N --process-id I"
+        )
+    if coordinator is None or processes is None or process_id is None:
+        raise MeshError(f"{', '.join(missing)} is missing; give all of --coordinator, --processes and --process-id, or none")
+    found = re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):(\d{1,5})", coordinator, re.ASCII)
+    if not found or not 0 < int(found[2]) < 1 << 16:
+        raise MeshError(f"--coordinator {coordinator!r} is no HOST:PORT; write it as node1:29500")
+    if processes < 1:
+        raise MeshError(f"--processes {processes} must be at least 1")
+    if not 0 <= process_id < processes:
+        raise MeshError(f"--process-id {process_id} must be at least 0 and below --processes {processes}")
+    return _Place(found[1], int(found[2]), processes, process_id, local_devices)
+
+
+def _detect(
+    coordinator: str | None, processes: int | None, process_id: int | None, timeout: float
+) -> tuple[str | None, int | None, int | None, list[int] | None]:
+    """What JAX itself would find; only there is no public name for it."""
+    try:
+        from jax._src.clusters import ClusterEnv
+
+        detect = ClusterEnv.auto_detect_unset_distributed_params
+    except (ImportError, AttributeError):
+        raise MeshError(
+            f"how jax {jax.__version__} finds a cluster is not known here; give --coordinator, --processes and --process-id"
+        ) from None
+    try:
+        found = detect(coordinator, processes, process_id, None, None, int(timeout))
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        reason = " ".join(str(error).split())[:500]
+        raise MeshError(
+            f"the cluster does not say where this process stands ({reason}); give --coordinator, --processes, --process-id"
+        ) from None
+    return found[0], found[1], found[2], None if found[3] is None else list(found[3])
+
+
+def _join(place: _Place, deadline: float) -> Processes:
+    """Answer the roll call, then start JAX's own service and connections, whose messages name nobody."""
+    me = Member(place.process_id, platform.node(), os.getpid())
+    members, links = _call_roll(place, me, deadline) if place.process_id == 0 else _answer_roll(place, me, deadline)
+    for link in links.values():
+        _keep_alive(link)
+    joined = Processes(place.process_id, members, links)
+    # It would take SIGTERM for itself; `StopVote` agrees on a step also after Ctrl-C.
+    with suppress(AttributeError):  # a later JAX may have none
+        jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes,
+            place.process_id,
+            place.local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,
+            heartbeat_timeout_seconds=STUCK,
+        )
+    except (RuntimeError, ValueError) as error:
+        _leave(joined, MeshError(f"JAX cannot connect the processes ({str(error).splitlines()[0][:300]})"))
+    return joined
+
+
+def _call_roll(place: _Place, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
+    """In process 0: wait for the others, and say to all who is there, or what is wrong."""
+    present: dict[int, tuple[Member, socket.socket]] = {}
+    strangers: list[socket.socket] = []
+
+    def refuse(reason: str) -> MeshError:
+        for link in [*(link for _, link in present.values()), *strangers]:
+            with suppress(OSError), link:
+                link.sendall(json.dumps({"refused": reason}).encode() + b"\n")
+        return MeshError(reason)
+
+    with _listen(place) as listener:
+        while len(present) < place.processes - 1:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                link, _ = listener.accept()
+            except TimeoutError:
+                absent = [index for index in range(1, place.processes) if index not in present]
+                raise refuse(
+                    f"of {place.processes} processes {len(absent)} did not come to {place.coordinator} in time:"
+                    f" {_in_words(absent)}; start them, or look at their output, or give a longer --start-timeout"
+                ) from None
+            link.settimeout(5)
+            hello = _receive(link)
+            if hello is None or hello.get("job") != "llama_jax":  # somebody who tries ports
+                link.close()
+                continue
+            other = Member(hello["index"], hello["host"], hello["pid"])
+            if hello["count"] != place.processes:
+                strangers.append(link)
+                raise refuse(
+                    f"{other} was started for {hello['count']} processes, process 0 for {place.processes};"
+                    " give all the same --processes"
+                )
+            if other.index == 0 or other.index in present:
+                strangers.append(link)
+                twin = me if other.index == 0 else present[other.index][0]
+                raise refuse(f"{twin} and {other} have the same number; give each its own --process-id")
+            present[other.index] = other, link
+    members = (me, *(present[index][0] for index in range(1, place.processes)))
+    links = {index: link for index, (_, link) in present.items()}
+    welcome = json.dumps({"members": [[m.index, m.host, m.pid] for m in members]}).encode() + b"\n"
+    for link in links.values():
+        with suppress(OSError):  # one that has died since is noticed when all are watched
+            link.sendall(welcome)
+    return members, links
+
+
+def _answer_roll(place: _Place, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
+    """In every other process: introduce itself to process 0, and hear who is there."""
+    hello = {"job": "llama_jax", "index": me.index, "count": place.processes, "host": me.host, "pid": me.pid}
+    pause = 0.05
+    while True:
+        left = max(deadline - time.monotonic(), 0)
+        try:
+            link = socket.create_connection((place.host.strip("[]"), place.port), max(left, 0.1))
+            link.settimeout(left + 10)  # process 0, who may have come later, knows who is missing
+            answer = _exchange(link, hello)
+            if answer is not None:
+                break
+            link.close()  # process 0 is being started again, or it is the port of another program
+            reason = "no answer to the roll call"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() + pause > deadline:
+            raise MeshError(
+                f"process {me.index} of {place.processes} cannot reach process 0 at {place.coordinator} ({reason}); is that"
+                " running, and is it the address of its host? A longer --start-timeout waits longer"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, 1.0)
+    if "refused" in answer:
+        link.close()
+        raise MeshError(answer["refused"])
+    return tuple(Member(*fields) for fields in answer["members"]), {0: link}
+
+
+def _exchange(link: socket.socket, message: Message) -> Message | None:
+    """Say one thing, and hear the answer, or None where none comes."""
+    try:
+        link.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        return None
+    return _receive(link)
+
+
+def _listen(place: _Place) -> socket.socket:
+    """On all addresses, as JAX's service does afterwards."""
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", place.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=place.processes
+            )
+        return socket.create_server(("", place.port), backlog=place.processes)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise MeshError(
+            f"port {place.port} of --coordinator {place.coordinator} cannot be taken ({reason}); give another port to all"
+            " processes"
+        ) from None
+
+
+def _receive(link: socket.socket) -> Message | None:
+    """One message, or None where none comes; nothing is read beyond it."""
+    read = b""
+    try:
+        while not read.endswith(b"\n"):
+            byte = link.recv(1)
+            if not byte or len(read) > 1 << 20:
+                return None
+            read += byte
+        message = json.loads(read)
+    except (OSError, ValueError):
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def _keep_alive(link: socket.socket) -> None:
+    """Have the system ask a silent host whether it is there."""
+    link.settimeout(None)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every system has all of them.
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE // 3),
+        ("TCP_KEEPINTVL", SILENCE // 6),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", SILENCE * 1000),
+    ):
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _difference(index: int, values: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
+    for name in sorted(values.keys() | first.keys()):
+        theirs, ours = values.get(name), first.get(name)
+        if theirs != ours:
+            return (
+                f"{name}: process {index} has {theirs!r}, process 0 {ours!r}; give all processes the same command, data and"
+                " shared --workdir"
+            )
+    return None
+
+
+def _in_words(indices: list[int]) -> str:
+    shown = ", ".join(map(str, indices[:20]))
+    return f"process{'es' if len(indices) > 1 else ''} {shown}{' and more' if len(indices) > 20 else ''}"
+
+
+class StopVote:
+    """Which signal any process has had: every one gives two numbers, all come to know the largest of each.
+
+    An all-reduce over one device of each process, put between two steps and read a step later, so that nothing waits for it.
+    """
+
+    def __init__(self) -> None:
+        first = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.array([first[index] for index in sorted(first)]), ("process",), axis_types=(AxisType.Auto,))
+        self._mine = first[jax.process_index()]
+        self._shape = len(first), 2
+        self._each = NamedSharding(mesh, P("process"))
+        self._largest = jax.jit(lambda votes: jnp.max(votes, axis=0), out_shardings=NamedSharding(mesh, P()))
+        self._cast: jax.Array | None = None
+
+    def cast(self, signal: int, microseconds: int) -> None:
+        """Give this process's numbers; all processes call this between the same steps."""
+        mine = jax.device_put(np.array([[signal, min(microseconds, 2**31 - 1)]], np.int32), self._mine)
+        self._cast = self._largest(jax.make_array_from_single_device_arrays(self._shape, self._each, [mine]))
+
+    def read(self) -> tuple[int, int] | None:
+        """The largest numbers of the last vote, once; None where there was none."""
+        if self._cast is None:
+            return None
+        (signal, microseconds), self._cast = np.asarray(self._cast).tolist(), None
+        return signal, microseconds

@@ -1,0 +1,247 @@
+"""`llama-jax train` over two processes of four simulated devices each: the same run as in one, and one fate."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from mortal_run import recipe
+
+from llama_jax.checkpoints.steps import CHECKPOINTS
+from llama_jax.cli.train import changes_together
+from llama_jax.model.params import init
+from llama_jax.parallel.processes import OTHER_DIED
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.loop import train
+from llama_jax.runs.overrides import override
+from llama_jax.runs.snapshots import Snapshots
+from llama_jax.training.optimizer import make_optimizer
+from llama_jax.training.step import init_state
+
+RECIPES = Path(__file__).with_name("mortal_run.py")
+SHORT = ("steps=6", "evaluate_every=3", "save_every=3", 'prompts=["the "]', "sample_tokens=2")
+EIGHT_HEADS = ("model.n_heads=8", "model.n_kv_heads=8")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(words))
+    return file
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """What all processes share: compiled programs and tokenised text."""
+    cache = tmp_path_factory.mktemp("cache")
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
+        "XDG_CACHE_HOME": str(cache),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(RECIPES.parent),
+    }
+
+
+@pytest.fixture(scope="module")
+def started(text, environment):
+    """Starts one run in `count` processes, with eight devices in all; none outlives the block."""
+
+    @contextmanager
+    def started(folder, *arguments, count=2, of=None, resume=True, own=("", "")):
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        joining = ["--coordinator", f"127.0.0.1:{port}", "--processes", of or count] if (of or count) > 1 else []
+        running = []
+        try:
+            for index in range(count):
+                command = [f"{RECIPES}:recipe", "--workdir", folder, "--data", text, *arguments]
+                command += ["--resume"] * resume + [*joining, *(["--process-id", index] if joining else [])]
+                command += [own[index]] if own[index % 2] else []
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", "-m", "llama_jax", "train", *map(str, command)],
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        text=True,
+                        env=environment | {"JAX_NUM_CPU_DEVICES": str(8 // count)},
+                    )
+                )
+            yield running
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
+
+    return started
+
+
+def ended(running, seconds=120):
+    """[(exit code, stdout, stderr)]"""
+    deadline = time.monotonic() + seconds
+    said = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1)) for process in running]
+    return [(process.returncode, *texts) for process, texts in zip(running, said, strict=True)]
+
+
+def read_until(process, start):
+    """Read what it prints until a line begins so."""
+    for line in process.stdout:
+        if line.startswith(start):
+            return
+    raise AssertionError(f"no line began with {start!r}: {process.stderr.read()}")
+
+
+def lines_of(folder, kind):
+    """The lines that hold: those of steps that were taken again after a kill are dropped."""
+    kept: list[dict] = []
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if line.get("event") in ("start", "resume"):
+            kept = [old for old in kept if old["step"] <= line["step"]]
+        elif line["kind"] == kind:
+            kept.append(line)
+    return kept
+
+
+def state_in(folder, *changes):
+    """The newest state of a run and its note, wherever it was trained."""
+    r = override(recipe(), changes)
+    shapes = jax.eval_shape(
+        lambda key: init_state(make_optimizer(r.optimizer, r.steps), init(r.model, key), ema=True), jax.random.key(0)
+    )
+    with Snapshots(folder / CHECKPOINTS) as snapshots:
+        return snapshots.restore(shapes)
+
+
+def check_the_same(folder, alone, *changes):
+    """The same data in the same order, and loss and parameters to 1e-5."""
+    (state, note), (expected, wanted) = state_in(folder, *changes), state_in(alone, *changes)
+    assert note["data"] == wanted["data"]
+    assert note["tokens"] == wanted["tokens"]
+    for tree, other in ((state.params, expected.params), (state.ema, expected.ema)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), tree, other)
+    for kind, names in (("train", ("loss", "tokens")), ("validation", ("loss", "bits_per_byte"))):
+        found, lines = lines_of(folder, kind), lines_of(alone, kind)
+        assert [line["step"] for line in found] == [line["step"] for line in lines]
+        for name in names:
+            np.testing.assert_allclose([line[name] for line in found], [line[name] for line in lines], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(started, tmp_path_factory):
+    """{changes: folder} of short runs in one process with eight devices."""
+    folders = {}
+
+    def alone(*changes):
+        if changes not in folders:
+            folders[changes] = tmp_path_factory.mktemp("alone")
+            with started(folders[changes], *SHORT, *changes, count=1) as running:
+                ((code, _, said),) = ended(running)
+            assert code == 0, said
+        return folders[changes]
+
+    return alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        pytest.param("data=8", (), id="data"),
+        pytest.param("fsdp=2,data=4", (), id="fsdp"),
+        pytest.param("data=4,tensor=2", (), id="tensor"),
+        # A head on every device: both processes read all rows.
+        pytest.param("tensor=8", EIGHT_HEADS, id="tensor over both"),
+    ],
+)
+def test_two_processes_train_what_one_does(started, alone, tmp_path, mesh, changes):
+    expected = alone(*changes)
+    with started(tmp_path, *SHORT, *changes, "--mesh", mesh, resume=False) as running:
+        (first, second) = ended(running)
+    assert first[0] == second[0] == 0, first[2] + second[2]
+    check_the_same(tmp_path, expected, *SHORT, *changes)
+    assert "done: step 6, validation loss" in first[1]
+    assert second[1] == "", "only process 0 prints"
+    assert len(lines_of(tmp_path, "train")) == 6, "only process 0 writes"
+    (sample, *_), (wanted, *_) = lines_of(tmp_path, "sample"), lines_of(expected, "sample")
+    assert sample["text"] == wanted["text"]
+
+
+def test_a_signal_to_one_saves_all(started, tmp_path):
+    """Sent to the second alone: both end after the same step, with 0, and go on in one process."""
+    with started(tmp_path, "steps=3000", "save_every=0", "evaluate_every=0") as running:
+        read_until(running[0], "step 2/")
+        running[1].send_signal(signal.SIGTERM)
+        (first, second) = ended(running)
+    assert first[0] == second[0] == 0, first[2] + second[2]
+    (stopped,) = re.findall(r"SIGTERM: stopped and saved at step (\d+); go on with --resume", first[1])
+    assert 2 <= int(stopped) < 3000
+    assert second[1] == ""
+    assert (tmp_path / CHECKPOINTS / stopped).is_dir()
+
+
+def test_what_is_missing_and_what_differs(started, tmp_path):
+    with started(tmp_path, "--start-timeout", 1.5, of=3) as running:
+        results = ended(running)
+    for code, _, said in results:
+        assert code == 2
+        assert re.search(r"llama-jax: error: of 3 processes 1 did not come to \S+ in time: process 2; start them", said)
+    with started(tmp_path, own=("steps=5", "steps=6")) as running:
+        results = ended(running)
+    for code, _, said in results:
+        assert code == 2
+        assert "recipe steps: process 1 has 6, process 0 5; give all processes the same command" in said
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(started, tmp_path_factory):
+    """A run of 20 steps in two processes that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    with started(folder, "steps=20") as running:
+        assert [code for code, *_ in ended(running)] == [0, 0]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "next_count"), [(0, 2), (1, 1)])
+def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, next_count):
+    """In the middle of training; then the run goes on, in two processes or in one, with the same data."""
+    with started(tmp_path, "steps=20") as running:
+        read_until(running[0], "step 6/")
+        running[victim].kill()
+        killed = time.monotonic()
+        code, _, said = ended([running[1 - victim]], seconds=60)[0]
+        assert time.monotonic() - killed < 60
+    # Where the coordinator died JAX may be the quicker to end the process, with words of its own.
+    by_jax = victim == 0 and code == -signal.SIGABRT and "leader task was preempted/died" in said
+    assert by_jax or code == OTHER_DIED, said
+    assert by_jax or re.search(rf"error: process {victim} \(pid \d+ on .*\) of 2 is gone: .* again with --resume", said)
+    with started(tmp_path, "steps=20", count=next_count) as running:
+        for code, _, said in ended(running):
+            assert code == 0, said
+    check_the_same(tmp_path, whole, "steps=20")
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if line.get("event") == "resume"] in ([4], [8])
+
+
+def test_changes_may_stand_behind_the_flag():
+    assert changes_together(["tiny", "--distributed", "steps=5", "--workdir", "a=b"])[-1] == "steps=5"
+
+
+def test_processes_that_nobody_joined(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        TrainingError, match=r"this is one of 2 processes; join them with llama_jax\.parallel\.processes\.start"
+    ):
+        train(recipe(), tmp_path, [text])

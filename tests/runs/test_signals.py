@@ -1,0 +1,81 @@
+"""Processes that agree on when to stop; the votes are counted here in place of devices."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from llama_jax.runs import signals
+from llama_jax.runs.signals import VOTE_SECONDS, Stopping
+
+
+class Job:
+    """Two processes whose steps take `seconds` each."""
+
+    def __init__(self, monkeypatch, seconds):
+        self.seconds, self.now, self.votes = seconds, 0.0, []
+        monkeypatch.setattr(signals, "StopVote", lambda: self.Vote(self))
+        monkeypatch.setattr(signals.time, "perf_counter", lambda: self.now)
+        self.requests = [SimpleNamespace(name=None), SimpleNamespace(name=None)]
+        self.stopping = [Stopping(request, 2) for request in self.requests]
+
+    class Vote:
+        """Every process's numbers go into one list; the largest come back when both have voted."""
+
+        def __init__(self, job):
+            self.job, self.cast_at = job, None
+
+        def cast(self, number, microseconds):
+            self.job.votes.append((number, microseconds))
+            self.cast_at = (len(self.job.votes) - 1) // 2 * 2
+
+        def read(self):
+            if self.cast_at is None:
+                return None
+            both, self.cast_at = self.job.votes[self.cast_at : self.cast_at + 2], None
+            assert len(both) == 2, "they voted between other steps"
+            return tuple(map(max, zip(*both, strict=True)))
+
+    def step(self):
+        """Whether each stops before the next step; the second one's clock is 5 % behind."""
+        answers = []
+        for stopping in self.stopping:
+            answers.append(stopping.now())
+            self.now += 0.05 * self.seconds
+        self.now += self.seconds
+        return answers
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("seconds", [0.003, 0.1, 2.0])
+def test_all_stop_after_the_same_step(monkeypatch, seconds, asked):
+    job = Job(monkeypatch, seconds)
+    for _ in range(400):
+        assert job.step() == [False, False]
+        assert [stopping.name for stopping in job.stopping] == [None, None]
+    job.requests[asked].name = "SIGTERM"
+    steps = 0
+    while (answers := job.step()) == [False, False]:
+        steps += 1
+        assert steps * seconds < 2 * VOTE_SECONDS + 2 * seconds
+    assert answers == [True, True]
+    assert [stopping.name for stopping in job.stopping] == ["SIGTERM", "SIGTERM"]
+
+
+def test_quick_steps_vote_seldom(monkeypatch):
+    job = Job(monkeypatch, 0.01)
+    for _ in range(2000):
+        job.step()
+    assert 2 * 2000 * 0.01 / VOTE_SECONDS * 0.7 < len(job.votes) < 2 * 2000 * 0.011 / VOTE_SECONDS * 1.3
+
+
+def test_one_process_asks_nobody(monkeypatch):
+    monkeypatch.setattr(signals, "StopVote", lambda: pytest.fail("voted"))
+    request = SimpleNamespace(name=None)
+    stopping = Stopping(request, 1)
+    assert not stopping.now()
+    request.name = signal.SIGINT.name
+    assert stopping.now()
+    assert stopping.name == "SIGINT"
