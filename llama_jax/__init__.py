@@ -11,6 +11,7 @@ The public face, loaded on first use so that importing the package costs nothing
   Sampling                            how to choose tokens
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   KVCache, init_cache, cache_bytes    the cache, an immutable tree
+  MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
 """
 
@@ -51,6 +52,7 @@ _HOME = {
     "Llama": "model.params",
     "init": "model.params",
     "parameter_count": "model.params",
+    "MeshSizes": "parallel.mesh",
     "stack": "model.params",
     "unstack": "model.params",
     "Evaluation": "runs.evaluate",
@@ -86,6 +88,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "MeshError",
+    "MeshSizes",
     "Message",
     "Piece",
     "Recipe",
@@ -126,6 +129,7 @@ if TYPE_CHECKING:
     from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
     from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
+    from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.evaluate import Evaluation, evaluate
     from llama_jax.runs.loop import train
     from llama_jax.runs.recipe import Recipe

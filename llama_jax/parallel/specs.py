@@ -102,10 +102,13 @@ def _left_out(kept: Any) -> bool:
 def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: bool = False) -> KVCache:
     """A `KVCache` of partition specs: rows over `data` and `fsdp`, key/value heads over `tensor`.
 
+    Args:
+      config: of the model as the mesh holds it, see `fitted`.
+
     Raises:
       MeshError: heads or rows that cannot be split over the mesh.
     """
-    check_model(config, sizes)
+    _check("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor, config.n_kv_heads)
     rows = batch_spec(sizes, batch)
     layer = P(*rows, "tensor")  # [B, K, S, H]
     buffers = P(None, *layer) if stacked else (layer,) * config.n_layers

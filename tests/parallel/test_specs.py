@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax import init_cache, preset
 from llama_jax.config import PRESETS
 from llama_jax.errors import MeshError
-from llama_jax.parallel.fit import fit
+from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import (
     batch_spec,
@@ -79,8 +79,13 @@ def test_specs_have_the_form_of_the_parameters(stacked):
 def test_what_does_not_divide_is_named_with_what_would(name, sizes, message):
     with pytest.raises(MeshError, match=message):
         param_specs(preset(name), sizes)
-    with pytest.raises(MeshError, match=message):
-        cache_specs(preset(name), sizes, 64)
+
+
+def test_a_cache_is_of_the_fitted_model():
+    config, sizes = preset("llama-3.1-8b"), MeshSizes(tensor=16)
+    with pytest.raises(MeshError, match=r"n_kv_heads=8 cannot be split over tensor=16; 1, 2, 4, 8 would do"):
+        cache_specs(config, sizes, 64)
+    assert cache_specs(fitted(config, sizes), sizes, 64).length == P(("data", "fsdp"))
 
 
 def test_what_would_do_does():
