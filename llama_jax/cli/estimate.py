@@ -1,4 +1,4 @@
-"""``llama-jax estimate``: how much memory training or generating takes per device, on devices that need not be there."""
+"""``llama-jax estimate``: memory, exchanges and least time of training or generating, on devices that need not be there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from llama_jax.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
+    from llama_jax.parallel.collectives import Collective
+    from llama_jax.parallel.hardware import Hardware
     from llama_jax.parallel.memory import Memory, Program
     from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.parallel.roofline import Exchange, Roofline
 
 LABELS = {
     "parameters": "parameters",
@@ -30,7 +33,10 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """Print the memory that training or generating takes on each device. Nothing is allocated, no weights are read."""
+    """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
+
+    Nothing is allocated, no weights are read: the program is compiled for simulated devices and looked at.
+    """
 
     model: tyro.conf.Positional[str]
     """A preset such as llama-3.1-8b, or a model's folder or file, or its config.json; only the settings are read."""
@@ -46,6 +52,8 @@ class Estimate:
     """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
+    hardware: str | None = None
+    """Such as h200 or tpu-v5p: plan for it instead of for CPUs, see whether it fits, and bound the time by its figures."""
     json: bool = False
     """Print one JSON object, sizes in bytes."""
 
@@ -55,20 +63,30 @@ class Estimate:
         from llama_jax.cli.runtime import use_compilation_cache
         from llama_jax.model.cache import cache_bytes
         from llama_jax.model.params import parameter_count
-        from llama_jax.parallel.mesh import parse_mesh
+        from llama_jax.parallel.collectives import find_collectives
+        from llama_jax.parallel.hardware import named_hardware
+        from llama_jax.parallel.mesh import make_mesh, parse_mesh
+        from llama_jax.parallel.roofline import exchange_seconds
 
         started = time.perf_counter()
         config = read_config(self.model)
+        hardware = None if self.hardware is None else named_hardware(self.hardware)
         sizes = parse_mesh(self.mesh)
         self._check(config)
         simulate_devices(sizes.devices)
         use_compilation_cache()
+        mesh = make_mesh(sizes)
+        least = self._least(config, sizes)
+        if hardware is not None:
+            exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach
 
-        found = {}
+        found, exchanged = {}, {}
         for program in self._programs(config, sizes):
             count = f"{sizes.devices} simulated device{'s' * (sizes.devices > 1)}"
             print(f"compiling {program.name} for {count}...", file=sys.stderr, flush=True)
-            found[program.name] = program.memory()
+            compiled = program.compile(accelerator=hardware is not None)
+            found[program.name] = program.memory(compiled, accelerator=hardware is not None)
+            exchanged[program.name] = find_collectives(compiled.as_text() or "", mesh)
         about = {
             "model": self.model,
             "mode": self.mode,
@@ -82,7 +100,15 @@ class Estimate:
             "cache_bytes_per_token": cache_bytes(config, 1, 1, jnp.dtype(self.dtype)),
             "seconds": round(time.perf_counter() - started, 1),
         }
-        print(as_json(about, found) if self.json else as_table(about, found))
+        bounds = {} if hardware is None else self._bounds(config, sizes, hardware, found, exchanged, least)
+        if self.json:
+            print(as_json(about, found, exchanged, least, hardware, bounds))
+            return
+        print(as_table(about, found, for_cpu=hardware is None))
+        if sizes.devices > 1:
+            print(exchange_table(config.n_layers, exchanged, least))
+        if hardware is not None:
+            print(bound_table(hardware, max(memory.total for memory in found.values()), bounds))
 
     @property
     def _remat(self) -> Literal["none", "dots", "full"] | None:
@@ -90,6 +116,36 @@ class Estimate:
         if self.mode == "decode":
             return None
         return "full" if self.remat == "auto" else self.remat
+
+    def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[Exchange]:
+        """The least that the strategy exchanges; of training only."""
+        from llama_jax.parallel.roofline import least_traffic
+
+        if self._remat is None:
+            return []
+        return least_traffic(config, sizes, self.batch, self.length, self.dtype, self._remat)
+
+    def _bounds(
+        self,
+        config: LlamaConfig,
+        sizes: MeshSizes,
+        hardware: Hardware,
+        found: dict[str, Memory],
+        exchanged: dict[str, list[Collective]],
+        least: list[Exchange],
+    ) -> dict[str, Roofline]:
+        """The rooflines of the compiled program and, when training, of one with the least exchanges."""
+        from llama_jax.parallel.roofline import decoding_roofline, training_roofline
+
+        if self._remat is None:
+            resident = found["decode"].parameters + found["decode"].cache
+            bound = decoding_roofline(config, sizes, self.batch, self.length, hardware, resident, exchanged["decode"])
+            return {"decode, a token of each row": bound}
+        step = (config, sizes, self.batch, self.length, self.dtype, self._remat, hardware)
+        return {
+            "as compiled": training_roofline(*step, exchanged["train step"]),
+            "with the least exchanges": training_roofline(*step, least),
+        }
 
     def _check(self, config: LlamaConfig) -> None:
         for name in ("batch", "length"):
@@ -144,15 +200,33 @@ def simulate_devices(count: int) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def as_json(about: dict[str, Any], found: dict[str, Memory]) -> str:
-    """One object: what was asked, and for each program the bytes per device."""
+def as_json(
+    about: dict[str, Any],
+    found: dict[str, Memory],
+    exchanged: dict[str, list[Collective]],
+    least: list[Exchange],
+    hardware: Hardware | None,
+    bounds: dict[str, Roofline],
+) -> str:
+    """One object: what was asked, for each program the bytes per device and what is exchanged, and the bounds."""
+    from llama_jax.parallel.collectives import add_up
+
     programs = {name: asdict(memory) | {"total": memory.total} for name, memory in found.items()}
     peak = max(memory.total for memory in found.values())
     sums = {"bytes_per_device": programs, "peak_per_device": peak, "peak_of_mesh": peak * about["devices"]}
-    return json.dumps(about | sums)
+    traffic = {name: [asdict(row) for row in add_up(members)] for name, members in exchanged.items()}
+    needed = [asdict(row) | {"sent": row.sent} for row in least]
+    rooflines = {
+        name: asdict(bound)
+        | {"limit": bound.limit, "overlapped": bound.overlapped, "apart": bound.apart}
+        | {"mfu_overlapped": bound.utilization(bound.overlapped), "mfu_apart": bound.utilization(bound.apart)}
+        for name, bound in bounds.items()
+    }
+    plan = {"hardware": asdict(hardware), "fits": hardware.holds(peak), "rooflines": rooflines} if hardware else {}
+    return json.dumps(about | sums | {"exchanged": traffic, "least_exchanged": needed} | plan)
 
 
-def as_table(about: dict[str, Any], found: dict[str, Memory]) -> str:
+def as_table(about: dict[str, Any], found: dict[str, Memory], *, for_cpu: bool) -> str:
     """A column for each program, and one for all devices together while the hungriest of them runs."""
     columns = {name: asdict(memory) | {"total": memory.total} for name, memory in found.items()}
     devices = about["devices"]
@@ -174,9 +248,94 @@ def as_table(about: dict[str, Any], found: dict[str, Memory]) -> str:
         "",
         *(f"{label:<28}" + "".join(f"{cell:>{width}}" for cell in cells) for label, cells in rows),
         "",
-        "The scores [B, N, T, T] of a layer's attention are in memory at once.",
+        "The scores of a layer's attention are in memory at once: [B, N, T, T], when training of one block of queries.",
         "Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently.",
     ]
-    if about["dtype"] == "bfloat16":
-        lines.append("XLA for CPU keeps many bfloat16 arrays in float32 as well: elsewhere expect fewer temporaries.")
+    if about["dtype"] == "bfloat16" and for_cpu:
+        lines.append("XLA for CPU keeps many bfloat16 arrays in float32 as well: --hardware NAME plans without that.")
+    return "\n".join(lines)
+
+
+def exchange_table(n_layers: int, exchanged: dict[str, list[Collective]], least: list[Exchange]) -> str:
+    """What a device exchanges while each program runs once, and beside it the least."""
+    from llama_jax.inference.generate import CHUNK
+
+    lines = []
+    for program, members in exchanged.items():
+        if members:
+            lines += ["", *_kinds(program, members, n_layers)]
+    lines += ["", *_least_of_each(least)] if least else []
+    lines += ["", *_sums([one for members in exchanged.values() for one in members], least)] if least else []
+    lines += [
+        "",
+        "Sent is what a device sends by a ring. XLA for CPU forms no reduce-scatter: `scattered` is what a backend sends",
+        "that does, where an all-reduce is followed by a slice.",
+    ]
+    if any(not one.is_counted for members in exchanged.values() for one in members):
+        lines.append(f"Of loops whose turns the program does not know one turn is counted: {CHUNK} tokens of each row.")
+    return "\n".join(lines)
+
+
+def _kinds(program: str, members: list[Collective], n_layers: int) -> list[str]:
+    """A line for each kind, axes and type of elements."""
+    columns = ("forward", "again", "backward", "others", "GB result", "GB sent", "scattered")
+    rows: dict[tuple[str, str, str], list[Collective]] = {}
+    for one in members:
+        rows.setdefault((",".join(one.axes), one.kind, "+".join(one.dtypes)), []).append(one)
+    lines = [f"{program + ': exchanges in each layer, and others':<48}" + "".join(f"{c:>11}" for c in columns)]
+    for (axes, kind, dtypes), row in sorted(rows.items()):
+        layered = [one for one in row if n_layers in one.loops]
+        counts = [sum(one.count for one in layered if one.phase == phase) for phase in columns[:3]]
+        cells = [*(f"{count / n_layers:g}" for count in counts), f"{sum(one.count for one in row) - sum(counts):,}"]
+        sizes = (
+            sum(one.count * one.bytes for one in row),
+            sum(one.count * one.sent for one in row),
+            sum(one.count * one.sent_if_scattered for one in row),
+        )
+        cells += [f"{size / 1e9:,.3f}" for size in sizes]
+        lines.append(f"  {axes + ' ' + kind + ' ' + dtypes:<46}" + "".join(f"{cell:>11}" for cell in cells))
+    return lines
+
+
+def _least_of_each(least: list[Exchange]) -> list[str]:
+    lines = [f"{'the least that this strategy exchanges':<81}{'count':>11}{'GB sent':>11}"]
+    for one in least:
+        name = f"{one.axes[0]} {one.kind}: {one.what}"
+        lines.append(f"  {name:<79}{one.count:>11,}{one.count * one.sent / 1e9:>11,.3f}")
+    return lines
+
+
+def _sums(members: list[Collective], least: list[Exchange]) -> list[str]:
+    """A line for each axis, or group of axes, of the mesh."""
+    lines = [f"{'GB sent by a device along':<48}" + "".join(f"{c:>11}" for c in ("compiled", "scattered", "least"))]
+    for axes in sorted({one.axes for one in members} | {one.axes for one in least}):
+        along = [one for one in members if one.axes == axes]
+        sums = (
+            sum(one.count * one.sent for one in along),
+            sum(one.count * one.sent_if_scattered for one in along),
+            sum(one.count * one.sent for one in least if one.axes == axes),
+        )
+        lines.append(f"  {','.join(axes):<46}" + "".join(f"{size / 1e9:>11,.3f}" for size in sums))
+    return lines
+
+
+def bound_table(hardware: Hardware, peak: int, bounds: dict[str, Roofline]) -> str:
+    """Whether it fits, and the least seconds."""
+    share = peak / hardware.memory
+    beyond = hardware.network_bandwidth
+    network = "" if beyond is None else f" and {beyond / 1e9:,.4g} GB/s beyond"
+    lines = [
+        "",
+        f"{hardware.name}: {hardware.flops / 1e12:,.4g} TFLOP/s, memory {hardware.memory_bandwidth / 1e12:,.3g} TB/s, "
+        f"links {hardware.link_bandwidth / 1e9:,.4g} GB/s between {hardware.domain:,} devices{network}",
+        f"{peak / 1e9:,.1f} GB is {share:.0%} of its memory of {hardware.memory / 1e9:,.1f} GB: "
+        + ("it fits" if hardware.holds(peak) else "it does not fit"),
+        "",
+        f"{'least seconds':<30}" + "".join(f"{c:>13}" for c in ("compute", "memory", "exchange", "overlapped", "apart")),
+    ]
+    for name, bound in bounds.items():
+        parts = (bound.compute, bound.memory, bound.exchange, bound.overlapped, bound.apart)
+        lines.append(f"{name:<30}" + "".join(f"{seconds:>13,.4g}" for seconds in parts))
+        mfu = (f"{bound.utilization(seconds):.0%}" for seconds in parts[3:])
+        lines.append(f"{'  MFU at most':<69}" + "".join(f"{share:>13}" for share in mfu))
     return "\n".join(lines)

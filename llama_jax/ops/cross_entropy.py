@@ -54,7 +54,8 @@ def cross_entropy(
       vocab_size: rows of `head` that are tokens, if not all: the others fill it up and have no probability.
       shares: parts of B that lie on different devices. The head's gradient is summed for each of them apart, and over all
         of them once in the end: else XLA sums it over the devices for every chunk.
-      constrain: told what it is, lays out an array over devices: "head" [V, D], "logits" [B, chunk, V], "head_gradient"
+      constrain: told what it is, lays out an array over devices: "head_shares" and "head"
+        [V, D], which are gathered between the two, "logits" [B, chunk, V], "head_gradient"
         [shares, D, V].
     """
     found = _sums((chunk, z_loss, vocab_size or head.shape[0], shares, constrain), hidden, head, targets, weights)
@@ -63,7 +64,7 @@ def cross_entropy(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> Surprise:
-    cast = settings[-1](head.astype(hidden.dtype), "head")
+    cast = _gathered(head, hidden.dtype, settings[-1])
 
     def add(total: Surprise, part: tuple[jax.Array, ...]) -> tuple[Surprise, None]:
         sums, _ = _chunk_sums(settings, cast, *part)
@@ -75,7 +76,7 @@ def _sums(settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.A
 
 def _sums_and_gradients(settings, hidden, head, targets, weights):
     chunk, _, _, shares, constrain = settings
-    cast = constrain(head.astype(hidden.dtype), "head")
+    cast = _gathered(head, hidden.dtype, constrain)
 
     def add(carry: tuple[Surprise, jax.Array], part: tuple[jax.Array, ...]):
         total, of_head = carry
@@ -101,6 +102,10 @@ def _scaled(settings, gradients, cotangents):
 
 
 _sums.defvjp(_sums_and_gradients, _scaled)
+
+
+def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Lay) -> jax.Array:
+    return constrain(constrain(head.astype(dtype), "head_shares"), "head")
 
 
 def _chunk_sums(

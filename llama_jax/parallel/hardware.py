@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
+
+from llama_jax.errors import ConfigError
 
 GIB = 1 << 30
 
@@ -18,7 +21,11 @@ class Hardware:
       memory: bytes; a few percent of them are never free. Datasheets write GB for what is GiB.
       memory_bandwidth: bytes/s between that memory and the chip, reading and writing together.
       link_bandwidth: bytes/s that the device can send to others, over all its links at once (NVLink, a TPU's interconnect;
-        PCIe where there is nothing else). It can receive as much at the same time: datasheets print the sum of both.
+        PCIe where there is nothing else). It can receive as much at the same time: datasheets print the sum of both. On a
+        TPU's torus an exchange along one axis of it has a third or half of the links.
+      domain: how many devices those links connect: the GPUs of a machine, the chips of a TPU pod.
+      network_bandwidth: bytes/s that the device can send beyond its domain, its share of the machine's adapters as the
+        maker builds it; None where none is published.
     """
 
     name: str
@@ -26,35 +33,45 @@ class Hardware:
     memory: int
     memory_bandwidth: float
     link_bandwidth: float
+    domain: int
+    network_bandwidth: float | None = None
+
+    def holds(self, size: int) -> bool:
+        """Whether so many bytes fit into its memory, of which a twentieth is left to the driver and to fragments."""
+        return size <= 0.95 * self.memory
 
 
-# NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS, NVLink 600 GB/s both ways; A100 40 GB whitepaper: 1,555 GB/s.
-A100_40GB = Hardware("A100 40 GB", 312e12, 40 * GIB, 1555e9, 300e9)
-A100_80GB_PCIE = Hardware("A100 80 GB PCIe", 312e12, 80 * GIB, 1935e9, 300e9)
-A100_80GB_SXM = Hardware("A100 80 GB SXM", 312e12, 80 * GIB, 2039e9, 300e9)
-# NVIDIA H100 Tensor Core GPU datasheet (2022, with NVL 2024), half of the figures with sparsity: 1,979, 1,513 and 1,671.
-H100_SXM = Hardware("H100 SXM", 989.5e12, 80 * GIB, 3350e9, 450e9)
-H100_PCIE = Hardware("H100 PCIe", 756.5e12, 80 * GIB, 2000e9, 300e9)
-H100_NVL = Hardware("H100 NVL", 835.5e12, 94 * GIB, 3900e9, 300e9)
-# NVIDIA H200 Tensor Core GPU datasheet (2024), half of 1,979 and 1,671.
-H200_SXM = Hardware("H200 SXM", 989.5e12, 141 * GIB, 4800e9, 450e9)
-H200_NVL = Hardware("H200 NVL", 835.5e12, 141 * GIB, 4800e9, 450e9)
-# NVIDIA DGX B200 datasheet (2024), an eighth of 1,440 GB, 64 TB/s and 14.4 TB/s; Blackwell architecture brief: 2,250 dense.
-B200 = Hardware("B200", 2250e12, 180 * GIB, 8000e9, 900e9)
+# NVIDIA A100 Tensor Core GPU datasheet (2021): 312 TFLOPS, NVLink 600 GB/s both ways, between two PCIe cards by a bridge;
+# A100 40 GB whitepaper: 1,555 GB/s. DGX A100 datasheet (2020): 8 GPUs, for each a ConnectX-6 of 200 Gb/s.
+A100_40GB = Hardware("A100 40 GB", 312e12, 40 * GIB, 1555e9, 300e9, 8, 25e9)
+A100_80GB_PCIE = Hardware("A100 80 GB PCIe", 312e12, 80 * GIB, 1935e9, 300e9, 2)
+A100_80GB_SXM = Hardware("A100 80 GB SXM", 312e12, 80 * GIB, 2039e9, 300e9, 8, 25e9)
+# NVIDIA H100 Tensor Core GPU datasheet (2022, with NVL 2024), half of the figures with sparsity: 1,979, 1,513 and 1,671; the
+# cards bridged in pairs. DGX H100 datasheet (2023): 8 GPUs, 18 NVLinks of 50 GB/s both ways, a ConnectX-7 of 400 Gb/s each.
+H100_SXM = Hardware("H100 SXM", 989.5e12, 80 * GIB, 3350e9, 450e9, 8, 50e9)
+H100_PCIE = Hardware("H100 PCIe", 756.5e12, 80 * GIB, 2000e9, 300e9, 2)
+H100_NVL = Hardware("H100 NVL", 835.5e12, 94 * GIB, 3900e9, 300e9, 2)
+# NVIDIA H200 Tensor Core GPU datasheet (2024), half of 1,979 and 1,671; two or four cards bridged. DGX H200 as DGX H100.
+H200_SXM = Hardware("H200 SXM", 989.5e12, 141 * GIB, 4800e9, 450e9, 8, 50e9)
+H200_NVL = Hardware("H200 NVL", 835.5e12, 141 * GIB, 4800e9, 450e9, 4)
+# NVIDIA DGX B200 datasheet (2024), an eighth of 1,440 GB, 64 TB/s and 14.4 TB/s; Blackwell architecture brief: 2,250 dense;
+# a ConnectX-7 of 400 Gb/s for each GPU.
+B200 = Hardware("B200", 2250e12, 180 * GIB, 8000e9, 900e9, 8, 50e9)
 # NVIDIA L4 datasheet (2023), half of 242; NVIDIA A10 datasheet (2021): 125 dense. Both PCIe 4.0 x16, 64 GB/s both ways.
-L4 = Hardware("L4", 121e12, 24 * GIB, 300e9, 32e9)
-A10 = Hardware("A10", 125e12, 24 * GIB, 600e9, 32e9)
+L4 = Hardware("L4", 121e12, 24 * GIB, 300e9, 32e9, 1)
+A10 = Hardware("A10", 125e12, 24 * GIB, 600e9, 32e9, 1)
 # NVIDIA Ada GPU architecture whitepaper (2023), appendix A: bfloat16 with float32 sums, dense; PCIe 4.0 x16.
-RTX_4090 = Hardware("GeForce RTX 4090", 165.2e12, 24 * GIB, 1008e9, 32e9)
-# Google Cloud, "TPU v4": 275 teraflops, 1200 GBps; Jouppi et al. 2023, table 4: 6 links of 50 GB/s.
-TPU_V4 = Hardware("TPU v4", 275e12, 32 * GIB, 1200e9, 300e9)
-# Google Cloud, "TPU v5e", "TPU v5p", "TPU v6e": half of 400, 1200 and 800 GBps, which are bidirectional.
-TPU_V5E = Hardware("TPU v5e", 197e12, 16 * GIB, 819e9, 200e9)
-TPU_V5P = Hardware("TPU v5p", 459e12, 95 * GIB, 2765e9, 600e9)
-TPU_V6E = Hardware("TPU v6e", 918e12, 32 * GIB, 1638e9, 400e9)
-# Google Cloud, "TPU7x (Ironwood)": 2307 TFLOPs, 192 GiB, 7380 GBps, 1200 GBps bidirectional per chip. JAX counts each of
-# the chip's two TensorCores as a device, hence half of everything.
-TPU_7X = Hardware("TPU7x, one of its two cores", 2307e12 / 2, 96 * GIB, 7380e9 / 2, 300e9)
+RTX_4090 = Hardware("GeForce RTX 4090", 165.2e12, 24 * GIB, 1008e9, 32e9, 1)
+# Google Cloud, "TPU v4": 275 teraflops, 1200 GBps, pods of 4096; Jouppi et al. 2023, table 4: 6 links of 50 GB/s.
+TPU_V4 = Hardware("TPU v4", 275e12, 32 * GIB, 1200e9, 300e9, 4096)
+# Google Cloud, "TPU v5e", "TPU v5p", "TPU v6e": half of 400, 1200 and 800 GBps, which are bidirectional, over 4, 6 and 4
+# links; data center network 6.4 Tbps per pod, 50 Gbps per chip and 25.6 Tbps per pod.
+TPU_V5E = Hardware("TPU v5e", 197e12, 16 * GIB, 819e9, 200e9, 256, 6.4e12 / 8 / 256)
+TPU_V5P = Hardware("TPU v5p", 459e12, 95 * GIB, 2765e9, 600e9, 8960, 50e9 / 8)
+TPU_V6E = Hardware("TPU v6e", 918e12, 32 * GIB, 1638e9, 400e9, 256, 25.6e12 / 8 / 256)
+# Google Cloud, "TPU7x (Ironwood)": 2307 TFLOPs, 192 GiB, 7380 GBps, 1200 GBps bidirectional per chip, pods of 9,216. JAX
+# counts each of the chip's two TensorCores as a device, hence half of everything.
+TPU_7X = Hardware("TPU7x, one of its two cores", 2307e12 / 2, 96 * GIB, 7380e9 / 2, 300e9, 2 * 9216)
 
 # By `jax.Device.device_kind`: for a GPU the name that its driver gives, for a TPU the names that JAX's own tables know.
 BY_DEVICE_KIND = {
@@ -80,6 +97,40 @@ BY_DEVICE_KIND = {
     "TPU v6e": TPU_V6E,
     "TPU7x": TPU_7X,
 }
+
+# By a name for the command line.
+BY_NAME = {
+    "a100-40gb": A100_40GB,
+    "a100": A100_80GB_SXM,
+    "a100-pcie": A100_80GB_PCIE,
+    "h100": H100_SXM,
+    "h100-pcie": H100_PCIE,
+    "h100-nvl": H100_NVL,
+    "h200": H200_SXM,
+    "h200-nvl": H200_NVL,
+    "b200": B200,
+    "l4": L4,
+    "a10": A10,
+    "rtx-4090": RTX_4090,
+    "tpu-v4": TPU_V4,
+    "tpu-v5e": TPU_V5E,
+    "tpu-v5p": TPU_V5P,
+    "tpu-v6e": TPU_V6E,
+    "tpu-7x": TPU_7X,
+}
+
+
+def named_hardware(name: str) -> Hardware:
+    """The published figures by a short name such as "h200" or "tpu-v5p".
+
+    Raises:
+      ConfigError: a name that is not in the table; the message has the nearest and all others.
+    """
+    if name in BY_NAME:
+        return BY_NAME[name]
+    near = difflib.get_close_matches(name.lower().replace(" ", "-").replace("_", "-"), BY_NAME, 1, 0.5)
+    hint = f"; did you mean {near[0]}?" if near else ";"
+    raise ConfigError(f"hardware {name!r:.40} is not in the table{hint} there are {', '.join(BY_NAME)}")
 
 
 def find_hardware(device_kind: str) -> Hardware | None:

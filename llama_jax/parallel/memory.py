@@ -17,11 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.generate import LARGEST_PREFILL, DecodeState, Request, decode, prefill
+from llama_jax.inference.placement import placement_of
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import KVCache, grow, init_cache
+from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.scratch import kernel_scratch
 from llama_jax.parallel.specs import (
+    BATCH,
     batch_spec,
     cache_specs,
     param_shapes,
@@ -143,15 +146,19 @@ def decode_programs(
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
-    rows, whole = shardings(mesh, (batch_spec(sizes, batch), P()))
+    # As `load` puts a model on a mesh: heads copied and the vocabulary padded where the mesh needs it.
+    held, config = laid_out(config, sizes), fitted(config, sizes)
+    rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH, "tensor")))
     placement = shardings(mesh, cache_specs(config, sizes, batch))
-    params = _placed(param_shapes(config, dtype, stacked=False), shardings(mesh, param_specs(config, sizes, stacked=False)))
+    specs = param_specs(config, sizes, stacked=False, fitted=True)
+    params = _placed(param_shapes(held, dtype, stacked=False), shardings(mesh, specs))
+    constrain = placement_of(params)
 
     def cache_of(capacity: int) -> KVCache:
         return _placed(jax.eval_shape(lambda: init_cache(config, batch, capacity, jnp.dtype(dtype))), placement)
 
-    def per_row(dtype: jax.typing.DTypeLike, *rest: int) -> Any:
-        return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=rows)
+    def per_row(dtype: jax.typing.DTypeLike, *rest: int, sharding: Any = rows) -> Any:
+        return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=sharding)
 
     def on_all(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
@@ -161,16 +168,22 @@ def decode_programs(
     known = Memory(parameters=share, cache=bytes_per_device(cache))
 
     tokens = per_row(jnp.int32, min(capacity, LARGEST_PREFILL))
-    read = jax.jit(partial(prefill, config), donate_argnums=1, out_shardings=(placement, rows))
+    read = jax.jit(partial(prefill, config, constrain=constrain), donate_argnums=1, out_shardings=(placement, rows))
 
     larger = jax.jit(partial(grow, capacity=capacity), out_shardings=placement)
     both = replace(known, cache=known.cache + bytes_per_device(half))
 
-    sampling = jax.tree.map(lambda a: per_row(a.dtype), Sampling().per_row(1))
-    request = Request(sampling, limit=per_row(jnp.int32), stop=on_all(4))
-    state = DecodeState(cache, per_row(jnp.int32), per_row(bool, config.vocab_size), per_row(jnp.int32), per_row(bool))
-    out = jax.tree.map(lambda a: a.sharding, state), whole, rows, rows, rows
-    run = jax.jit(partial(decode, config), donate_argnums=2, out_shardings=out)
+    sampling = jax.tree.map(lambda a: per_row(a.dtype, sharding=whole), Sampling().per_row(1))
+    request = Request(sampling, limit=per_row(jnp.int32, sharding=whole), stop=on_all(4))
+    state = DecodeState(
+        cache,
+        token=per_row(jnp.int32, sharding=whole),
+        seen=per_row(bool, held.vocab_size, sharding=by_vocabulary),
+        count=per_row(jnp.int32),
+        done=per_row(bool, sharding=whole),
+    )
+    out = jax.tree.map(lambda a: a.sharding, state), whole, whole, whole, whole
+    run = jax.jit(partial(decode, config, constrain=constrain), donate_argnums=2, out_shardings=out)
     return [
         Program("prefill", read, (params, cache, tokens, per_row(jnp.int32), per_row(dtype, config.dim)), known),
         Program("grow", larger, (half,), both, beside=share),

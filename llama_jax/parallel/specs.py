@@ -153,7 +153,7 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     XLA propagates the parameters' shardings to most activations by itself. Where it is not told otherwise it keeps the
     whole batch on every device instead of gathering the weights; hence these points.
     """
-    tensor = mesh.shape["tensor"]
+    tensor, shares = mesh.shape["tensor"], mesh.shape["data"] * mesh.shape["fsdp"]
 
     def constrain(x: jax.Array, where: str) -> jax.Array:
         match where:
@@ -162,11 +162,15 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
             case "embedded":  # [B, T, D] as it lies in the table, which a lookup by batch would gather whole
                 spec = P("data", None, "fsdp")
             case "residual":  # [B, T, D] between layers: what the backward pass keeps (Korthikanti et al. 2022, section 4.2)
-                spec = P(BATCH, "tensor" if x.shape[1] % tensor == 0 else None)
+                # Of a single row on each device XLA would keep T split in the products, and gather their weights for that.
+                split = x.shape[1] % tensor == 0 and x.shape[0] > shares
+                spec = P(BATCH, "tensor" if split else None)
             case "hidden":  # [B, T, D]
                 spec = P(BATCH)
             case "logits":  # [B, T, V]
                 spec = P(BATCH, None, "tensor")
+            case "head_shares":  # [V, D] as it lies: cast first and then gathered
+                spec = P("tensor", "fsdp")
             case "head":  # [V, D]: gathered once, for all chunks of logits
                 spec = P("tensor")
             case "head_gradient":  # [shares, D, V]: of its own rows, on every device

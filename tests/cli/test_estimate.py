@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import check_estimate
+import mesh_report
 import pytest
 
 from llama_jax import cache_bytes, parameter_count, preset
 from llama_jax.checkpoints.huggingface import config_to_dict
+from llama_jax.parallel.mesh import parse_mesh
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "estimate"]
 CONFIG = preset("stories-260k")
@@ -44,7 +46,71 @@ def test_training_as_a_table(run):
     assert table["parameters"] == [0.001, 0.002]  # two copies of the model
     assert [*table][-1] == "total"
     assert table["total"][0] == pytest.approx(sum(cells[0] for cells in table.values()) / 2, abs=0.003)
-    assert "XLA plans for CPU devices" in lines[-1]
+    assert "XLA plans for CPU devices" in lines[lines.index("", 4) + 2]
+    assert "H200" not in done.stdout
+
+
+def test_what_is_exchanged_stands_beside_the_least(run):
+    done = run("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "data=4")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    heads = [line.split("  ")[0] for line in lines if "GB sent" in line]
+    assert heads == [
+        "train step: exchanges in each layer, and others",
+        "the least that this strategy exchanges",
+        "GB sent by a device along",
+    ]
+    (row,) = (line.split() for line in lines if line.startswith("  data all-reduce f32"))
+    assert row[3:6] == ["0", "0", "1"]  # in each layer: forward, again, backward
+    (least,) = (line.split() for line in lines if line.startswith("  data all-reduce: gradients"))
+    assert least[-2] == "1"
+
+
+def test_one_device_exchanges_nothing(run):
+    done = run("stories-260k", "--batch", 1, "--length", 32, "--mode", "train")
+    assert done.returncode == 0, done.stderr
+    assert "GB sent" not in done.stdout
+
+
+def test_hardware_bounds_the_time(run):
+    asked = [
+        "stories-260k",
+        "--batch",
+        4,
+        "--length",
+        32,
+        "--mode",
+        "train",
+        "--mesh",
+        "fsdp=2,tensor=2",
+        "--dtype",
+        "bfloat16",
+    ]
+    table, found = run(*asked, "--hardware", "h200"), run(*asked, "--hardware", "h200", "--json")
+    assert (table.returncode, found.returncode) == (0, 0), table.stderr + found.stderr
+    lines = table.stdout.splitlines()
+    assert any(line.startswith("H200 SXM: 989.5 TFLOP/s, memory 4.8 TB/s, links 450 GB/s between 8") for line in lines)
+    assert any(line.endswith("% of its memory of 151.4 GB: it fits") for line in lines)
+    assert "scratch" not in table.stdout  # of CPU kernels
+    report = json.loads(found.stdout)
+    assert report["fits"]
+    assert report["hardware"]["network_bandwidth"] == 50e9
+    compiled, least = report["rooflines"].values()
+    assert compiled["compute"] == least["compute"] > 0
+    assert compiled["exchange"] >= least["exchange"] > 0
+    assert compiled["apart"] == pytest.approx(compiled["compute"] + compiled["memory"] + compiled["exchange"])
+    assert 0 < compiled["mfu_apart"] <= compiled["mfu_overlapped"] < 1
+    rows = report["exchanged"]["train step"]
+    assert {(row["kind"], *row["axes"]) for row in rows} >= {("all-gather", "fsdp"), ("all-reduce", "tensor")}
+    assert all(row["sent"] >= row["sent_if_scattered"] > 0 for row in rows)
+    assert sum(row["count"] for row in report["least_exchanged"] if row["what"].startswith("weights")) == 2 * CONFIG.n_layers
+
+
+def test_decoding_on_hardware_is_bound_by_the_token(run):
+    done = run("stories-260k", "--batch", 2, "--length", 64, "--mesh", "tensor=2", "--hardware", "tpu-v5p")
+    assert done.returncode == 0, done.stderr
+    assert "decode, a token of each row" in done.stdout
+    assert "one turn is counted" in done.stdout
 
 
 def test_decoding_as_json(run):
@@ -85,7 +151,7 @@ def test_a_model_file_is_enough(run, stories_folder):
     [
         (["llama-9"], "'llama-9' is neither a preset nor a path; the presets are llama-7b, "),
         (["stories-260k", "--mesh", "banana"], "'banana' is not axis=size; write it as data=2,fsdp=4,tensor=1"),
-        (["stories-260k", "--mesh", "tensor=8"], "n_kv_heads=4 cannot be split over tensor=8; 1, 2, 4 would do"),
+        (["stories-260k", "--mesh", "tensor=8"], "hidden_dim=172 cannot be split over tensor=8; 1, 2, 4 would do"),
         (["stories-260k", "--mesh", "data=3"], "batch=4 cannot be split over data*fsdp=3; 1, 2, 4 would do"),
         (["stories-260k", "--mesh", "data=99999"], "beyond the 16384 that can be simulated"),
         (["stories-260k", "--batch", "0"], "batch=0 must be a positive whole number"),
@@ -93,6 +159,14 @@ def test_a_model_file_is_enough(run, stories_folder):
         (["stories-260k", "--length", "1000000000", "--mode", "train"], "length=1000000000 are more than XLA can plan for"),
         (["stories-260k", "--length", "513"], "length=513 exceeds the model's context of 512"),
         (["stories-260k", "--remat", "full"], "--remat full is for --mode train"),
+        (
+            ["stories-260k", "--hardware", "H200"],
+            "hardware 'H200' is not in the table; did you mean h200? there are a100-40gb, ",
+        ),
+        (
+            ["stories-260k", "--hardware", "l4", "--mesh", "tensor=2", "--mode", "train"],
+            "the links of L4 connect, and no network beyond",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(run, arguments, message):
@@ -118,6 +192,24 @@ def test_help_imports_nothing_heavy():
     assert "--mesh" in done.stdout
 
 
+def test_meshes_are_compared_by_what_they_take_and_send():
+    row = mesh_report.look("stories-260k", "fsdp=2", 64, ("h200", "tpu-v5p"))
+    assert (row["devices"], row["batch"]) == (2, 2)
+    assert row["sent"]["all-gather over fsdp"]["count"] > 2 * CONFIG.n_layers
+    assert 0 < row["least_sent"] <= sum(one["bytes"] for one in row["sent"].values())
+    head, _, line = mesh_report.as_table([row], ("h200", "tpu-v5p")).splitlines()
+    assert head.count("|") == line.count("|") == 9
+    assert "stories-260k | fsdp=2" in line
+    assert "% to " in line  # it fits
+    large = row | {"hardware": {name: {"fits": False, "share_of_memory": 2.5} for name in ("h200", "tpu-v5p")}}
+    assert mesh_report.as_table([large], ("h200", "tpu-v5p")).count("2.50 x its memory") == 2
+
+
+def test_every_mesh_of_the_report_has_as_many_devices_as_it_says():
+    for devices, meshes in mesh_report.MESHES.items():
+        assert {parse_mesh(mesh).devices for mesh in meshes} == {devices}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [check_estimate.CASES[i] for i in (0, 4, 7, 12)], ids=lambda case: f"{case.program} {case.mesh}"
@@ -127,11 +219,22 @@ def test_the_estimate_is_what_a_process_takes(case):
 
 
 @pytest.mark.slow
-def test_405_billion_parameters_on_512_devices(run):
-    """Of no device is anything allocated: the shares of all add up to 6 TB."""
-    done = run("llama-3.1-405b", "--mode", "train", "--mesh", "fsdp=64,tensor=8", "--batch", 512, "--length", 4096, "--json")
+@pytest.mark.parametrize(("model", "count"), [("llama-2-70b", 68_976_648_192), ("llama-3.1-405b", 405_853_388_800)])
+def test_the_largest_models_on_512_devices(run, model, count):
+    """Of no device is anything allocated: the shares of all add up to terabytes."""
+    asked = [model, "--mode", "train", "--mesh", "fsdp=64,tensor=8", "--batch", 128, "--length", 2048, "--dtype", "bfloat16"]
+    done = run(*asked, "--hardware", "h100", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["parameter_count"] == 405_853_388_800
+    assert found["seconds"] < 300
+    assert found["parameter_count"] == count
     step = found["bytes_per_device"]["train step"]
-    assert step["parameters"] == step["gradients"] == pytest.approx(4 * found["parameter_count"] / 512, rel=0.01)
+    assert step["parameters"] == step["gradients"] == pytest.approx(4 * count / 512, rel=0.01)
+    assert step["optimizer"] == pytest.approx(2 * step["parameters"], rel=1e-3)
+    assert found["fits"]
+    gathered = [row for row in found["exchanged"]["train step"] if (row["kind"], row["axes"]) == ("all-gather", ["fsdp"])]
+    layers = sum(row["bytes"] * row["count"] for row in found["least_exchanged"] if row["what"].startswith("weights"))
+    assert layers <= gathered[0]["bytes"] < 1.3 * layers
+    assert (
+        0.01 < found["rooflines"]["as compiled"]["mfu_apart"] < found["rooflines"]["as compiled"]["mfu_overlapped"] <= 0.75
+    )

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from llama_jax.parallel.hardware import BY_DEVICE_KIND, GIB, find_hardware
+from llama_jax.errors import ConfigError
+from llama_jax.parallel.hardware import BY_DEVICE_KIND, BY_NAME, GIB, find_hardware, named_hardware
 
 
 @pytest.mark.parametrize(
@@ -36,12 +37,14 @@ def test_this_machines_device_has_a_name_that_can_be_looked_up():
 
 def test_figures_are_in_the_units_they_say():
     """A figure in tera or giga units, or one with sparsity, would lie outside."""
-    for hardware in BY_DEVICE_KIND.values():
+    for hardware in [*BY_DEVICE_KIND.values(), *BY_NAME.values()]:
         # FLOPs per byte of memory: accelerators of these years lie between 80 and 600.
         assert 80 < hardware.flops / hardware.memory_bandwidth < 600, hardware
         # Reading the whole memory takes some ten milliseconds.
         assert 0.01 < hardware.memory / hardware.memory_bandwidth < 0.1, hardware
         assert 0.03 < hardware.link_bandwidth / hardware.memory_bandwidth < 0.3, hardware
+        # A network between machines or pods is an order of magnitude slower than the links inside.
+        assert hardware.network_bandwidth is None or 8 < hardware.link_bandwidth / hardware.network_bandwidth < 100, hardware
 
 
 def test_jax_knows_the_same_tpus():
@@ -58,3 +61,39 @@ def test_jax_knows_the_same_tpus():
         assert hardware.flops == pytest.approx(cores * theirs.bf16_ops_per_second, rel=0.01)
         assert hardware.memory == pytest.approx(cores * theirs.hbm_capacity_bytes, rel=0.02)
         assert hardware.memory_bandwidth == pytest.approx(cores * theirs.mem_bw_bytes_per_second, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("name", "product", "links", "domain", "network"),
+    [
+        ("h100", "H100 SXM", 450e9, 8, 50e9),
+        ("h200", "H200 SXM", 450e9, 8, 50e9),
+        ("tpu-v5e", "TPU v5e", 200e9, 256, 3.125e9),
+        ("tpu-v5p", "TPU v5p", 600e9, 8960, 6.25e9),
+        ("tpu-v6e", "TPU v6e", 400e9, 256, 12.5e9),
+    ],
+)
+def test_hardware_by_name_and_what_connects_it(name, product, links, domain, network):
+    found = named_hardware(name)
+    assert (found.name, found.link_bandwidth, found.domain, found.network_bandwidth) == (product, links, domain, network)
+
+
+def test_every_device_that_jax_names_has_a_name_to_ask_for():
+    assert {id(found) for found in BY_DEVICE_KIND.values()} == {id(found) for found in BY_NAME.values()}
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("H200", "did you mean h200?"), ("tpu v5p", "did you mean tpu-v5p?"), ("banana", "table; there are a100")],
+)
+def test_an_unknown_name_is_answered_with_the_nearest_and_all(name, near):
+    with pytest.raises(ConfigError, match="is not in the table") as caught:
+        named_hardware(name)
+    assert near in str(caught.value)
+    assert "tpu-v6e" in str(caught.value)
+
+
+def test_not_all_of_a_memory_can_be_filled():
+    h100 = named_hardware("h100")
+    assert h100.holds(76 * GIB)
+    assert not h100.holds(80 * GIB)

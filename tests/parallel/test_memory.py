@@ -62,6 +62,16 @@ def test_the_total_is_the_plan_of_xla_and_scratch():
     assert all(size >= 0 for size in asdict(memory).values())
 
 
+def test_for_an_accelerator_16_bit_numbers_stay_so():
+    (program,) = train_programs(CONFIG, make_mesh(parse_mesh("data=1")), 8, 128, dtype="bfloat16")
+    here, there = (program.compile(accelerator=accelerator) for accelerator in (False, True))
+    assert there.as_text().count("= bf16[") > here.as_text().count("= bf16[")
+    widened, narrow = program.memory(here), program.memory(there, accelerator=True)
+    assert narrow.total < widened.total
+    assert narrow.scratch == 0
+    assert (narrow.parameters, narrow.optimizer) == (widened.parameters, widened.optimizer)
+
+
 def test_rematerialisation_saves_memory(train):
     (program,) = train_programs(CONFIG, make_mesh(parse_mesh("data=1")), 8, 64, remat="none")
     assert program.memory().total > 1.2 * train["data=1"].total
@@ -93,11 +103,21 @@ def test_weights_that_a_program_does_not_read_are_alive_all_the_same():
     assert memory.temporaries >= 4 * CONFIG.n_heads * 256 * 256 * 4
 
 
+def test_heads_that_a_mesh_copies_and_a_padded_vocabulary_count():
+    few = replace(CONFIG, n_kv_heads=2, vocab_size=500, tie_embeddings=False)  # held as 4 heads, and 512 tokens
+    decode = decode_programs(few, make_mesh(parse_mesh("tensor=4")), 4, 256)[-1]
+    assert decode.known.cache == pytest.approx(cache_bytes(few, 4, 256, jnp.float32) // 2, abs=100)
+    full = replace(few, n_kv_heads=4, vocab_size=512)
+    assert decode.known.parameters < 4 * parameter_count(full) / 4 + NORMS
+    assert decode.known.parameters > 4 * parameter_count(few) / 4
+    assert decode.memory().total > decode.known.total
+
+
 def test_what_does_not_divide_is_refused_before_compiling():
     mesh = make_mesh(parse_mesh("fsdp=2,tensor=4"))
     with pytest.raises(MeshError, match=r"batch=3 cannot be split over data\*fsdp=2"):
         train_programs(CONFIG, mesh, 3, 16)
-    with pytest.raises(MeshError, match="n_kv_heads=6 cannot be split over tensor=4"):
+    with pytest.raises(MeshError, match=r"n_kv_heads=6 .*cannot be split over tensor=4"):
         decode_programs(preset("stories-15m"), mesh, 2, 256)
 
 

@@ -116,6 +116,19 @@ def shapes_of(collectives):
     return sorted([int(n) for n in text.split(",") if n] for text in texts)
 
 
+def test_weights_are_not_gathered_over_tensor():
+    """Also not where each device has a single row: XLA then preferred that to gathering activations."""
+    for rows in (4, 8):
+        mesh = make_mesh(MeshSizes(1, 4, 2))
+        (program,) = train_programs(DIVISIBLE, mesh, rows, 128, remat="none")
+        compiled = program.function.lower(*program.arguments).compile()
+        gathers = [c for c in find_collectives(compiled.as_text(), mesh) if c.kind == "all-gather" and c.loops]
+        weights = [c for c in gathers if c.axes == ("fsdp",)]
+        halves = [[128, 32], [32, 64], [24, 32], [24, 32], [32, 24]]
+        assert shapes_of(c for c in weights if c.phase == "forward") == sorted(halves)
+        assert all(c.axes == ("tensor",) and c.bytes == rows // 4 * 128 * 32 * 4 for c in gathers if c not in weights)
+
+
 def test_data_parallel_sums_every_gradient_once(exchanged):
     """In one bucket per layer, and one for all that is in no layer."""
     collectives = exchanged(MeshSizes(8))

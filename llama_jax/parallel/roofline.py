@@ -1,0 +1,267 @@
+"""How fast a program could be at most on named hardware: by its arithmetic, its memory traffic and its exchanges.
+
+Each of the three has a least time that the published figures allow (Williams et al. 2009). Their maximum is a bound for
+any program that overlaps them perfectly, their sum is what one would take that overlaps nothing.
+
+Beside what a compiled program exchanges stands the least that its strategy needs, `least_traffic`; both are counted in
+bytes that a device sends by a ring.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import MeshError
+from llama_jax.inference.generate import CHUNK
+from llama_jax.parallel.collectives import Collective, Kind, ring_bytes
+from llama_jax.parallel.hardware import Hardware
+from llama_jax.parallel.mesh import AXES, MeshSizes
+from llama_jax.training.flops import matrix_parameters, step_flops
+from llama_jax.training.objective import Remat
+
+FLOAT32 = 4  # bytes
+# Of a parameter AdamW reads value, gradient and two averages and writes all but the gradient, which was written before.
+OPTIMIZER_TRAFFIC = (4 + 3 + 1) * FLOAT32
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange that a strategy cannot do without.
+
+    Attributes:
+      what: is exchanged, and when.
+      kind, axes: as of a `Collective`.
+      group: how many devices exchange with each other.
+      bytes: of the result on one device, for one execution.
+      count: executions in a step.
+    """
+
+    what: str
+    kind: Kind
+    axes: tuple[str, ...]
+    group: int
+    bytes: float
+    count: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device sends in one execution by a ring."""
+        return ring_bytes(self.kind, self.bytes, self.group)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The least seconds that one step of a program takes.
+
+    Attributes:
+      compute: of all its arithmetic at the peak rate, on all devices alike.
+      memory: of reading and writing each device's memory.
+      exchange: of sending to other devices.
+      useful: of the arithmetic that the mathematics needs, at the peak rate: what MFU counts.
+    """
+
+    compute: float
+    memory: float
+    exchange: float
+    useful: float
+
+    @property
+    def overlapped(self) -> float:
+        """Where the three hide each other perfectly: the least time there can be."""
+        return max(self.compute, self.memory, self.exchange)
+
+    @property
+    def apart(self) -> float:
+        """Where one comes after the other."""
+        return self.compute + self.memory + self.exchange
+
+    @property
+    def limit(self) -> str:
+        """Which of the three the least time is."""
+        return max(("compute", "memory", "exchange"), key=lambda name: getattr(self, name))
+
+    def utilization(self, seconds: float) -> float:
+        """MFU of a step that takes so long."""
+        return self.useful / seconds
+
+
+def least_traffic(
+    config: LlamaConfig, sizes: MeshSizes, batch: int, length: int, dtype: DTypeLike, remat: Remat = "full"
+) -> list[Exchange]:
+    """The least that a training step exchanges, by strategy.
+
+    - `data`: every gradient is summed once (Rajbhandari et al. 2020, section 7.1).
+    - `fsdp`: the weights of a layer are gathered for the forward and for the backward pass, and gradients are summed so that
+      each device gets its part (section 7.2.2): half more than `data` sends.
+    - `tensor`: a layer's attention and feed-forward need each the sum of [B, T, D] over the devices, forward and backward
+      (Shoeybi et al. 2019, section 3); where the residual stream is split along T, each sum is a reduce-scatter and an
+      all-gather instead, which send as much (Korthikanti et al. 2022, section 4.2.2). So do the lookup and the loss, whose
+      vocabulary is split. What the backward pass computes again is gathered and summed again.
+
+    Weights and activations travel in `dtype`, gradients in float32, for their sum would otherwise be rounded (Grattafiori
+    et al. 2024, section 3.3.2). Left out is what has no axis of D * D or of B * T * D: normalisations, statistics of the
+    loss, the norm of the gradients.
+
+    Args:
+      batch, length: B rows over the whole mesh, of T tokens.
+    """
+    c, wide = config, jnp.dtype(dtype).itemsize
+    data, fsdp, tensor = sizes.data, sizes.fsdp, sizes.tensor
+    vocabulary = c.vocab_size * c.dim / tensor
+    layer = (matrix_parameters(c) - c.vocab_size * c.dim) / c.n_layers / tensor
+    tables = 1 if c.tie_embeddings else 2
+    shared = c.n_layers * layer + tables * vocabulary  # parameters on the devices of one `tensor` part together
+    tokens = batch / (data * fsdp) * length
+    stream = tokens * c.dim * wide  # [B, T, D] of a device's rows
+    parts = tensor if length % tensor == 0 else 1  # of the residual stream along T
+    found = []
+
+    def add(what: str, kind: Kind, axis: str, size: float, count: int) -> None:
+        group = getattr(sizes, axis)
+        if group > 1 and count:
+            found.append(Exchange(what, kind, (axis,), group, size, count))
+
+    add("weights of each layer, forward", "all-gather", "fsdp", layer * wide, c.n_layers)
+    add("weights of each layer, backward", "all-gather", "fsdp", layer * wide, c.n_layers)
+    add("output projection", "all-gather", "fsdp", vocabulary * wide, 1)
+    # Of another embedding than that the table, and its gradient; or, if less, what was looked up of parts of D and back.
+    scattered = shared
+    if not c.tie_embeddings and vocabulary * (wide + FLOAT32) < 2 * stream / parts:
+        add("embedding", "all-gather", "fsdp", vocabulary * wide, 1)
+    elif not c.tie_embeddings:
+        add("what was looked up in parts of D, and back", "all-to-all", "fsdp", stream / parts, 2)
+        scattered -= vocabulary
+    add("gradients", "reduce-scatter", "fsdp", scattered / fsdp * FLOAT32, 1)
+    add("gradients", "all-reduce", "data", shared / fsdp * FLOAT32, 1)
+
+    # Computed again, a layer gathers its inputs; its second sum is the next layer's input, which was kept.
+    gathered, summed = {"none": (0, 0), "dots": (2, 0)}.get(remat, (2, 1))
+    if parts > 1:
+        for name, gathers, sums in (("forward", 2, 2), ("again", gathered, summed), ("backward", 2, 2)):
+            add(f"residual stream in each layer, {name}", "all-gather", "tensor", stream, gathers * c.n_layers)
+            add(f"residual stream in each layer, {name}", "reduce-scatter", "tensor", stream / tensor, sums * c.n_layers)
+        add("residual stream at lookup and loss", "all-gather", "tensor", stream, 2)
+        add("residual stream at lookup and loss", "reduce-scatter", "tensor", stream / tensor, 2)
+    else:
+        for name, sums in (("forward", 2), ("again", summed), ("backward", 2)):
+            add(f"residual stream in each layer, {name}", "all-reduce", "tensor", stream, sums * c.n_layers)
+        add("residual stream at lookup and loss", "all-reduce", "tensor", stream, 2)
+    return found
+
+
+def training_roofline(
+    config: LlamaConfig,
+    sizes: MeshSizes,
+    batch: int,
+    length: int,
+    dtype: DTypeLike,
+    remat: Remat,
+    hardware: Hardware,
+    exchanges: Iterable[Collective | Exchange],
+) -> Roofline:
+    """The least time of a training step with AdamW.
+
+    Arithmetic is that of `step_flops`, and a third more where whole layers are computed again, at the rate of bfloat16.
+    Memory traffic is the least there is: matrix products read their operands and write their result once, with attention as
+    one product whose scores never leave the chip (Dao et al. 2022), and the optimizer passes once over its share.
+
+    Args:
+      exchanges: of the compiled program, or the least.
+    """
+    c, wide = config, jnp.dtype(dtype).itemsize
+    needed = step_flops(c, batch, length)
+    passes = 4 if remat in ("full", "offload") else 3  # forward; again; and backward, with two products for each
+    weights = matrix_parameters(c) / sizes.tensor * wide
+    tokens = batch / (sizes.data * sizes.fsdp) * length
+    queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    # Written by the product of queries, keys and values and read by attention, written by it and read by the next product.
+    heads = 2 * (queries + 2 * keys) + 2 * queries
+    activations = c.n_layers * tokens * wide * (4 * c.dim + (heads + 3 * c.hidden_dim) / sizes.tensor)
+    share = (matrix_parameters(c) + (0 if c.tie_embeddings else c.vocab_size * c.dim)) / sizes.tensor / sizes.fsdp
+    memory = passes * (weights + activations) + share * OPTIMIZER_TRAFFIC
+    useful = needed / (sizes.devices * hardware.flops)
+    return Roofline(
+        compute=useful * passes / 3,
+        memory=memory / hardware.memory_bandwidth,
+        exchange=exchange_seconds(exchanges, sizes, hardware),
+        useful=useful,
+    )
+
+
+def decoding_roofline(
+    config: LlamaConfig,
+    sizes: MeshSizes,
+    batch: int,
+    slots: int,
+    hardware: Hardware,
+    resident: int,
+    exchanges: Iterable[Collective],
+) -> Roofline:
+    """The least time in which every row gets one token more.
+
+    Args:
+      slots: S that are filled, all of which attention reads.
+      resident: bytes of weights and cache on each device, all of which are read.
+      exchanges: of the compiled program; those of its loop over chunks of tokens count.
+    """
+    c = config
+    flops = batch * (2 * matrix_parameters(c) + 4 * c.n_layers * c.n_heads * c.head_dim * slots)
+    useful = flops / (sizes.devices * hardware.flops)
+    exchange = exchange_seconds((x for x in exchanges if not x.is_counted), sizes, hardware) / CHUNK
+    return Roofline(useful, resident / hardware.memory_bandwidth, exchange, useful)
+
+
+def exchange_seconds(exchanges: Iterable[Collective | Exchange], sizes: MeshSizes, hardware: Hardware) -> float:
+    """The least seconds that exchanges take one after the other, by the bandwidth of what they cross.
+
+    Devices are taken to be numbered as the mesh counts them, a domain after the other. Within a domain a group's bytes go
+    over its links. A group that spans several domains combines within each first, so that every byte leaves a domain once,
+    spread over the adapters of the group's devices there; the slower of the two is counted.
+
+    Raises:
+      MeshError: devices exchange beyond their domain, and for this hardware no network is published.
+    """
+    return math.fsum(x.count * _seconds(x, sizes, hardware) for x in exchanges)
+
+
+def _seconds(exchange: Collective | Exchange, sizes: MeshSizes, hardware: Hardware) -> float:
+    kind, size, group = exchange.kind, exchange.bytes, exchange.group
+    together = min(_members_together(sizes, exchange.axes, hardware.domain), group)
+    domains = math.ceil(group / together)
+    match kind:
+        case "reduce-scatter":
+            within, beyond = ring_bytes(kind, size * group / together, together), ring_bytes(kind, size, domains)
+        case "all-gather" | "all-reduce":
+            within, beyond = ring_bytes(kind, size, together), ring_bytes(kind, size, domains) / together
+        case "all-to-all":
+            within, beyond = size * (together - 1) / group, size * (group - together) / group
+        case _:
+            within, beyond = (size, 0.0) if domains == 1 else (0.0, size)
+    seconds = within / hardware.link_bandwidth
+    if domains > 1:
+        if hardware.network_bandwidth is None:
+            raise MeshError(
+                f"mesh {sizes}: {', '.join(exchange.axes)} leaves the {hardware.domain} devices that the links of "
+                f"{hardware.name} connect, and no network beyond them is published; take fewer devices or other hardware"
+            )
+        seconds = max(seconds, beyond / hardware.network_bandwidth)
+    # A backend for this hardware forms a reduce-scatter, half of an all-reduce, of sums of which each device takes its part.
+    sliced = exchange.sliced / exchange.bytes if isinstance(exchange, Collective) and exchange.bytes else 0
+    return seconds * (1 - sliced / 2)
+
+
+def _members_together(sizes: MeshSizes, axes: tuple[str, ...], domain: int) -> int:
+    """How many devices of a group along those axes are in one domain, in the group that is spread the widest."""
+    shape = tuple(size for _, size in sizes.items())
+    inside = [AXES.index(axis) for axis in axes]
+    outside = [i for i in range(len(shape)) if i not in inside]
+    group = math.prod(shape[i] for i in inside)
+    groups = np.arange(math.prod(shape)).reshape(shape).transpose(outside + inside).reshape(-1, group) // domain
+    return min(int(np.unique(row, return_counts=True)[1].max()) for row in groups)

@@ -1,0 +1,184 @@
+"""Bounds by published figures, and the least that strategies exchange, by numbers that can be worked out by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from llama_jax import parameter_count, preset
+from llama_jax.errors import MeshError
+from llama_jax.inference.generate import CHUNK
+from llama_jax.parallel.collectives import Collective, find_collectives
+from llama_jax.parallel.hardware import Hardware, named_hardware
+from llama_jax.parallel.memory import train_programs
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.roofline import (
+    Exchange,
+    Roofline,
+    decoding_roofline,
+    exchange_seconds,
+    least_traffic,
+    training_roofline,
+)
+from llama_jax.training.flops import flops_utilization, matrix_parameters, step_flops
+
+SMALL = replace(preset("stories-260k"), tie_embeddings=False)
+LARGE = preset("llama-3.1-405b")
+# Round figures: 2 devices to a domain, 100 bytes/s inside and 10 beyond.
+TOY = Hardware("toy", flops=1e3, memory=1000, memory_bandwidth=1e3, link_bandwidth=100, domain=2, network_bandwidth=10)
+
+
+def sent(found, axis):
+    return sum(one.count * one.sent for one in found if one.axes == (axis,))
+
+
+def matrices(config):
+    """Parameters without normalisations."""
+    return matrix_parameters(config) + (0 if config.tie_embeddings else config.vocab_size * config.dim)
+
+
+def test_data_parallelism_sums_all_gradients_once():
+    (found,) = least_traffic(LARGE, MeshSizes(data=8), 8, 1024, "bfloat16")
+    assert (found.kind, found.count) == ("all-reduce", 1)
+    assert found.bytes == 4 * matrices(LARGE)
+    assert found.bytes == pytest.approx(4 * parameter_count(LARGE), rel=1e-4)
+    assert found.sent == 2 * 7 / 8 * found.bytes
+
+
+def test_fsdp_sends_half_more_than_data_parallelism():
+    """Rajbhandari et al. 2020, section 7.2.2, where all travels in the same type."""
+    config = replace(LARGE, vocab_size=8)
+    data = least_traffic(config, MeshSizes(data=64), 64, 8192, "float32")
+    fsdp = least_traffic(config, MeshSizes(fsdp=64), 64, 8192, "float32")
+    assert sent(fsdp, "fsdp") == pytest.approx(1.5 * sent(data, "data"), rel=1e-3)
+    gathered = sum(one.count * one.bytes for one in fsdp if one.kind == "all-gather")
+    assert gathered == pytest.approx(2 * 4 * parameter_count(config), rel=1e-3)
+
+
+def test_weights_travel_in_the_type_of_the_computation_and_gradients_in_float32():
+    wide, narrow = (least_traffic(LARGE, MeshSizes(fsdp=8), 8, 8192, dtype) for dtype in ("float32", "bfloat16"))
+    for a, b in zip(wide, narrow, strict=True):
+        assert a.bytes == b.bytes * (1 if a.what == "gradients" else 2), a.what
+
+
+@pytest.mark.parametrize(("remat", "sums"), [("full", 5), ("dots", 4), ("none", 4)])
+def test_tensor_parallelism_sums_the_stream_twice_in_each_layer_and_direction(remat, sums):
+    stream = 4 * 1024 * SMALL.dim * 4
+    whole = least_traffic(SMALL, MeshSizes(tensor=4), 4, 1023, "float32", remat)
+    assert {one.kind for one in whole} == {"all-reduce"}
+    assert sum(one.count for one in whole) == sums * SMALL.n_layers + 2
+    split = least_traffic(SMALL, MeshSizes(tensor=4), 4, 1024, "float32", remat)
+    assert {one.kind for one in split} == {"all-gather", "reduce-scatter"}
+    # Split along T it sends as much, but where the input of what is computed again is gathered for it.
+    extra = {"full": 1, "dots": 2, "none": 0}[remat] * SMALL.n_layers * 3 / 4 * stream
+    assert sent(split, "tensor") == pytest.approx(sent(whole, "tensor") * 1024 / 1023 + extra)
+
+
+def test_axes_of_size_one_exchange_nothing():
+    assert least_traffic(SMALL, MeshSizes(), 4, 64, "float32") == []
+    both = least_traffic(SMALL, MeshSizes(data=2, fsdp=4), 8, 64, "float32")
+    assert {one.axes for one in both} == {("data",), ("fsdp",)}
+    (over_data,) = (one for one in both if one.axes == ("data",))
+    assert over_data.bytes == 4 * matrices(SMALL) / 4  # of its part
+
+
+def test_a_tied_embedding_is_gathered_once_as_the_output_projection():
+    found = least_traffic(replace(SMALL, tie_embeddings=True), MeshSizes(fsdp=8), 8, 64, "float32")
+    vectors = SMALL.vocab_size * SMALL.dim * 4
+    assert [one.bytes for one in found if one.count == 1 and one.kind == "all-gather"] == [vectors]
+
+
+def test_a_small_batch_is_cheaper_to_send_than_the_embedding():
+    def kinds(batch):
+        return {one.kind for one in least_traffic(LARGE, MeshSizes(fsdp=8), batch, 1024, "bfloat16")}
+
+    assert "all-to-all" in kinds(8)
+    assert "all-to-all" not in kinds(80_000)
+
+
+def test_the_compiled_step_gathers_its_weights_as_rarely_as_the_least():
+    sizes = MeshSizes(fsdp=4)
+    mesh = make_mesh(sizes)
+    (program,) = train_programs(SMALL, mesh, 8, 64, dtype="bfloat16")
+    found = find_collectives(program.compile(accelerator=True).as_text(), mesh)
+    layers = [one for one in found if one.kind == "all-gather" and one.loops == (SMALL.n_layers,)]
+    least = [one for one in least_traffic(SMALL, sizes, 8, 64, "bfloat16") if one.what.startswith("weights")]
+    assert {one.dtypes for one in layers} == {("bf16",)}  # XLA for CPU by itself would widen them
+    assert sum(one.count * one.bytes for one in layers) == sum(one.count * one.bytes for one in least)
+
+
+def exchange(kind, size, axes=("tensor",), group=2, count=1):
+    return Exchange("test", kind, axes, group, size, count)
+
+
+def test_within_a_domain_the_links_count():
+    assert exchange_seconds([exchange("all-gather", 400, count=3)], MeshSizes(tensor=2), TOY) == 3 * 200 / 100
+    assert exchange_seconds([], MeshSizes(tensor=2), TOY) == 0
+
+
+def test_across_domains_every_device_takes_its_share_of_the_network():
+    sizes = MeshSizes(fsdp=4, tensor=2)
+    alone = exchange("all-gather", 400, ("fsdp",), 4)  # each of the four in a domain of its own
+    assert exchange_seconds([alone], sizes, TOY) == 300 / 10
+    both = exchange("all-gather", 400, ("fsdp", "tensor"), 8)  # two in each of four domains
+    assert exchange_seconds([both], sizes, TOY) == 300 / 2 / 10
+    for kind, seconds in (("all-reduce", 300 / 10), ("all-to-all", 400 * 6 / 8 / 10), ("collective-permute", 40)):
+        assert exchange_seconds([replace(both, kind=kind)], sizes, TOY) == pytest.approx(seconds)
+    # A reduce-scatter's result is a part: 50 of 400.
+    assert exchange_seconds([replace(both, kind="reduce-scatter", bytes=50)], sizes, TOY) == pytest.approx(300 / 2 / 10)
+
+
+def test_links_may_be_slower_than_the_network_behind_them():
+    fast = replace(TOY, network_bandwidth=1e9)
+    both = exchange("all-gather", 400, ("fsdp", "tensor"), 8)
+    assert exchange_seconds([both], MeshSizes(fsdp=4, tensor=2), fast) == 200 / 100
+
+
+def test_where_no_network_is_published_a_mesh_may_not_leave_the_links():
+    pair = named_hardware("h100-pcie")
+    assert exchange_seconds([exchange("all-gather", 400)], MeshSizes(tensor=2), pair) > 0
+    with pytest.raises(MeshError, match=r"tensor leaves the 2 devices that the links of H100 PCIe connect"):
+        exchange_seconds([exchange("all-gather", 400, group=4)], MeshSizes(tensor=4), pair)
+
+
+def test_a_sum_that_is_sliced_costs_as_a_scatter():
+    whole = Collective("all-reduce", ("tensor",), 2, 400, 0, ("f32",), ("f32[100]",))
+    assert exchange_seconds([whole], MeshSizes(tensor=2), TOY) == 400 / 100
+    assert exchange_seconds([replace(whole, sliced=400)], MeshSizes(tensor=2), TOY) == 200 / 100
+
+
+def test_a_step_is_bound_by_the_slowest_of_three():
+    bound = Roofline(compute=4.0, memory=1.0, exchange=2.0, useful=3.0)
+    assert (bound.overlapped, bound.apart, bound.limit) == (4.0, 7.0, "compute")
+    assert bound.utilization(bound.overlapped) == 0.75
+
+
+def test_training_of_405_billion_on_512_h200():
+    sizes, h200 = MeshSizes(fsdp=64, tensor=8), named_hardware("h200")
+    least = least_traffic(LARGE, sizes, 512, 8192, "bfloat16")
+    bound = training_roofline(LARGE, sizes, 512, 8192, "bfloat16", "full", h200, least)
+    flops = step_flops(LARGE, 512, 8192)
+    assert bound.useful == pytest.approx(flops / 512 / 989.5e12)
+    assert bound.compute == pytest.approx(4 / 3 * bound.useful)  # the forward pass twice
+    assert bound.utilization(10.0) == pytest.approx(flops_utilization(flops, 10.0, 512, h200.flops))
+    assert bound.limit == "compute"
+    assert 0.05 * bound.compute < bound.exchange < bound.compute
+    without = training_roofline(LARGE, sizes, 512, 8192, "bfloat16", "none", h200, least)
+    assert without.compute == without.useful
+    # Gathering 810 GB of weights twice over a network is worth it only for many tokens.
+    few = least_traffic(LARGE, sizes, 64, 512, "bfloat16")
+    assert training_roofline(LARGE, sizes, 64, 512, "bfloat16", "full", h200, few).limit == "exchange"
+
+
+def test_decoding_is_bound_by_reading_the_weights():
+    sizes, config = MeshSizes(tensor=8), preset("llama-3.1-70b")
+    resident = 2 * parameter_count(config) // 8
+    once = Collective("all-reduce", ("tensor",), 8, 10**9, 0, ("bf16",), ("bf16[1]",), loops=(3,))
+    bound = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once])
+    assert bound.limit == "memory"
+    assert bound.exchange == 0  # it is not of the loop over tokens
+    assert 1 / bound.overlapped == pytest.approx(8 * 4.8e12 / (2 * parameter_count(config)), rel=1e-6)
+    turn = replace(once, loops=(None, 3))
+    again = decoding_roofline(config, sizes, 1, 4096, named_hardware("h200"), resident, [once, turn])
+    assert again.exchange == pytest.approx(3 * 2 * 7 / 8 * 1e9 / 450e9 / CHUNK)
+    assert math.isclose(again.apart, again.compute + again.memory + again.exchange)
