@@ -69,11 +69,11 @@ class Estimate:
         from llama_jax.parallel.roofline import exchange_seconds
 
         started = time.perf_counter()
-        config = read_config(self.model)
         hardware = None if self.hardware is None else named_hardware(self.hardware)
         sizes = parse_mesh(self.mesh)
+        simulate_devices(sizes.devices)  # before a run's folder is opened, which starts JAX
+        config = read_config(self.model)
         self._check(config)
-        simulate_devices(sizes.devices)
         use_compilation_cache()
         mesh = make_mesh(sizes)
         least = self._least(config, sizes)
@@ -138,7 +138,7 @@ class Estimate:
         from llama_jax.parallel.roofline import decoding_roofline, training_roofline
 
         if self._remat is None:
-            resident = found["decode"].parameters + found["decode"].cache
+            resident = found["decode"].parameters * sizes.fsdp + found["decode"].cache
             bound = decoding_roofline(config, sizes, self.batch, self.length, hardware, resident, exchanged["decode"])
             return {"decode, a token of each row": bound}
         step = (config, sizes, self.batch, self.length, self.dtype, self._remat, hardware)
@@ -193,7 +193,7 @@ def simulate_devices(count: int) -> None:
     """Make JAX start with so many CPU devices, whatever the machine has."""
     import jax
 
-    most = 16_384  # takes a quarter of a minute and 2 GB
+    most = 2048  # JAX takes devices of higher numbers for those of another process
     if count > most:
         raise MeshError(f"a mesh of {count} devices is beyond the {most} that can be simulated; estimate a part of it")
     jax.config.update("jax_platforms", "cpu")

@@ -71,7 +71,7 @@ class ModelOptions:
             return None
         sizes = parse_mesh(self.mesh)
         if sizes.data * sizes.fsdp > 1:
-            raise MeshError(f"mesh {sizes}: a single prompt cannot be split over data and fsdp; use tensor={sizes.devices}")
+            raise MeshError(f"mesh {sizes}: a single prompt cannot be split over data and fsdp; use tensor alone")
         make_mesh(sizes)
         return sizes
 

@@ -268,8 +268,8 @@ class _Place:
 def _place(
     coordinator: str | None, processes: int | None, process_id: int | None, detect: bool, timeout: float
 ) -> _Place | None:
-    if not timeout > 0:
-        raise MeshError(f"--start-timeout {timeout} must be above 0 seconds")
+    if not 0 < timeout <= 1e7:
+        raise MeshError(f"--start-timeout {timeout} must be above 0 and at most 1e7 seconds")
     local_devices = None
     if detect:
         coordinator = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -376,6 +376,8 @@ def _call_roll(place: _Place, me: Member, deadline: float) -> tuple[tuple[Member
                     f"{other} was started for {hello['count']} processes, process 0 for {place.processes};"
                     " give all the same --processes"
                 )
+            if other.index in present and _has_ended(present[other.index][1]):
+                present.pop(other.index)[1].close()  # and was started again
             if other.index == 0 or other.index in present:
                 strangers.append(link)
                 twin = me if other.index == 0 else present[other.index][0]
@@ -388,6 +390,19 @@ def _call_roll(place: _Place, me: Member, deadline: float) -> tuple[tuple[Member
         with suppress(OSError):  # one that has died since is noticed when all are watched
             link.sendall(welcome)
     return members, links
+
+
+def _has_ended(link: socket.socket) -> bool:
+    """Whether the process at the other end is gone; of one that waits nothing is to be read."""
+    link.setblocking(False)
+    try:
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        link.settimeout(5)
 
 
 def _answer_roll(place: _Place, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:

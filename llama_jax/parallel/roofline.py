@@ -208,13 +208,13 @@ def decoding_roofline(
 
     Args:
       slots: S that are filled, all of which attention reads.
-      resident: bytes of weights and cache on each device, all of which are read.
-      exchanges: of the compiled program; those of its loop over chunks of tokens count.
+      resident: bytes of weights and cache that each device reads: also those that it gathers from others first.
+      exchanges: of the compiled program, when it is run for one chunk of tokens, as it is to stream them.
     """
     c = config
     flops = batch * (2 * matrix_parameters(c) + 4 * c.n_layers * c.n_heads * c.head_dim * slots)
     useful = flops / (sizes.devices * hardware.flops)
-    exchange = exchange_seconds((x for x in exchanges if not x.is_counted), sizes, hardware) / CHUNK
+    exchange = exchange_seconds(exchanges, sizes, hardware) / CHUNK
     return Roofline(useful, resident / hardware.memory_bandwidth, exchange, useful)
 
 

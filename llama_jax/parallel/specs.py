@@ -195,7 +195,12 @@ def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState
     changed = _fitted_arrays(config, sizes)
 
     def fit_params(params: Llama) -> Llama:
-        return lax.with_sharding_constraint(fit.fit(config, sizes, params), specs) if changed else params
+        if not changed:
+            return params
+        if "qkv" in changed:  # else XLA cannot follow the heads to their copies and back
+            gather = partial(lax.with_sharding_constraint, shardings=NamedSharding(mesh, P(*[None] * 4, "fsdp")))
+            params = fit.changed(params, lambda table: table, gather)
+        return lax.with_sharding_constraint(fit.fit(config, sizes, params), specs)
 
     return partial(
         train_step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -42,6 +43,7 @@ from llama_jax.training.step import TrainState
 
 Paths = Sequence[str | os.PathLike[str]]
 RECIPE = "recipe.json"
+MARK_SECONDS = 30  # until what one host writes is seen by the others: file systems over a network remember what is missing
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def train(
         if processes.first_of_host:
             processes.wait("text tokenised")
         _describe(log, recipe, corpora)
-        _agree(processes, recipe, mesh, backend, corpora, note)
+        _agree(processes, folder, recipe, mesh, backend, corpora, note)
         program = make_program(recipe, mesh, backend)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
@@ -160,12 +162,22 @@ class _Corpora:
 
 
 def _agree(
-    processes: Processes, recipe: Recipe, mesh: MeshSizes, backend: Backend, corpora: _Corpora, note: dict[str, Any] | None
+    processes: Processes,
+    folder: Path,
+    recipe: Recipe,
+    mesh: MeshSizes,
+    backend: Backend,
+    corpora: _Corpora,
+    note: dict[str, Any] | None,
 ) -> None:
     """Processes that do not compute the same would wait for each other in different places."""
+    if processes.count == 1:
+        return
     processes.agree(
         "what is trained",
         {
+            "devices": jax.local_device_count(),
+            "--workdir": _mark_of(folder, processes),
             **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
             "mesh": str(mesh),
             "backend": backend,
@@ -174,6 +186,25 @@ def _agree(
             "checkpoint to go on from": None if note is None else f"step {note['step']}",
         },
     )
+
+
+def _mark_of(folder: Path, processes: Processes) -> str:
+    """What process 0 has just written into the folder of the run: where another cannot read it, that has another folder."""
+    mark = folder / ".shared"
+    if processes.index == 0:
+        mark.write_text(f"{folder.resolve()} on {platform.node()}")
+    processes.wait("mark")
+    deadline = time.monotonic() + MARK_SECONDS
+    while processes.index and not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    try:
+        found = mark.read_text()
+    except OSError:
+        found = f"{folder.resolve()} on {platform.node()}, which is not the same folder"
+    processes.wait("mark read")
+    if processes.index == 0:
+        mark.unlink(missing_ok=True)
+    return found
 
 
 def _note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:

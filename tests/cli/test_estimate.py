@@ -153,7 +153,7 @@ def test_a_model_file_is_enough(run, stories_folder):
         (["stories-260k", "--mesh", "banana"], "'banana' is not axis=size; write it as data=2,fsdp=4,tensor=1"),
         (["stories-260k", "--mesh", "tensor=8"], "hidden_dim=172 cannot be split over tensor=8; 1, 2, 4 would do"),
         (["stories-260k", "--mesh", "data=3"], "batch=4 cannot be split over data*fsdp=3; 1, 2, 4 would do"),
-        (["stories-260k", "--mesh", "data=99999"], "beyond the 16384 that can be simulated"),
+        (["stories-260k", "--mesh", "data=99999"], "beyond the 2048 that can be simulated"),
         (["stories-260k", "--batch", "0"], "batch=0 must be a positive whole number"),
         (["stories-260k", "--length", "-5"], "length=-5 must be a positive whole number"),
         (["stories-260k", "--length", "1000000000", "--mode", "train"], "length=1000000000 are more than XLA can plan for"),

@@ -66,8 +66,8 @@ def test_more_devices_than_there_are_is_one_line(run):
     ("mesh", "message"),
     [
         ("tensor=9", "needs 9 devices; there are 8"),
-        ("data=2", "a single prompt cannot be split over data and fsdp; use tensor=2"),
-        ("fsdp=2,tensor=2", "use tensor=4"),
+        ("data=2", "a single prompt cannot be split over data and fsdp; use tensor alone"),
+        ("fsdp=2,tensor=2", "use tensor alone"),
         ("8", "'8' is not axis=size"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import socket
@@ -76,7 +77,8 @@ def test_one_process_needs_nobody(monkeypatch):
         (("node1:99999", 2, 0), {}, r"--coordinator 'node1:99999' is no HOST:PORT"),
         (("node1:1", 0, 0), {}, r"--processes 0 must be at least 1"),
         (("node1:1", 2, 2), {}, r"--process-id 2 must be at least 0 and below --processes 2"),
-        (("node1:1", 2, 0), {"timeout": 0.0}, r"--start-timeout 0\.0 must be above 0 seconds"),
+        (("node1:1", 2, 0), {"timeout": 0.0}, r"--start-timeout 0\.0 must be above 0 and at most"),
+        (("node1:1", 2, 0), {"timeout": math.inf}, r"--start-timeout inf must be above 0 and at most"),
         ((), {"detect": True}, r"no Slurm, Open MPI, Kubernetes or TPU pod was found that says --coordinator, --processes"),
     ],
 )
@@ -174,6 +176,38 @@ def test_the_same_number_twice(port, others):
     ):
         join(f"127.0.0.1:{port}", 3, 0, timeout=5.0)
     assert all("have the same number" in str(refused) for refused in wait())
+
+
+def test_one_that_dies_and_is_started_again_may_come_again(port, others):
+    run, wait = others
+
+    def come(index, pid):
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                link = socket.create_connection(("127.0.0.1", port), 5)
+                break
+            except OSError:
+                assert time.monotonic() < deadline
+        hello = {"job": "llama_jax", "index": index, "count": 3, "host": "here", "pid": pid}
+        link.sendall(json.dumps(hello).encode() + b"\n")
+        return link
+
+    def dead_and_alive():
+        come(1, 100).close()
+        links = [come(1, 101), come(2, 102)]  # the port takes them in this order
+        answers = [processes._receive(link) for link in links]
+        for link in links:
+            link.close()
+        return answers
+
+    run(dead_and_alive)
+    place = processes._Place("127.0.0.1", port, 3, 0, None)
+    members, links = processes._call_roll(place, Member(0, "here", 1), time.monotonic() + 10)
+    for link in links.values():
+        link.close()
+    assert [member.pid for member in members] == [1, 101, 102]
+    assert [len(answer["members"]) for answer in wait()[0]] == [3, 3]
 
 
 def test_strangers_at_the_port_are_sent_away(port, others):

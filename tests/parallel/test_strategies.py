@@ -171,10 +171,10 @@ def test_a_device_computes_its_share_of_scores_and_logits():
     assert f"f32[{ROWS},32,{DIVISIBLE.vocab_size}]" not in text
 
 
-@pytest.mark.parametrize("sizes", QUICK, ids=str)
-def test_nothing_is_gathered_for_want_of_a_better_way(sizes, capfd):
+@pytest.mark.parametrize(("heads", "sizes"), [(8, QUICK[1]), (8, QUICK[3]), (2, QUICK[2]), (2, MeshSizes(2, 1, 4))])
+def test_nothing_is_gathered_for_want_of_a_better_way(heads, sizes, capfd):
     """XLA warns where it can reshard an array only by making it whole on every device."""
-    (program,) = train_programs(DIVISIBLE, make_mesh(sizes), ROWS, 32)
+    (program,) = train_programs(replace(DIVISIBLE, n_kv_heads=heads), make_mesh(sizes), ROWS, 32)
     program.function.lower(*program.arguments).compile()
     assert "rematerialization" not in capfd.readouterr().err
 

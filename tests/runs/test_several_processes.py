@@ -204,6 +204,16 @@ def test_what_is_missing_and_what_differs(started, tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
+def test_a_folder_of_the_run_that_is_not_the_same(started, tmp_path):
+    """As where every host has a disk of its own under the same name: checkpoints would wait for each other for ever."""
+    with started(tmp_path / "one", own=("", f"--workdir={tmp_path / 'other'}")) as running:
+        for code, _, said in ended(running):
+            assert code == 2
+            assert "which is not the same folder" in said
+    assert not (tmp_path / "one" / "metrics.jsonl").exists()
+
+
 @pytest.fixture(scope="module")
 def whole(started, tmp_path_factory):
     """A run of 20 steps in two processes that nobody interrupted."""
