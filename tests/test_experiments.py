@@ -129,6 +129,7 @@ def test_stories(text, tmp_path, capsys):
         stories.main(stories.Arguments("15m"))
 
 
+@pytest.mark.slow
 def test_three_ways_to_spread_a_step_take_the_same_steps(tmp_path, capsys):
     arguments = three_ways.Arguments(steps=3, length=8, rows=1, output=tmp_path / "ways.json")
     three_ways.main(arguments)

@@ -42,6 +42,7 @@ def test_generate_over_a_mesh_gives_the_same_text(run):
     assert "2.4M parameters" in divided.stderr  # the model's own, not those of the copies
 
 
+@pytest.mark.slow
 def test_the_statistics_name_the_mesh(run):
     done = run("generate", "Once upon a time", "--max-new-tokens", 2, "--mesh", "tensor=2")
     assert " · mesh data=1,fsdp=1,tensor=2 · bfloat16" in done.stderr

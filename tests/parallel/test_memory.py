@@ -62,6 +62,7 @@ def test_the_total_is_the_plan_of_xla_and_scratch():
     assert all(size >= 0 for size in asdict(memory).values())
 
 
+@pytest.mark.slow
 def test_for_an_accelerator_16_bit_numbers_stay_so():
     (program,) = train_programs(CONFIG, make_mesh(parse_mesh("data=1")), 8, 128, dtype="bfloat16")
     here, there = (program.compile(accelerator=accelerator) for accelerator in (False, True))

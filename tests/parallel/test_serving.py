@@ -104,10 +104,10 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
-        "data=8",
-        "fsdp=8",
         "tensor=8",
         "data=2,fsdp=2,tensor=2",
+        pytest.param("data=8", marks=slow),
+        pytest.param("fsdp=8", marks=slow),
         pytest.param("data=2,fsdp=4", marks=slow),
         pytest.param("data=4,fsdp=2", marks=slow),
         pytest.param("data=2,tensor=4", marks=slow),

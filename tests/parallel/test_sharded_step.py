@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
 import llama_jax
 from llama_jax import LlamaConfig
@@ -28,6 +29,7 @@ CONFIG = LlamaConfig(
 BATCH, LENGTH = 8, 16
 
 
+@pytest.mark.slow
 def test_muon_over_a_mesh_is_muon_on_one_device():
     settings = OptimizerSettings(name="muon", learning_rate=1e-2)
     batch = Batch(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, LENGTH + 1), np.int32))

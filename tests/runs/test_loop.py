@@ -187,6 +187,7 @@ def test_another_run_in_the_folder(whole, text):
         train(other, folder, [text], resume=True, log=StopAt())
 
 
+@pytest.mark.slow
 def test_a_run_is_prolonged_where_its_learning_rate_went_the_same(text, tmp_path):
     """As with the stable part of warm-up, stable, decay; a cosine would have fallen otherwise."""
     constant = dataclasses.replace(RECIPE.optimizer, schedule="constant")

@@ -177,6 +177,7 @@ def test_two_processes_train_what_one_does(started, alone, tmp_path, mesh, chang
     assert sample["text"] == wanted["text"]
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_saves_all(started, tmp_path):
     """Sent to the second alone: both end after the same step, with 0, and go on in one process."""
     with started(tmp_path, "steps=3000", "save_every=0", "evaluate_every=0") as running:

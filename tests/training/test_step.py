@@ -138,6 +138,7 @@ def test_the_average_follows_the_parameters(averaging_step):
     np.testing.assert_allclose(state.ema.embedding, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rematerialisation_trades_memory():
     """By the compiled program's plan: less and less is kept for the backward pass, and every policy gives one loss."""
     config = llama_jax.LlamaConfig(
