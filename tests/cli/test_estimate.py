@@ -66,12 +66,14 @@ def test_what_is_exchanged_stands_beside_the_least(run):
     assert least[-2] == "1"
 
 
+@pytest.mark.slow
 def test_one_device_exchanges_nothing(run):
     done = run("stories-260k", "--batch", 1, "--length", 32, "--mode", "train")
     assert done.returncode == 0, done.stderr
     assert "GB sent" not in done.stdout
 
 
+@pytest.mark.slow
 def test_hardware_bounds_the_time(run):
     asked = [
         "stories-260k",

@@ -31,6 +31,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_generate_over_a_mesh_gives_the_same_text(run):
     """Its one key/value head is copied for the second device."""
     arguments = ["generate", "Once upon a time", "--dtype", "float32", "--seed", 3, "--max-new-tokens", 12, "--json"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax import ops
@@ -200,6 +200,7 @@ def plain_attention(q, k, v, positions, scale):
 
 
 class TestAttention:
+    @settings(max_examples=10)  # each is a compilation
     @given(sizes, sizes, sizes, sizes, st.sampled_from([0, 6]), seeds)
     def test_definition(self, batch, heads, time, group, before, seed):
         slots = before + time + 2  # two slots that nobody may see

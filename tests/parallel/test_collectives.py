@@ -211,6 +211,7 @@ def steps():
     return {text: of(text) for text in ("data=8", "fsdp=4,tensor=2")}
 
 
+@pytest.mark.slow
 def test_data_parallel_training_sums_all_gradients(steps):
     (traffic,) = add_up(steps["data=8"])
     assert (traffic.kind, traffic.axes, traffic.is_counted) == ("all-reduce", ("data",), True)
@@ -219,6 +220,7 @@ def test_data_parallel_training_sums_all_gradients(steps):
     assert gradients <= traffic.bytes < 1.5 * gradients
 
 
+@pytest.mark.slow
 def test_layers_run_in_loops_of_as_many_trips(steps):
     found = steps["fsdp=4,tensor=2"]
     assert {c.loops for c in found if c.loops} == {(CONFIG.n_layers,)}

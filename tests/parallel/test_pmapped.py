@@ -121,6 +121,7 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_devices(on_all):
     jax.tree.map(np.testing.assert_array_equal, after.params, broken)
 
 
+@pytest.mark.slow
 def test_fewer_devices_than_there_are(alone):
     devices = jax.devices()[2:4]
     _, metrics = alone(start(), packed(0))

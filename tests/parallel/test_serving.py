@@ -122,6 +122,7 @@ def test_every_mesh_of_eight_generates_what_one_device_does(text, load, alone):
     same(llama_jax.generate(config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)
 
 
+@pytest.mark.slow
 def test_a_single_prompt_over_tensor_through_growing_buckets(load, alone, monkeypatch):
     """Its cache is decoded without a batch axis. The program of a bucket is compiled once, whatever laid out its input."""
     monkeypatch.setattr(module, "SMALLEST_CACHE", 8)

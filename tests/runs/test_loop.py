@@ -155,7 +155,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, num
     [
         pytest.param(MeshSizes(data=8), "jit", id="data", marks=pytest.mark.slow),
         pytest.param(MeshSizes(fsdp=4, tensor=2), "jit", id="fsdp-tensor"),
-        pytest.param(MeshSizes(data=8), "pmap", id="pmap"),
+        pytest.param(MeshSizes(data=8), "pmap", id="pmap", marks=pytest.mark.slow),
     ],
 )
 def test_other_devices_go_on_with_the_same_run(whole, text, tmp_path, mesh, backend):
