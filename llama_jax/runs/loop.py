@@ -107,6 +107,8 @@ def train(
             f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.processes.start, and give"
             " what it gives as processes="
         )
+    # First of all: what JAX offers to wait for each other takes for granted that each has as many devices.
+    processes.agree("devices", {"devices": jax.local_device_count()})
     log = Log(quiet=jax.process_index() > 0) if log is None else log
     folder = Path(workdir)
     start = load(weights, "float32") if weights is not None else None
@@ -176,7 +178,6 @@ def _agree(
     processes.agree(
         "what is trained",
         {
-            "devices": jax.local_device_count(),
             "--workdir": _mark_of(folder, processes),
             **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
             "mesh": str(mesh),
