@@ -1,0 +1,217 @@
+"""Attention by blocks of queries and keys: memory that grows with T + S and not with T * S, on any device.
+
+The softmax is made as the blocks come (Rabe and Staats 2021, section 2; Milakov and Gimelshein 2018); the backward pass
+computes the scores of each block again (Dao et al. 2022, algorithm 4). A block that no query of its rows can see is not
+computed: of a causal square half, of a window or of packed documents what lies near the diagonal.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax.ops.attention.rows import gradients_of_block, mean_of, mix, scores_of
+from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, Seen, visible
+from llama_jax.ops.keeping import keep, restore
+
+# Sizes of a block of queries (all G of a group together) and of keys, measured in experiments/bench_attention.py.
+QUERY_ROWS, KEYS = 256, 512
+Three = tuple[jax.Array, jax.Array, jax.Array]
+LOWEST = -1e30  # finite, so that no difference of two is NaN
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def blockwise(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, scale: float, window: int | None = None
+) -> jax.Array:
+    """Arguments and result as for `attention`; a query that sees nothing gives zeros."""
+    return forward_part(queries, keys, values, seen, scale=scale, window=window)[0].astype(queries.dtype)
+
+
+def _forward_and_kept(queries, keys, values, seen, scale, window):
+    mixed, normalizer = forward_part(queries, keys, values, seen, scale=scale, window=window)
+    mixed = mixed.astype(queries.dtype)
+    return mixed, (keep((queries, keys, values, mixed)), normalizer, seen)
+
+
+def _backward(scale: float, window: int | None, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
+    arrays, normalizer, seen = kept
+    queries, keys, values, mixed = restore(arrays)
+    mean = mean_of(of_mixed, mixed, normalizer.dtype)
+    found = backward_part(queries, keys, values, seen, normalizer, mean, of_mixed, scale=scale, window=window)
+    return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
+
+
+blockwise.defvjp(_forward_and_kept, _backward)
+
+
+def forward_part(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention to some of the keys, to be joined with that to others by `merge`.
+
+    Args:
+      queries: [*batch, T, G, H].
+      keys, values: [*batch, S, H].
+      seen: what stands where.
+
+    Returns:
+      The mixture [*batch, T, G, H] and the logarithm of each softmax's denominator [*batch, T, G, 1], both in float32 at
+      least; 0 and -inf for a query that sees none of the keys.
+    """
+    precise = jnp.promote_types(queries.dtype, jnp.float32)
+    rows, columns = _Blocks.of_queries(queries), _Blocks.of_keys(keys)
+    first, end = _reach(seen, window, rows, columns)
+    arrays = keep((queries, keys, values))  # XLA for CPU slices bits without a copy of the whole, bfloat16 with one
+
+    def block_of_queries(found: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        own = restore(rows.cut(arrays[0], i, -3))
+
+        def block_of_keys(j: jax.Array, carry: Three) -> Three:
+            largest, total, mixed = carry
+            key, value = (restore(columns.cut(x, j, -2)) for x in arrays[1:])
+            scores = scores_of(own, key, visible(_cut(seen, rows, i, columns, j), window), scale)
+            larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+            shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger)
+            return larger, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), mixed * shrink + mix(weights, value)
+
+        narrow = (*own.shape[:-1], 1)
+        start = jnp.full(narrow, LOWEST, precise), jnp.zeros(narrow, precise), jnp.zeros(own.shape, precise)
+        largest, total, mixed = lax.fori_loop(first[i], end[i], block_of_keys, start)
+        mixed = mixed / jnp.where(total == 0, 1, total)
+        normalizer = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
+        return (rows.put(found[0], mixed, i, -3), rows.put(found[1], normalizer, i, -3)), None
+
+    empty = jnp.zeros(queries.shape, precise), jnp.zeros((*queries.shape[:-1], 1), precise)
+    return lax.scan(block_of_queries, empty, jnp.arange(rows.count))[0]
+
+
+def backward_part(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    seen: Seen,
+    normalizer: jax.Array,
+    mean: jax.Array,
+    of_mixed: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Three:
+    """The gradients of queries, keys and values from these keys and values, in float32 at least.
+
+    Args:
+      normalizer: [*batch, T, G, 1], the logarithms of the denominators over all keys that a query saw, these and others.
+      mean: [*batch, T, G, 1], the sum over H of `of_mixed` times the whole mixture.
+      of_mixed: [*batch, T, G, H], the gradient of the whole mixture.
+    """
+    rows, columns = _Blocks.of_queries(queries), _Blocks.of_keys(keys)
+    first, end = _reach(seen, window, rows, columns)
+    of_queries, of_keys, of_values = (jnp.zeros(x.shape, normalizer.dtype) for x in (queries, keys, values))
+    arrays = keep((queries, normalizer, mean, of_mixed)), keep((keys, values))
+
+    def block_of_queries(found: Three, i: jax.Array) -> tuple[Three, None]:
+        own = restore(rows.cut(arrays[0], i, -3))
+
+        def block_of_keys(j: jax.Array, carry: Three) -> Three:
+            of_own, of_keys, of_values = carry
+            key, value = restore(columns.cut(arrays[1], j, -2))
+            allowed = visible(_cut(seen, rows, i, columns, j, once=True), window)
+            new = gradients_of_block(scale, own, key, value, allowed)
+            return of_own + new[0], columns.add(of_keys, new[1], j, -2), columns.add(of_values, new[2], j, -2)
+
+        start = jnp.zeros(own[0].shape, normalizer.dtype), *found[1:]
+        of_own, of_keys, of_values = lax.fori_loop(first[i], end[i], block_of_keys, start)
+        return (rows.add(found[0], of_own, i, -3), of_keys, of_values), None
+
+    return lax.scan(block_of_queries, (of_queries, of_keys, of_values), jnp.arange(rows.count))[0]
+
+
+def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Attention to two sets of keys from the attention to each: mixtures and normalizers as `forward_part` gives them."""
+    normalizer = jnp.logaddexp(first[1], second[1])
+    known = jnp.where(normalizer == -jnp.inf, 0, normalizer)  # a query that sees nothing in either: exp(-inf - 0) = 0
+    shares = (mixed * jnp.exp(own - known) for mixed, own in (first, second))
+    return functools.reduce(jnp.add, shares), normalizer
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """An axis of `total` entries in `count` blocks of `size`. The last one is moved to fit, so that nothing is padded."""
+
+    size: int
+    count: int
+    total: int
+
+    @classmethod
+    def of(cls, total: int, size: int) -> _Blocks:
+        size = min(total, size)
+        return cls(size, -(-total // size), total)
+
+    @classmethod
+    def of_queries(cls, queries: jax.Array) -> _Blocks:
+        *_, new, groups, _ = queries.shape
+        return cls.of(new, max(QUERY_ROWS // groups, 1))
+
+    @classmethod
+    def of_keys(cls, keys: jax.Array) -> _Blocks:
+        return cls.of(keys.shape[-2], KEYS)
+
+    def start(self, i: jax.Array) -> jax.Array:
+        return jnp.minimum(i * self.size, self.total - self.size)
+
+    def cut(self, tree: Any, i: jax.Array, axis: int) -> Any:
+        """Block i of every array of a tree."""
+        return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, self.start(i), self.size, x.ndim + axis), tree)
+
+    def put(self, x: jax.Array, block: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, block.astype(x.dtype), self.start(i), x.ndim + axis)
+
+    def add(self, x: jax.Array, block: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+        return self.put(x, self.cut(x, i, axis) + block, i, axis)
+
+    def own(self, x: jax.Array, i: jax.Array, other: int) -> jax.Array:
+        """Block i of the last axis, with `other` in place of what the block before has too."""
+        indices = self.start(i) + jnp.arange(self.size)
+        return jnp.where(indices >= i * self.size, self.cut(x, i, -1), other)
+
+    def ends(self, x: jax.Array, absent: int) -> tuple[jax.Array, jax.Array]:
+        """The smallest and the largest of each block of the last axis, int32[count] each, `absent` left out."""
+
+        blocks = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)
+
+        def reduced(fill: int, reduce: Callable[..., jax.Array]) -> jax.Array:
+            known = jnp.where(x == absent, fill, x).reshape(-1, self.total)
+            return reduce(known[:, blocks], axis=(0, 2))
+
+        return reduced(2**31 - 1, jnp.min), reduced(-(2**31), jnp.max)
+
+
+def _cut(seen: Seen, rows: _Blocks, i: jax.Array, columns: _Blocks, j: jax.Array, *, once: bool = False) -> Seen:
+    """What stands where in a pair of blocks; a key is in one block only, and a query too where `once` asks for it."""
+    queries = rows.own(seen.query_positions, i, NO_QUERY) if once else rows.cut(seen.query_positions, i, -1)
+    keys = columns.own(seen.key_positions, j, NO_KEY)
+    return Seen(queries, keys, rows.cut(seen.query_segments, i, -1), columns.cut(seen.key_segments, j, -1))
+
+
+def _reach(seen: Seen, window: int | None, rows: _Blocks, columns: _Blocks) -> tuple[jax.Array, jax.Array]:
+    """The first block of keys that some query of each block may see, and the one behind the last: int32[rows] each."""
+    earliest, latest = rows.ends(seen.query_positions, NO_QUERY)
+    nearest, farthest = columns.ends(seen.key_positions, NO_KEY)
+    needed = nearest <= latest[:, None]
+    if window is not None:
+        # As key > query - window: the positions of a block without any are the ends of int32, and a sum would overflow.
+        needed &= (farthest > jnp.maximum(earliest, 0)[:, None] - window) & (latest[:, None] >= 0)
+    if seen.query_segments is not None and seen.key_segments is not None:
+        (low, high), (lowest, highest) = rows.ends(seen.query_segments, -1), columns.ends(seen.key_segments, -1)
+        needed &= (lowest <= high[:, None]) & (low[:, None] <= highest)
+    some = jnp.any(needed, axis=1)
+    first, behind = jnp.argmax(needed, axis=1), columns.count - jnp.argmax(needed[:, ::-1], axis=1)
+    return jnp.where(some, first, 0).astype(jnp.int32), jnp.where(some, behind, 0).astype(jnp.int32)

@@ -1,0 +1,24 @@
+"""Attention as it is written in the papers: the oracle of every other backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.ops.attention.seen import Seen, visible
+
+
+def reference(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
+) -> jax.Array:
+    """Scores, softmax, mixture (Vaswani et al. 2017, section 3.2.1), all T x S of them, differentiated by JAX.
+
+    Arguments and result as for `attention`. A query that sees nothing gives zeros.
+    """
+    precise = jnp.promote_types(queries.dtype, jnp.float32)
+    scores = jnp.einsum("...tgh,...sh->...tgs", queries, keys, preferred_element_type=precise) * scale
+    allowed = visible(seen, window)[..., None, :]
+    scores = jnp.where(allowed, scores, jnp.finfo(precise).min)
+    weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0)
+    mixed = jnp.einsum("...tgs,...sh->...tgh", weights.astype(values.dtype), values, preferred_element_type=precise)
+    return mixed.astype(queries.dtype)
