@@ -108,7 +108,7 @@ def write_meta(
             for name, a in state.items()
         }
         if buffers:
-            part["rope.freqs"] = torch.from_numpy(rotary_frequencies(config))
+            part["rope.freqs"] = torch.from_numpy(rotary_frequencies(config)[0])
         torch.save(part, folder / f"consolidated.{rank:02}.pth")
     settings = dict(dim=config.dim, n_layers=config.n_layers, n_heads=config.n_heads, norm_eps=config.norm_eps)
     (folder / "params.json").write_text(json.dumps(settings | dict(multiple_of=32, vocab_size=-1)))
@@ -122,7 +122,7 @@ def write_pytorch_bin(folder: Path, config: LlamaConfig, tensors: dict[str, np.n
     (folder / "config.json").write_text(json.dumps(config_to_dict(config)))
     state = {name: torch.from_numpy(a.copy()) for name, a in tensors.items()}
     for i in range(config.n_layers):
-        state[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = torch.from_numpy(rotary_frequencies(config))
+        state[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = torch.from_numpy(rotary_frequencies(config)[0])
     if files == 1:
         torch.save(state, folder / "pytorch_model.bin")
         return
@@ -193,7 +193,7 @@ def write_llama2c(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray
         if version == 0:
             sizes[5] *= 1 if c.tie_embeddings else -1
             file.write(struct.pack("<7i", *sizes))
-            angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c))
+            angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c)[0])
             order = [embedding, *all_layers("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "down", "up")]
             for a in [*order, final_norm, np.cos(angles), np.sin(angles), *head]:
                 file.write(np.ascontiguousarray(a, "<f4").tobytes())

@@ -14,6 +14,7 @@ import numpy as np
 
 from llama_jax import LlamaConfig, RopeScaling
 from llama_jax.checkpoints.huggingface import NAMES, config_to_dict
+from llama_jax.config import RopeScalingKind
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 
@@ -50,6 +51,47 @@ KINDS = {
         rope_scaling=RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
     ),
 }
+
+# Every kind of rope scaling that transformers has, and what a kind can say differently; contexts shorter than the tokens.
+_LONG = {"original_max_seq_len": 16, "rope_theta": 500.0, "head_dim": 16}
+
+
+def _rope(kind: RopeScalingKind, factor: float, **settings) -> LlamaConfig:
+    sizes = {name: settings.pop(name) for name in ("rope_theta", "head_dim")}
+    return _config(**sizes, rope_scaling=RopeScaling(kind, factor, **settings))
+
+
+ROPES = {
+    "linear": _config(head_dim=16, rope_scaling=RopeScaling("linear", 4.0)),
+    "dynamic": _rope("dynamic", 4.0, **_LONG),
+    "dynamic-2": _rope("dynamic", 2.5, **_LONG | {"original_max_seq_len": 32}),
+    "yarn": _rope("yarn", 4.0, **_LONG),
+    "yarn-8k": _rope("yarn", 16.0, **_LONG | {"original_max_seq_len": 8192, "rope_theta": 10_000.0, "head_dim": 128}),
+    "yarn-beta": _rope("yarn", 4.0, beta_fast=4.0, beta_slow=0.5, **_LONG),
+    "yarn-whole": _rope("yarn", 4.0, beta_fast=2.0, beta_slow=0.5, truncate=False, **_LONG),
+    "yarn-factor": _rope("yarn", 4.0, attention_factor=1.5, **_LONG),
+    "yarn-mscale": _rope("yarn", 40.0, mscale=0.707, mscale_all_dim=1.0, **_LONG),
+    "yarn-1": _rope("yarn", 1.0, **_LONG),
+    "llama3": _rope("llama3", 8.0, low_freq_factor=0.25, high_freq_factor=2.0, **_LONG),
+    "longrope": _rope(
+        "longrope", 4.0, short_factor=[1 + 0.1 * i for i in range(8)], long_factor=[1.5 + i for i in range(8)], **_LONG
+    ),
+    "longrope-factor": _rope(
+        "longrope", 4.0, short_factor=[1.0] * 8, long_factor=[2.0] * 7 + [5.0], attention_factor=1.25, **_LONG
+    ),
+}
+ROPE_LENGTHS = (1, 16, 17, 40, 100)  # of which each has its frequencies, where they depend on it
+ROPE_MODELS = ("dynamic", "yarn", "longrope")  # whose logits are kept, too
+
+
+def transformers_frequencies(config: LlamaConfig, length: int) -> tuple[np.ndarray, float]:
+    """Radians per position float32[H/2] and the attention factor of transformers for a sequence of that length."""
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = transformers.LlamaConfig(**config_to_dict(config))
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]](theirs, seq_len=length)
+    return frequencies.numpy(), attention_factor
 
 
 def random_tensors(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -151,6 +193,17 @@ def main() -> None:
             results[name] = model(torch.from_numpy(tokens(config)).long()).logits.numpy()
     version = np.array(f"transformers {transformers.__version__}, torch {torch.__version__}")
     np.savez_compressed(GOLDENS / "logits.npz", version=version, **results)
+
+    ropes = {}
+    for name, config in ROPES.items():
+        found = [transformers_frequencies(config, length) for length in ROPE_LENGTHS]
+        ropes[f"{name} frequencies"] = np.stack([frequencies for frequencies, _ in found])
+        ropes[f"{name} factor"] = np.array([factor for _, factor in found])
+    for name in ROPE_MODELS:
+        model = transformers_model(ROPES[name], random_tensors(ROPES[name]))
+        with torch.inference_mode():
+            ropes[f"{name} logits"] = model(torch.from_numpy(tokens(ROPES[name])).long()).logits.numpy()
+    np.savez_compressed(GOLDENS / "ropes.npz", version=version, **ropes)
 
     logits, ids = sampling_case(np.random.default_rng(3), len(SETTINGS))
     scores = transformers_scores(logits, ids, SETTINGS)

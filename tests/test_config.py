@@ -93,11 +93,19 @@ def test_impossible_sizes_are_named(changes, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("yarn", 2.0), "kind='yarn' is not supported"),
+        (
+            ("ntk-aware", 2.0),
+            "kind='ntk-aware' is not supported; use linear, ntk, dynamic, by_parts, yarn, ",
+        ),
+        ((["yarn"], 2.0), r"kind=\['yarn'\] is not supported"),
+        (("yarn", 2.0), "'yarn' needs original_max_seq_len"),
+        (("dynamic", 2.0), "'dynamic' needs original_max_seq_len"),
+        (("ntk", 2.0, None, None, 64), "'ntk' does not read original_max_seq_len=64"),
+        (("linear", 2.0, 1.0), "'linear' does not read low_freq_factor=1.0"),
         (("linear", 0.5), "factor=0.5"),
         (("llama3", 8.0, 4.0, 4.0), "high_freq_factor=4.0 must be larger than low_freq_factor=4.0"),
         (("llama3", 8.0, 0.0, 4.0), "low_freq_factor=0.0"),
-        (("llama3", 8.0, 1.0, None), "high_freq_factor=None"),
+        (("llama3", 8.0, 1.0, "4"), "high_freq_factor='4'"),
         (("llama3", 8.0, 1.0, float("inf")), "high_freq_factor=inf"),
         (("llama3", 8.0, 1.0, 4.0, 0), "original_max_seq_len=0"),
     ],
@@ -105,6 +113,45 @@ def test_impossible_sizes_are_named(changes, message):
 def test_impossible_scalings_are_named(arguments, message):
     with pytest.raises(ConfigError, match=message):
         RopeScaling(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("yarn", {"original_max_seq_len": 1.5}, "original_max_seq_len=1.5"),
+        ("yarn", {"beta_fast": 1.0}, "beta_fast=1.0 must be larger than beta_slow=1.0"),
+        ("yarn", {"truncate": 1}, "truncate=1 must be True or False"),
+        ("yarn", {"attention_factor": 0.0}, "attention_factor=0.0"),
+        ("yarn", {"mscale": 1.0}, "mscale=1.0 and mscale_all_dim=None go together"),
+        ("yarn", {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 2.0}, "exclude each other"),
+        ("yarn", {"short_factor": (1.0,)}, "'yarn' does not read short_factor="),
+        ("by_parts", {"attention_factor": 1.0}, "'by_parts' does not read attention_factor=1.0"),
+        ("dynamic", {"beta_fast": 32.0}, "'dynamic' does not read beta_fast=32.0"),
+        ("longrope", {}, "'longrope' needs short_factor"),
+        ("longrope", {"short_factor": 2.0}, "short_factor=2.0 must be a list"),
+        ("longrope", {"short_factor": [1.0, 0.0], "long_factor": [1.0]}, r"short_factor\[1\]=0.0"),
+    ],
+)
+def test_fields_of_scalings_that_cannot_be(kind, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        RopeScaling(kind, 2.0, **{"original_max_seq_len": 64} | changes)
+
+
+def test_fields_that_are_not_given_are_those_of_the_kind():
+    assert RopeScaling("llama3", 8.0) == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    yarn = RopeScaling("yarn", 4.0, original_max_seq_len=64)
+    assert (yarn.beta_fast, yarn.beta_slow, yarn.truncate, yarn.attention_factor) == (32.0, 1.0, True, None)
+    assert yarn == RopeScaling("yarn", 4.0, original_max_seq_len=64, beta_fast=32, beta_slow=1, truncate=True)
+    longrope = RopeScaling("longrope", 4.0, original_max_seq_len=64, short_factor=[1] * 4, long_factor=[2] * 4)
+    assert hash(replace(SMALL, rope_scaling=longrope)) == hash(replace(SMALL, rope_scaling=replace(longrope)))
+
+
+def test_scalings_that_do_not_fit_the_heads_are_named():
+    longrope = RopeScaling("longrope", 4.0, original_max_seq_len=64, short_factor=[1] * 3, long_factor=[2] * 3)
+    with pytest.raises(ConfigError, match="short_factor has 3 numbers, head_dim=8 needs 4"):
+        replace(SMALL, rope_scaling=longrope)
+    with pytest.raises(ConfigError, match="head_dim=2 is too small for rope scaling kind='ntk'"):
+        replace(SMALL, head_dim=2, rope_scaling=RopeScaling("ntk", 2.0))
 
 
 def test_a_config_is_hashable_and_frozen():

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax import Sampling
+from llama_jax import RopeScaling, Sampling
 from llama_jax.checkpoints import huggingface
 from llama_jax.checkpoints.huggingface import config_from_dict
 from llama_jax.checkpoints.memory import from_params
@@ -80,6 +80,91 @@ def test_random_models(config, seed):
     second, cache = jit_forward(config, params, tokens[:, 20:], cache)
     cached = unembed(config, params, jnp.concatenate([first, second], axis=1))
     np.testing.assert_allclose(cached, want, atol=1e-4, rtol=0)
+
+
+@st.composite
+def rope_configs(draw):
+    """Scalings that transformers knows, some of them in other words."""
+    head_dim = draw(st.sampled_from([4, 8, 64, 128]))
+    kind = draw(st.sampled_from(["linear", "dynamic", "by_parts", "yarn", "llama3", "longrope"]))
+    settings = {"original_max_seq_len": draw(st.sampled_from([16, 256, 2048, 8192]))} if kind != "linear" else {}
+    if kind in ("by_parts", "yarn"):
+        slow = draw(st.sampled_from([0.5, 1.0, 3.0]))
+        settings |= {"beta_slow": slow, "beta_fast": slow * draw(st.sampled_from([1.5, 16.0, 32.0]))}
+        settings |= {"truncate": draw(st.booleans())}
+    if kind == "yarn":
+        more = (
+            {},
+            {"attention_factor": 0.8},
+            {"mscale": 0.7, "mscale_all_dim": 1.2},
+            {"mscale": 1.0, "mscale_all_dim": 1.0},
+        )
+        settings |= draw(st.sampled_from(more))
+    if kind == "llama3":
+        low = draw(st.sampled_from([0.5, 1.0]))
+        settings |= {"low_freq_factor": low, "high_freq_factor": low * draw(st.sampled_from([1.5, 4.0]))}
+    if kind == "longrope":
+        numbers = st.lists(st.floats(0.9, 60.0), min_size=head_dim // 2, max_size=head_dim // 2)
+        settings |= {"short_factor": draw(numbers), "long_factor": draw(numbers)}
+        settings |= draw(st.sampled_from([{}, {"attention_factor": 1.19}]))
+    scaling = RopeScaling(kind, draw(st.sampled_from([1.0, 1.7, 4.0, 32.0])), **settings)
+    theta = draw(st.sampled_from([100.0, 10_000.0, 500_000.0]))
+    return replace(make_goldens.KINDS["gqa"], head_dim=head_dim, max_seq_len=8192, rope_theta=theta, rope_scaling=scaling)
+
+
+@settings(max_examples=200)
+@given(rope_configs(), st.sampled_from([1, 16, 17, 257, 5000, 100_000]))
+def test_frequencies_of_every_scaling(config, length):
+    want, factor = make_goldens.transformers_frequencies(config, length)
+    got, got_factor = llama_jax.rotary_frequencies(config, length)
+    np.testing.assert_allclose(got, want, rtol=1e-5)  # theirs is computed in float32, in which a narrow ramp loses digits
+    assert got_factor == pytest.approx(factor, rel=1e-9)
+    rows, _ = llama_jax.rotary_frequencies(config, jnp.array([length]))
+    np.testing.assert_allclose(np.broadcast_to(rows, (1, len(want)))[0], got, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", make_goldens.ROPES)
+def test_the_goldens_of_rope_are_what_transformers_gives(name):
+    with np.load(make_goldens.GOLDENS / "ropes.npz") as kept:
+        for i, length in enumerate(make_goldens.ROPE_LENGTHS):
+            frequencies, factor = make_goldens.transformers_frequencies(make_goldens.ROPES[name], length)
+            np.testing.assert_allclose(frequencies, kept[f"{name} frequencies"][i], rtol=1e-6)
+            assert factor == pytest.approx(kept[f"{name} factor"][i])
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling("ntk", 4.0),
+        RopeScaling("by_parts", 4.0, original_max_seq_len=16),
+        RopeScaling("dynamic", 4.0, original_max_seq_len=16),
+        RopeScaling("yarn", 4.0, original_max_seq_len=16),
+        RopeScaling(
+            "longrope", 4.0, original_max_seq_len=16, short_factor=[1.0] * 8, long_factor=[1.5 + i for i in range(8)]
+        ),
+    ],
+    ids=lambda scaling: scaling.kind,
+)
+def test_models_of_every_scaling_as_they_are_saved(scaling):
+    """What transformers makes of the words that ntk and by_parts are written in; and step by step, beyond the context.
+
+    Kinds that depend on the length keep keys in the cache as they were turned when they were read, there as here.
+    """
+    import torch
+
+    config = replace(make_goldens.KINDS["gqa"], head_dim=16, rope_theta=500.0, rope_scaling=scaling)
+    tensors, tokens = make_goldens.random_tensors(config), make_goldens.tokens(config, batch=1, length=40)
+    params = params_of(config, tensors)
+    np.testing.assert_allclose(jit_logits(config, params, tokens), theirs(config, tensors, tokens), atol=2e-4, rtol=0)
+    model = make_goldens.transformers_model(config, tensors)
+    with torch.inference_mode():
+        ids = torch.from_numpy(tokens).long()
+        past = model(ids[:, :12]).past_key_values
+        want = [model(ids[:, i : i + 1], past_key_values=past).logits.numpy() for i in range(12, 40)]
+    hidden, cache = jit_forward(config, params, tokens[:, :12], llama_jax.init_cache(config, 1, 40))
+    for i in range(12, 40):
+        hidden, cache = jit_forward(config, params, tokens[:, i : i + 1], cache)
+        np.testing.assert_allclose(unembed(config, params, hidden), want[i - 12], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", make_goldens.KINDS)

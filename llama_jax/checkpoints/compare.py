@@ -98,6 +98,8 @@ def _alike(a: object, b: object) -> bool:
     """Whether two settings are equal in float32, in which some formats keep them."""
     if isinstance(a, RopeScaling) and isinstance(b, RopeScaling):
         return all(map(_alike, astuple(a), astuple(b)))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
     return a == b or (isinstance(a, float) and isinstance(b, float) and np.float32(a) == np.float32(b))
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
-from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.ops.rotary import inverse_frequencies, scale_llama3
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 NAMES = {
@@ -39,8 +39,7 @@ NAMES = {
     "up": "blk.{}.ffn_up.weight",
     "down": "blk.{}.ffn_down.weight",
 }
-ROPE = "rope_freqs.weight"  # what Llama 3.1's scaling divides each frequency by; no key says it
-IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight")
+IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 # Types of tensors by number: name, numbers in a block, bytes of a block.
 TYPES = {
     0: ("F32", 1, 4),
@@ -259,7 +258,7 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     def maybe(key: str, default: Any) -> Any:
         return fields.get(f"llama.{key}", default)
 
-    for key, supported in (("expert_count", 0), ("rope.scaling.attn_factor", 1.0), ("attention.sliding_window", 0)):
+    for key, supported in (("expert_count", 0), ("attention.sliding_window", 0)):
         if maybe(key, supported) != supported:
             raise ConfigError(f"llama.{key}={maybe(key, 0)!r:.40} is not supported")
     table = tensors.get(NAMES["embedding"])
@@ -276,54 +275,15 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
         head_dim=head_dim,
         hidden_dim=need("feed_forward_length"),
         max_seq_len=need("context_length"),
-        norm_eps=_short(need("attention.layer_norm_rms_epsilon")),
-        rope_theta=_short(maybe("rope.freq_base", 10_000.0)),
+        norm_eps=short_decimal(need("attention.layer_norm_rms_epsilon")),
+        rope_theta=short_decimal(maybe("rope.freq_base", 10_000.0)),
         tie_embeddings=NAMES["lm_head"] not in tensors,
         rope_scaling=None,
     )
     for key in ("rope.dimension_count", "attention.value_length"):
         if maybe(key, sizes.head_dim) != sizes.head_dim:
             raise ConfigError(f"llama.{key}={maybe(key, 0)!r:.40} is not supported where head_dim={sizes.head_dim}")
-    scaling = _rope_scaling(fields, sizes, tensors.get(ROPE))
-    return LlamaConfig(**{**vars(sizes), "rope_scaling": scaling})
-
-
-def _rope_scaling(fields: Mapping[str, Any], config: LlamaConfig, factors: Tensor | None) -> RopeScaling | None:
-    kind = fields.get("llama.rope.scaling.type", "none")
-    if kind == "linear" or (kind == "none" and "llama.rope.scale_linear" in fields):
-        factor = fields.get("llama.rope.scaling.factor", fields.get("llama.rope.scale_linear"))
-        if factors is None:
-            return None if factor == 1 else RopeScaling("linear", factor)
-    elif kind != "none":
-        raise ConfigError(f"llama.rope.scaling.type={kind!r:.40} is not supported; 'none' and 'linear' are")
-    if factors is None:
-        return None
-    # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
-    # give what is stored.
-    stored = factors.read(0, factors.shape[0]).astype(np.float64)
-    keys = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192}
-    found = RopeScaling("llama3", _short(stored.max()), **{k: fields.get(f"llama_jax.rope.{k}", v) for k, v in keys.items()})
-    if stored.shape != (config.head_dim // 2,) or not np.allclose(rope_factors(config, found), stored, rtol=1e-4):
-        raise ConfigError(f"{ROPE} does not hold the frequency factors of Llama 3.1's rope scaling")
-    return None if found.factor == 1 else found
-
-
-def rope_factors(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    """What a llama3 scaling divides each of the [H/2] frequencies by."""
-    plain = inverse_frequencies(config.head_dim, config.rope_theta)
-    scaled = scale_llama3(
-        plain,
-        factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        original_max_seq_len=scaling.original_max_seq_len,
-    )
-    return plain / scaled
-
-
-def _short(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return with_scaling(fields, sizes, tensors)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -368,7 +328,7 @@ def write_file(
         llama.cpp's kernels want.
 
     Raises:
-      CheckpointError: a width that Q8_0 cannot divide into its blocks.
+      CheckpointError: a width that Q8_0 cannot divide into its blocks, or a rope scaling that the format has no place for.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
@@ -384,6 +344,7 @@ def write_file(
     for piece in todo:
         if len(piece.tensor.shape) == 2 and piece.tensor.shape[1] % block:
             raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[1]}, {kind} needs multiples of {block}")
+    rope, rope_tensors = settings_and_tensors(c)
 
     writer = GGUFWriter(path, "llama")
     try:
@@ -400,22 +361,12 @@ def write_file(
         writer.add_value_length(c.head_dim)
         writer.add_rope_dimension_count(c.head_dim)
         writer.add_layer_norm_rms_eps(c.norm_eps)
-        writer.add_rope_freq_base(c.rope_theta)
-        factors = None
-        if c.rope_scaling is not None and c.rope_scaling.kind == "linear":
-            writer.add_string("llama.rope.scaling.type", "linear")
-            writer.add_float32("llama.rope.scaling.factor", c.rope_scaling.factor)
-        elif c.rope_scaling is not None:
-            factors = rope_factors(c, c.rope_scaling).astype(np.float32)
-            writer.add_float32("llama_jax.rope.low_freq_factor", c.rope_scaling.low_freq_factor)
-            writer.add_float32("llama_jax.rope.high_freq_factor", c.rope_scaling.high_freq_factor)
-            writer.add_uint32("llama_jax.rope.original_max_seq_len", c.rope_scaling.original_max_seq_len)
         vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
-        for key, value in vocabulary.items():
+        for key, value in (rope | vocabulary).items():
             writer.add_key_value(key, value, *_gguf_types(value))
 
-        if factors is not None:
-            writer.add_tensor_info(ROPE, factors.shape, factors.dtype, factors.nbytes)
+        for name, factors in rope_tensors.items():
+            writer.add_tensor_info(name, factors.shape, factors.dtype, factors.nbytes)
         for piece in todo:
             stored = GGMLQuantizationType["F32" if len(piece.tensor.shape) == 1 else kind]
             shape = quants.quant_shape_to_byte_shape(piece.tensor.shape, stored)
@@ -424,7 +375,7 @@ def write_file(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        if factors is not None:
+        for factors in rope_tensors.values():
             writer.write_tensor_data(factors)
         for piece in progress(todo) if progress else todo:
             if len(piece.tensor.shape) == 2 and kind == "Q8_0":

@@ -8,15 +8,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.pickled import read_tensors
+from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
-from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
@@ -63,12 +64,29 @@ PLAIN = {
     "num_local_experts": None,
     "use_qk_norm": False,
 }
-# What a kind of rope scaling may say, besides its name and theta.
+# Name here of what a rope scaling says, by its name in the file where the two differ.
+ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
+# What a kind of rope scaling may say, besides its name and theta; and what of it may be missing.
 ROPE = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
 }
+OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+# What else it may say, since it changes nothing.
+HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
 # Buffers that old versions of transformers saved with the weights; the configuration says the same.
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 LARGEST_JSON = 64 << 20  # bytes; the index of a 405B model has a five-hundredth
@@ -146,9 +164,10 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
     theta, scaling = _rope(found)
+    note = found.get(NOTE)
     n_heads = found["num_attention_heads"]
     n_kv_heads = found.get("num_key_value_heads")
-    return LlamaConfig(
+    config = LlamaConfig(
         vocab_size=found["vocab_size"],
         dim=found["hidden_size"],
         n_layers=found["num_hidden_layers"],
@@ -162,6 +181,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         rope_scaling=scaling,
         tie_embeddings=found.get("tie_word_embeddings", False),
     )
+    return config if note is None else with_note(config, note)
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -173,31 +193,39 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}={value!r:.60} must be an object")
-    scaling = new or old
+    scaling = {name: value for name, value in (new or old).items() if value is not None}
     if new and old and _plain(new) != _plain(old):
         raise ConfigError(f"rope_parameters={new!r:.80} and rope_scaling={old!r:.80} contradict each other; remove one")
     theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if isinstance(kind, str) and kind in ROPE:
-        extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
-        if extra and not (extra == ["partial_rotary_factor"] and scaling["partial_rotary_factor"] == 1):
-            raise ConfigError(f"rope scaling {kind!r} with {extra[0]}={scaling[extra[0]]!r:.40} is not supported")
-    try:
-        if kind == "default":
-            return theta, None
-        if kind == "linear":
-            return theta, RopeScaling("linear", scaling["factor"])
-        if kind == "llama3":
-            return theta, RopeScaling(
-                "llama3",
-                scaling["factor"],
-                low_freq_factor=scaling["low_freq_factor"],
-                high_freq_factor=scaling["high_freq_factor"],
-                original_max_seq_len=scaling["original_max_position_embeddings"],
-            )
-    except KeyError as error:
-        raise ConfigError(f"rope scaling {kind!r} has no {error.args[0]}") from None
-    raise ConfigError(f"rope scaling {kind!r} is not supported; 'default', 'linear' and 'llama3' are")
+    if not isinstance(kind, str) or kind not in ROPE:
+        raise ConfigError(f"rope scaling {kind!r:.40} is not supported; {', '.join(map(repr, ROPE))} are")
+    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
+    for name in extra:
+        if (name, scaling[name]) not in HARMLESS:
+            raise ConfigError(f"rope scaling {kind!r} with {name}={scaling[name]!r:.40} is not supported")
+    if kind == "default":
+        return theta, None
+    context = found.get("max_position_embeddings", 2048)
+    if kind in ("yarn", "longrope"):  # what transformers takes where they are not given
+        original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
+        scaling["original_max_position_embeddings"] = original
+        if "factor" not in scaling:
+            _require_ratio(context, original)
+            scaling["factor"] = context / original
+    missing = [name for name in ROPE[kind] if name not in scaling and name not in OPTIONAL]
+    if missing:
+        raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
+    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE[kind] if name in scaling}
+    if kind == "dynamic":  # the model's whole context is what it was first trained at
+        settings["original_max_seq_len"] = context
+    return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
+
+
+def _require_ratio(context: Any, original: Any) -> None:
+    for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{name}={value!r:.40} must be a positive number")
 
 
 def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,17 +235,28 @@ def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
-    """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read."""
+    """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read.
+
+    A rope scaling that transformers has no word for is written in those it has, so that it computes the same, with a note of
+    what it is here.
+    """
+    found = _in_their_words(in_known_kinds(config))
+    if config_from_dict(found) != config:
+        found[NOTE] = note_of(config)
+    return found
+
+
+def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
-    scaling = config.rope_scaling
+    context: Any
+    context, scaling = config.max_seq_len, config.rope_scaling
     if scaling is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope |= {
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-            }
+        settings = {name: list(value) if isinstance(value, tuple) else value for name, value in scaling.settings.items()}
+        names = {ours: theirs for theirs, ours in ROPE_NAMES.items()}
+        rope = {"rope_type": scaling.kind}
+        if scaling.kind == "dynamic":
+            context = settings.pop("original_max_seq_len")
+        rope |= {names.get(name, name): value for name, value in settings.items() if value is not None}
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -228,7 +267,7 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.hidden_dim,
-        "max_position_embeddings": config.max_seq_len,
+        "max_position_embeddings": context,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": rope | {"rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,

@@ -228,7 +228,7 @@ def _quantised(path: Path, config: LlamaConfig, group: int) -> Iterator[tuple[st
 def _check_rotary(path: Path, config: LlamaConfig, cos: Dense, sin: Dense) -> None:
     """The stored angles tell a theta that the header cannot: refuse a file that was made with another."""
     rows = min(16, config.max_seq_len)
-    angles = np.outer(np.arange(rows), rotary_frequencies(config))
+    angles = np.outer(np.arange(rows), rotary_frequencies(config)[0])
     stored = cos.read(0, rows) + 1j * sin.read(0, rows)
     if stored.any() and not np.allclose(stored, np.exp(1j * angles), atol=1e-4):
         raise CheckpointError(
@@ -279,8 +279,9 @@ def write_file(path: Path, opened: Opened, *, progress: Callable[[list[Piece]], 
     fixed = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
     for name, value in fixed.items():
         if getattr(c, name) != value:
-            raise CheckpointError(f"{name}={getattr(c, name)} has no place in llama2.c's format, whose code has {value}")
-    angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c))
+            found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)
+            raise CheckpointError(f"{name}={found} has no place in llama2.c's format, whose code has {value}")
+    angles = np.outer(np.arange(c.max_seq_len), rotary_frequencies(c)[0])
     todo = sorted(pieces(opened, interleaved=True), key=lambda piece: (LEGACY.index(piece.part), piece.layer))
     with path.open("wb") as file:
         vocab_size = c.vocab_size if c.tie_embeddings else -c.vocab_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -187,11 +187,27 @@ def _preset(name: str, differs: list[str]) -> str:
 def _scaling(scaling: Mapping[str, Any] | None) -> str:
     if scaling is None:
         return "none"
-    factor = f"{scaling['kind']}, factor {scaling['factor']:g}"
-    if scaling["kind"] == "linear":
-        return factor
-    low, high, trained = (scaling[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_seq_len"))
-    return f"{factor}, low and high frequency factors {low:g} and {high:g}, trained at {trained:,}"
+    words = [scaling["kind"], f"factor {scaling['factor']:g}"]
+    for low, high, name in (
+        ("low_freq_factor", "high_freq_factor", "low and high frequency factors"),
+        ("beta_slow", "beta_fast", "slow and fast beta"),
+        ("mscale", "mscale_all_dim", "mscale and mscale_all_dim"),
+        ("short_factor", "long_factor", "short and long factors"),
+    ):
+        if scaling[low] is not None:
+            words.append(f"{name} {_span(scaling[low])} and {_span(scaling[high])}")
+    if scaling["attention_factor"] is not None:
+        words.append(f"attention factor {scaling['attention_factor']:g}")
+    if scaling["truncate"] is False:
+        words.append("not truncated")
+    if scaling["original_max_seq_len"] is not None:
+        words.append(f"trained at {scaling['original_max_seq_len']:,}")
+    return ", ".join(words)
+
+
+def _span(value: float | Sequence[float]) -> str:
+    """A number, or from where to where many of them go."""
+    return f"{min(value):g}..{max(value):g}" if isinstance(value, Sequence) else f"{value:g}"
 
 
 def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:

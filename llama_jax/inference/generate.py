@@ -16,7 +16,16 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.placement import Placement, placement_of
 from llama_jax.inference.sampling import Sampling, sample
-from llama_jax.model.cache import KVCache, bucket, drop_batch, grow, init_cache, restore_batch
+from llama_jax.model.cache import (
+    CacheOptions,
+    KVCache,
+    bucket,
+    drop_batch,
+    grow,
+    init_cache,
+    over_buffers,
+    restore_batch,
+)
 from llama_jax.model.forward import Constrain, check_tokens, forward, head_of, unconstrained, unembed
 from llama_jax.model.params import Llama
 
@@ -96,6 +105,7 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
+    cache: CacheOptions = CacheOptions(),
 ) -> list[Generation]:
     """Continue each prompt. In float32 a row of a batch gets the tokens that it would get alone.
 
@@ -109,6 +119,8 @@ def generate(
       max_new_tokens: tokens to generate at most.
       sampling: greedy unless said otherwise; fields may differ per row.
       stop_tokens: ids that end a row, such as `tokenizer.stop_ids`; with none, a row ends at `max_new_tokens`.
+      cache: how the generation remembers: in int8, or a window of what was last, after which a row may become longer than
+        the model's context.
 
     Returns:
       One `Generation` per prompt: tokens, logprobs and why it ended.
@@ -126,6 +138,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop_tokens=stop_tokens,
+            cache=cache,
             turns=1 << 20,
         )
     )
@@ -140,6 +153,7 @@ def stream(
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
+    cache: CacheOptions = CacheOptions(),
     turns: int = 1,
 ) -> Iterator[Piece]:
     """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * `turns` at a time.
@@ -147,11 +161,11 @@ def stream(
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.
     """
-    tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
+    tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
     constrain = placement_of(params)
     if isinstance(constrain, Placement):
         constrain.check_rows(len(prompts))
-    return _stream(config, params, tokens, lengths, request, turns, constrain)
+    return _stream(config, params, tokens, lengths, request, turns, constrain, cache)
 
 
 def _stream(
@@ -162,15 +176,18 @@ def _stream(
     request: Request,
     turns: int,
     constrain: Constrain,
+    options: CacheOptions,
 ) -> Iterator[Piece]:
-    cache, hidden = _read_prompts(config, params, tokens, lengths, constrain)
+    cache, hidden = _read_prompts(config, params, tokens, lengths, constrain, options)
     state, logprobs = _first_token(config, params, cache, hidden, tokens, lengths, request, constrain)
     yield piece_of(*(np.asarray(x)[:, None] for x in (state.token, logprobs, np.ones_like(lengths, bool))))
 
     filled = int(lengths.max())
     while not np.asarray(state.done).all():
         capacity = bucket(filled + CHUNK, SMALLEST_CACHE)
-        if capacity > state.cache.capacity:
+        if options.window is not None:
+            capacity = filled + state.cache.capacity  # the slots are used again: as many turns as the output has room for
+        elif capacity > state.cache.capacity:
             state = state.replace(cache=_grow(state.cache, capacity, constrain))
         room = (capacity - filled) // CHUNK
         state, n, *pieces = _decode(config, params, request, state, np.int32(min(room, turns)), constrain=constrain)
@@ -221,7 +238,7 @@ def complete(
     cache, hidden = begin(config, params, batch, capacity)
     for start in range(0, width, piece):
         new = jnp.clip(lengths - start, 0, piece)
-        cache, hidden = prefill(config, params, cache, tokens[:, start : start + piece], new, hidden)
+        cache, hidden = prefill(config, params, cache, tokens[:, start : start + piece], new, hidden, rope_lengths=lengths)
     state, logprobs = first_token(config, params, cache, hidden, tokens, lengths, request)
     first = state.token, logprobs, jnp.ones(batch, bool)
     _, _, *rest = decode(config, params, request, state, (capacity - jnp.max(lengths)) // CHUNK)
@@ -235,11 +252,24 @@ def capacity_for(width: int, longest: int, max_new_tokens: int) -> int:
 
 
 def begin(
-    config: LlamaConfig, params: Llama, batch: int, capacity: int, constrain: Constrain = unconstrained
+    config: LlamaConfig,
+    params: Llama,
+    batch: int,
+    capacity: int,
+    constrain: Constrain = unconstrained,
+    options: CacheOptions = CacheOptions(),
 ) -> tuple[KVCache, jax.Array]:
     """An empty cache and the states [B, D] of no token."""
     dtype = params.embedding.dtype
-    cache = init_cache(config, batch, capacity, dtype, stacked=not isinstance(params.blocks, tuple))
+    cache = init_cache(
+        config,
+        batch,
+        capacity,
+        jnp.dtype(options.dtype or dtype),
+        stacked=not isinstance(params.blocks, tuple),
+        window=options.window,
+        sinks=options.sinks,
+    )
     return lay_out(cache, constrain), constrain(jnp.zeros((batch, config.dim), dtype), "row")
 
 
@@ -249,8 +279,7 @@ def lay_out(cache: KVCache, constrain: Constrain) -> KVCache:
     def placed(buffer: jax.Array) -> jax.Array:
         return constrain(buffer, "cache")
 
-    k, v = jax.tree.map(placed, (cache.k, cache.v))
-    return KVCache(k=k, v=v, length=constrain(cache.length, "row"))
+    return over_buffers(placed, cache).replace(length=constrain(cache.length, "row"))
 
 
 def prefill(
@@ -261,6 +290,7 @@ def prefill(
     lengths: jax.Array,
     hidden: jax.Array,
     constrain: Constrain = unconstrained,
+    rope_lengths: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array]:
     """Read T more tokens of each prompt.
 
@@ -269,11 +299,15 @@ def prefill(
       lengths: int32[B], how many of them are real; 0 for a prompt that has ended before.
       hidden: [B, D], the state of the last token read before.
       constrain: lays out the arrays over the devices, see `placement`.
+      rope_lengths: int32[B], the lengths of the whole prompts, which a rope scaling that depends on the length needs from
+        the first piece on; see `forward`.
 
     Returns:
       The cache, and the state [B, D] of each row's last token so far.
     """
-    new_hidden, cache = forward(config, params, tokens, cache, lengths=lengths, constrain=constrain)
+    new_hidden, cache = forward(
+        config, params, tokens, cache, lengths=lengths, constrain=constrain, rope_lengths=rope_lengths
+    )
     last = jnp.take_along_axis(new_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     return lay_out(cache, constrain), constrain(jnp.where((lengths > 0)[:, None], last, hidden), "row")
 
@@ -382,7 +416,7 @@ def _enlarged(cache: KVCache, capacity: int, constrain: Constrain) -> KVCache:
     return lay_out(grow(cache, capacity), constrain)
 
 
-_begin = jax.jit(begin, static_argnums=(0, 2, 3, 4))
+_begin = jax.jit(begin, static_argnums=(0, 2, 3, 4, 5))
 _prefill = jax.jit(prefill, static_argnums=0, static_argnames="constrain", donate_argnums=2)
 _first_token = jax.jit(first_token, static_argnums=(0, 7))
 _decode = jax.jit(decode, static_argnums=0, static_argnames="constrain", donate_argnums=3)
@@ -390,18 +424,42 @@ _grow = jax.jit(_enlarged, static_argnums=(1, 2))
 
 
 def _read_prompts(
-    config: LlamaConfig, params: Llama, tokens: np.ndarray, lengths: np.ndarray, constrain: Constrain
+    config: LlamaConfig,
+    params: Llama,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    constrain: Constrain,
+    options: CacheOptions,
 ) -> tuple[KVCache, jax.Array]:
     """Prefill in pieces of at most LARGEST_PREFILL tokens, the cache growing with what is read."""
     batch, width = tokens.shape
     piece = min(width, LARGEST_PREFILL)
-    cache, hidden = _begin(config, params, batch, piece, constrain)
+    capacity = piece
+    if options.window is not None:
+        capacity, piece = ring_of(options, width)
+    cache, hidden = _begin(config, params, batch, capacity, constrain, options)
     for start in range(0, int(lengths.max()), piece):
-        if start + piece > cache.capacity:
+        if options.window is None and start + piece > cache.capacity:
             cache = _grow(cache, bucket(start + piece, piece), constrain)
         new = np.clip(lengths - start, 0, piece)
-        cache, hidden = _prefill(config, params, cache, tokens[:, start : start + piece], new, hidden, constrain=constrain)
+        cache, hidden = _prefill(
+            config,
+            params,
+            cache,
+            tokens[:, start : start + piece],
+            new,
+            hidden,
+            constrain=constrain,
+            rope_lengths=lengths,
+        )
     return cache, hidden
+
+
+def ring_of(options: CacheOptions, longest: int) -> tuple[int, int]:
+    """Slots of a cache with a window, and how many tokens of a prompt are read at once: decoding pays for both."""
+    window = options.window or 0
+    piece = min(bucket(min(window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)
+    return options.sinks + window + piece - 1, piece
 
 
 def prepare(
@@ -410,9 +468,10 @@ def prepare(
     max_new_tokens: int,
     sampling: Sampling,
     stop_tokens: Sequence[int],
+    cache: CacheOptions = CacheOptions(),
 ) -> tuple[np.ndarray, np.ndarray, Request]:
     """Prompts as tokens int32[B, bucket], padded on the right, lengths int32[B], and the request, after all checks."""
-    tokens, lengths = _pack(config, prompts, max_new_tokens)
+    tokens, lengths = _pack(config, prompts, max_new_tokens, cache)
     batch = len(prompts)
     ends = _ids("stop_tokens", stop_tokens)
     check_tokens(config, ends, "stop token")
@@ -421,7 +480,9 @@ def prepare(
     return tokens, lengths, Request(sampling.per_row(batch), np.full(batch, max_new_tokens, np.int32), stop)
 
 
-def _pack(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def _pack(
+    config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int, cache: CacheOptions
+) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as tokens int32[B, bucket], padded on the right, and lengths int32[B], after all checks."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray):
         raise GenerationError(f"prompts={prompts!r:.40} must be a sequence of sequences of token ids")
@@ -436,7 +497,12 @@ def _pack(config: LlamaConfig, prompts: Sequence[Sequence[int]], max_new_tokens:
             f"prompt {int(np.argmin(lengths))} is empty: give at least one token, such as the tokenizer's bos_id"
         )
     longest = int(lengths.max())
-    if longest + max_new_tokens > config.max_seq_len:
+    if cache.window is not None and cache.window + cache.sinks > config.max_seq_len:
+        raise GenerationError(
+            f"window={cache.window} and sinks={cache.sinks} exceed the model's context of {config.max_seq_len}; without a"
+            " window the whole context is seen"
+        )
+    if cache.window is None and longest + max_new_tokens > config.max_seq_len:
         raise GenerationError(
             f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} exceed the model's context of "
             f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - longest, 0)}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +14,57 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
+from llama_jax.ops.attention.seen import NO_KEY
+from llama_jax.ops.quantized import Quantized, over_rows, quantize
+
+Buffer = jax.Array | Quantized
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How a generation remembers.
+
+    Attributes:
+      dtype: "int8" for a quarter of float32's bytes, each head and position with a factor of its own; None takes that of the
+        parameters.
+      window: tokens see only so many positions back, and the cache needs no more room however long the text becomes.
+      sinks: first tokens that are seen for ever, without which a model that was trained to see all loses its footing
+        (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
+
+    Raises:
+      GenerationError: a value that cannot be.
+    """
+
+    dtype: Literal["int8"] | None = None
+    window: int | None = None
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "int8"):
+            raise GenerationError(f"dtype={self.dtype!r} of the cache must be 'int8', or None for that of the parameters")
+        check_window(self.window, self.sinks)
 
 
 class KVCache(struct.PyTreeNode):
     """Keys and values of the tokens that the model has read.
 
     Attributes:
-      k, v: a tuple of L arrays [B, K, S, H] (for a tuple of blocks) or one array [L, B, K, S, H] (for stacked blocks).
-        Head-major, so that the product with a query reads it as it lies.
-      length: int32[B]. Slots [0, length) of each row are valid, slot s holding the token at position s; what lies behind
-        has weight zero in every product. Rows may have different lengths.
+      k, v: a tuple of L arrays [B, K, S, H] (for a tuple of blocks) or one array [L, B, K, S, H] (for stacked blocks);
+        `Quantized` ones for a cache of int8. Head-major, so that the product with a query reads it as it lies.
+      length: int32[B], tokens that each row has read. Rows may have different lengths.
+      window: how many positions back a token sees, or None for all. Then the slots are a ring: see `slots_of`.
+      sinks: with a window, the first so many tokens are seen for ever (Xiao et al. 2023, section 3.2, attention sinks).
 
-    The capacity S is also what a step reads and pays for. It is therefore kept close to the filled length and enlarged
-    with `grow`: a window cut out of a larger cache would be copied before every product.
+    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; what lies behind has
+    weight zero in every product. The capacity S is also what a step reads and pays for. It is therefore kept close to the
+    filled length and enlarged with `grow`: a window cut out of a larger cache would be copied before every product.
     """
 
     k: Any
     v: Any
     length: Any  # each an array, or what stands for one in a tree of the same form: a shape, a partition spec
+    window: int | None = struct.field(pytree_node=False, default=None)
+    sinks: int = struct.field(pytree_node=False, default=0)
 
     @property
     def capacity(self) -> int:
@@ -38,46 +73,119 @@ class KVCache(struct.PyTreeNode):
 
 
 def init_cache(
-    config: LlamaConfig, batch: int, capacity: int, dtype: jnp.dtype = jnp.float32, *, stacked: bool = False
+    config: LlamaConfig,
+    batch: int,
+    capacity: int,
+    dtype: jnp.dtype = jnp.float32,
+    *,
+    stacked: bool = False,
+    window: int | None = None,
+    sinks: int = 0,
 ) -> KVCache:
-    """An empty cache for `batch` rows of at most `capacity` tokens; `stacked` to match stacked blocks."""
+    """An empty cache for `batch` rows of at most `capacity` tokens; `stacked` to match stacked blocks.
+
+    Args:
+      dtype: that of the parameters; or int8, with a factor for each head and position.
+      window: positions that a token sees back; rows may then have any length. Of the capacity, `sinks` slots and those of
+        the window are taken, and the rest is how many tokens, less one, can be read at once.
+      sinks: of the first tokens of each row, which are seen from everywhere.
+    """
     for name, value in (("batch", batch), ("capacity", capacity)):
         if not isinstance(value, int) or value < 1:
             raise GenerationError(f"{name}={value!r} must be a positive whole number")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters")
+    if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
+        raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
+    check_window(window, sinks)
+    if window is not None and capacity < sinks + window:
+        raise GenerationError(f"capacity={capacity} is less than window={window} and sinks={sinks} together")
     shape = (batch, config.n_kv_heads, capacity, config.head_dim)
 
-    def buffers() -> jax.Array | tuple[jax.Array, ...]:
-        if stacked:
-            return jnp.zeros((config.n_layers, *shape), dtype)
-        return tuple(jnp.zeros(shape, dtype) for _ in range(config.n_layers))
+    def zeros(*shape: int) -> Buffer:
+        if dtype == jnp.int8:
+            return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
+        return jnp.zeros(shape, dtype)
 
-    return KVCache(k=buffers(), v=buffers(), length=jnp.zeros((batch,), jnp.int32))
+    def buffers() -> Buffer | tuple[Buffer, ...]:
+        return zeros(config.n_layers, *shape) if stacked else tuple(zeros(*shape) for _ in range(config.n_layers))
+
+    return KVCache(k=buffers(), v=buffers(), length=jnp.zeros((batch,), jnp.int32), window=window, sinks=sinks)
 
 
-def cache_bytes(config: LlamaConfig, batch: int, length: int, dtype: jnp.dtype) -> int:
-    """Bytes of the keys and values of `batch` rows of `length` tokens: 2 L B K S H times the size of `dtype`."""
-    return 2 * config.n_layers * batch * config.n_kv_heads * length * config.head_dim * jnp.dtype(dtype).itemsize
+def check_window(window: int | None, sinks: int) -> None:
+    """Raise GenerationError for a window or sinks that cannot be."""
+    for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise GenerationError(f"{name}={value!r} must be a whole number of at least {least}")
+    if window is None and sinks:
+        raise GenerationError(f"sinks={sinks} are for a cache with a window; without one every token is kept")
+
+
+def cache_bytes(config: LlamaConfig, batch: int, length: int, dtype: jax.typing.DTypeLike) -> int:
+    """Bytes of the keys and values of `batch` rows of `length` tokens: 2 L B K S times H of `dtype`.
+
+    For int8 there are 4 more for the factor of each of them.
+    """
+    rows = 2 * config.n_layers * batch * config.n_kv_heads * length
+    dtype = jnp.dtype(dtype)
+    return rows * (config.head_dim * dtype.itemsize + (4 if dtype == jnp.int8 else 0))
 
 
 def grow(cache: KVCache, capacity: int) -> KVCache:
     """The same cache with room for `capacity` tokens in each row.
 
     Raises:
-      GenerationError: `capacity` is below the present one, so that tokens could be lost.
+      GenerationError: `capacity` is below the present one, so that tokens could be lost; or the cache has a window, so that
+        it needs no more room and its ring would be torn.
     """
     missing = capacity - cache.capacity
     if missing < 0:
         raise GenerationError(f"a cache of {cache.capacity} slots cannot shrink to capacity={capacity}")
+    if cache.window is not None:
+        raise GenerationError(f"a cache with window={cache.window} never needs to grow: its slots are used again")
 
     def extend(buffer: jax.Array) -> jax.Array:
         return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)])
 
-    return cache.replace(k=jax.tree.map(extend, cache.k), v=jax.tree.map(extend, cache.v))
+    return over_buffers(extend, cache)
 
 
-def write(buffer: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+def over_buffers(change: Callable[[jax.Array], jax.Array], cache: KVCache) -> KVCache:
+    """The same cache with `change` of every buffer; for int8 also of the factors, as [..., S, 1]."""
+
+    def of(buffer: Buffer) -> Buffer:
+        return over_rows(change, buffer)
+
+    k, v = jax.tree.map(of, (cache.k, cache.v), is_leaf=lambda x: isinstance(x, Quantized))
+    return cache.replace(k=k, v=v)
+
+
+def slots_of(cache: KVCache, new: int) -> jax.Array:
+    """Where the next `new` tokens of each row are written: the slot of the first one, int32[B], or of each, int32[B, T].
+
+    The slots of a cache with a window are a ring behind those of the sinks: the token at position p >= sinks is in slot
+    sinks + (p - sinks) mod (S - sinks). Nothing is ever moved; what is overwritten is out of every window to come, as long
+    as no more tokens are read at once than `init_cache` says. That is also true of the padding behind a row's last token.
+    """
+    if cache.window is None:
+        return cache.length
+    positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
+    ring = cache.sinks + (positions - cache.sinks) % (cache.capacity - cache.sinks)
+    slots = jnp.where(positions < cache.sinks, positions, ring)
+    return slots[:, 0] if new == 1 else slots
+
+
+def key_positions(cache: KVCache, new: int) -> jax.Array | None:
+    """int32[B, S], which position each slot holds once `new` tokens are written; None where slot s holds position s."""
+    if cache.window is None:
+        return None
+    slots = jnp.arange(cache.capacity, dtype=jnp.int32)
+    last = cache.length[:, None] + new - 1
+    held = last - (last - slots) % (cache.capacity - cache.sinks)  # the latest position of each slot of the ring
+    held = jnp.where(held < cache.sinks, NO_KEY, held)
+    return jnp.where(slots < cache.sinks, jnp.where(slots <= last, slots, NO_KEY), held)
+
+
+def write(buffer: Buffer, rows: jax.Array, slots: jax.Array, layer: jax.Array | None = None) -> Buffer:
     """Put T new tokens of each row into a buffer of keys or values, in place where XLA owns the buffer.
 
     No gradient flows into the cache. Positions are not checked here (`forward` does where it can): of an update that does
@@ -86,44 +194,76 @@ def write(buffer: jax.Array, rows: jax.Array, start: jax.Array, layer: jax.Array
     Args:
       buffer: [B, K, S, H]; or [K, S, H] for a single row, see `drop_batch`; or [L, B, K, S, H] with `layer`.
       rows: [B, K, T, H].
-      start: int32[B], the slot of each row's first new token.
+      slots: int32[B], the slot of each row's first new token; or int32[B, T], of each token.
       layer: int32[], which layer of a stacked buffer.
     """
-    rows = lax.stop_gradient(rows.astype(buffer.dtype))
+    rows = lax.stop_gradient(rows)
+    put = _write_each if slots.ndim == 2 else _write_together
+    if not isinstance(buffer, Quantized):
+        return put(buffer, rows.astype(buffer.dtype), slots, layer, 1)
+    new = quantize(rows)
+    # Not by `over_rows`: XLA for CPU would copy all factors to give them an axis more.
+    return Quantized(put(buffer.values, new.values, slots, layer, 1), put(buffer.scales, new.scales, slots, layer, 0))
+
+
+def _write_together(buffer: jax.Array, rows: jax.Array, slots: jax.Array, layer: jax.Array | None, behind: int) -> jax.Array:
+    """New tokens of a row behind one another; `behind` is the number of axes behind that of the slots."""
     batch = rows.shape[0]
-    zero = jnp.zeros((), start.dtype)
-    if buffer.ndim == 3:
-        return lax.dynamic_update_slice(buffer, rows[0], (zero, start[0], zero))
-    layers = [] if layer is None else [layer.astype(start.dtype)]
+    zero = jnp.zeros((), slots.dtype)
+    rest = [zero] * behind
+    if buffer.ndim == 2 + behind:
+        return lax.dynamic_update_slice(buffer, rows[0], (zero, slots[0], *rest))
+    layers = [] if layer is None else [layer.astype(slots.dtype)]
     if batch == 1:
-        return lax.dynamic_update_slice(
-            buffer, rows.reshape(*[1] * len(layers), *rows.shape), (*layers, zero, zero, start[0], zero)
-        )
+        new = rows.reshape(*[1] * len(layers), *rows.shape)
+        return lax.dynamic_update_slice(buffer, new, (*layers, zero, zero, slots[0], *rest))
+    return _scatter(buffer, rows, slots, layer, update_window_dims=(1, 2, 3)[: 2 + behind], inserted=())
+
+
+def _write_each(buffer: jax.Array, rows: jax.Array, slots: jax.Array, layer: jax.Array | None, behind: int) -> jax.Array:
+    """Every new token at a slot of its own."""
+    if buffer.ndim == 2 + behind:
+        return _write_each(buffer[None], rows, slots, layer, behind)[0]
+    return _scatter(buffer, rows, slots, layer, update_window_dims=(1, 3)[: 1 + behind], inserted=(2,))
+
+
+def _scatter(
+    buffer: jax.Array,
+    rows: jax.Array,
+    slots: jax.Array,
+    layer: jax.Array | None,
+    *,
+    update_window_dims: tuple[int, ...],
+    inserted: tuple[int, ...],
+) -> jax.Array:
+    layers = [] if layer is None else [layer.astype(slots.dtype)]
+    row_axis = len(layers)
     # XLA for CPU scatters 16-bit floats by way of float32, the whole buffer there and back; bits as they are.
     bits = {2: jnp.uint16}.get(buffer.dtype.itemsize, buffer.dtype)
-    row_axis = len(layers)
     written = lax.scatter(
         lax.bitcast_convert_type(buffer, bits),
-        jnp.stack([*(jnp.broadcast_to(layer, batch) for layer in layers), start], axis=-1),
+        jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in layers), slots], axis=-1),
         lax.bitcast_convert_type(rows, bits),
         # Rows are said to be a batch: of numbers, XLA would not know that each device has those of its own rows.
         lax.ScatterDimensionNumbers(
-            update_window_dims=(1, 2, 3),
-            inserted_window_dims=(0,) * row_axis,
+            update_window_dims=update_window_dims,
+            inserted_window_dims=(*range(row_axis), *(row_axis + axis for axis in inserted)),
             scatter_dims_to_operand_dims=(*range(row_axis), row_axis + 2),
             operand_batching_dims=(row_axis,),
             scatter_indices_batching_dims=(0,),
         ),
-        indices_are_sorted=True,
+        indices_are_sorted=slots.ndim == 1,
         unique_indices=True,
         mode=lax.GatherScatterMode.FILL_OR_DROP,
     )
     return lax.bitcast_convert_type(written, buffer.dtype)
 
 
-def read(buffer: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+def read(buffer: Buffer, layer: jax.Array | None = None) -> Buffer:
     """One layer of a buffer of keys or values: [B, K, S, H], or [K, S, H] where the batch axis was dropped."""
-    return buffer if layer is None else lax.dynamic_index_in_dim(buffer, layer, keepdims=False)
+    if layer is None:
+        return buffer
+    return over_rows(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), buffer)
 
 
 def drop_batch(cache: KVCache) -> KVCache:
@@ -134,14 +274,14 @@ def drop_batch(cache: KVCache) -> KVCache:
     it writes in place and copies nothing.
     """
     if isinstance(cache.k, tuple) and cache.k[0].ndim == 4 and cache.length.shape[0] == 1:
-        return jax.tree.map(lambda buffer: buffer[0] if buffer.ndim == 4 else buffer, cache)
+        return over_buffers(lambda buffer: buffer[0], cache)
     return cache
 
 
 def restore_batch(cache: KVCache) -> KVCache:
     """Undo `drop_batch`."""
     if isinstance(cache.k, tuple) and cache.k[0].ndim == 3:
-        return jax.tree.map(lambda buffer: buffer[None] if buffer.ndim == 3 else buffer, cache)
+        return over_buffers(lambda buffer: buffer[None], cache)
     return cache
 
 

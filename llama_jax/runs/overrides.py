@@ -19,7 +19,8 @@ def override(settings: Settings, changes: Sequence[str]) -> Settings:
     """Apply changes to a frozen dataclass, one after the other; a dot leads into a nested one.
 
     Values are read by the field's type: a model is the name of a preset, a tuple is JSON or a single text; a text may
-    have a line break as a backslash and n.
+    have a line break as a backslash and n. What is None or gets another ``kind``, as ``model.rope_scaling.kind=yarn
+    model.rope_scaling.factor=4`` do, is made anew of the parts that are given.
 
     Raises:
       TrainingError: what is not ``key=value``, a key that is not there (the nearest is named), or a value of another type.
@@ -50,14 +51,38 @@ def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[st
         key = f"{within}{name}"
         if name not in {f.name for f in dataclasses.fields(settings)}:
             raise TrainingError(f"{key!r} is not a setting of the recipe; {_meant(key, within, known)}")
-        inner = getattr(settings, name)
-        if isinstance(value, dict):
+        inner, made = getattr(settings, name), _optional(types_[name])
+        if isinstance(value, dict) and made is not None and (inner is None or "kind" in value):
+            found[name] = _made(made, value, f"{key}.", known)
+        elif isinstance(value, dict):
             if not dataclasses.is_dataclass(inner):
                 raise TrainingError(f"{key!r} has no settings of its own; write {key}=VALUE")
             found[name] = _changed(inner, value, f"{key}.", known)
         else:
             found[name] = _read(value, types_[name], key)
     return dataclasses.replace(settings, **found)
+
+
+def _optional(kind: Any) -> Any:
+    """The dataclass of a field that may be None, or None where it is of another type."""
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if get_origin(kind) in (Union, types.UnionType) and len(options) == 1 and dataclasses.is_dataclass(options[0]):
+        return options[0]
+    return None
+
+
+def _made(kind: Any, values: dict[str, Any], within: str, known: list[str]) -> Any:
+    """A dataclass of the values given for it."""
+    types_, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
+    for name, value in values.items():
+        if name not in fields:
+            raise TrainingError(f"{within + name!r} is not a setting of the recipe; {_meant(within + name, within, known)}")
+        if isinstance(value, dict):
+            raise TrainingError(f"{within + name!r} has no settings of its own; write {within}{name}=VALUE")
+    missing = [name for name, f in fields.items() if f.default is dataclasses.MISSING and name not in values]
+    if missing:
+        raise TrainingError(f"{within}{next(iter(values))} needs {within}{missing[0]} beside it; give both")
+    return kind(**{name: _read(value, types_[name], f"{within}{name}") for name, value in values.items()})
 
 
 def _meant(key: str, within: str, known: list[str]) -> str:
@@ -97,7 +122,7 @@ def _read(text: str, kind: Any, key: str) -> Any:
         except ValueError:
             raise TrainingError(f"{key}={text!r} must be a {'whole ' if kind is int else ''}number") from None
     if origin is tuple:
-        return _texts(text, key)
+        return _texts(text, key) if get_args(kind)[0] is str else _numbers(text, key)
     raise TrainingError(f"{key} cannot be given whole on the command line; give its parts, as {key}.NAME=VALUE")
 
 
@@ -113,11 +138,23 @@ def _texts(text: str, key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _numbers(text: str, key: str) -> tuple[float, ...]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(item, int | float) for item in found):
+        raise TrainingError(f"{key}={text!r} must be numbers, as [1.0, 1.5]")
+    return tuple(found)
+
+
 def _keys(settings: Any, within: str = "") -> list[str]:
-    found = []
+    found, types_ = [], get_type_hints(type(settings))
     for f in dataclasses.fields(settings):
         inner = getattr(settings, f.name)
         found.append(f"{within}{f.name}")
-        if dataclasses.is_dataclass(inner):
+        if inner is None and (made := _optional(types_[f.name])):
+            found += [f"{within}{f.name}.{part.name}" for part in dataclasses.fields(made)]
+        elif dataclasses.is_dataclass(inner):
             found += _keys(inner, f"{within}{f.name}.")
     return found

@@ -14,6 +14,7 @@ from make_format_goldens import FORMATS, SMALL, WIDE
 
 import llama_jax
 from llama_jax.checkpoints import gguf, open_checkpoint
+from llama_jax.checkpoints.gguf_rope import factors_of, with_scaling
 from llama_jax.checkpoints.meta import config_from_params
 from llama_jax.config import preset
 from llama_jax.errors import CheckpointError, ConfigError
@@ -243,23 +244,25 @@ def test_split_gguf(tmp_path, small):
 
 def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     config = preset("llama-3.2-1b")
-    factors = gguf.rope_factors(config, config.rope_scaling).astype(np.float32)
+    factors = factors_of(config, config.rope_scaling).astype(np.float32)
     path = tmp_path / "factors"
     path.write_bytes(factors.tobytes())
     stored = gguf.Dense(path, 0, factors.shape, "F32")
     fields = {"general.architecture": "llama"}
     plain = llama_jax.LlamaConfig(**(vars(config) | {"rope_scaling": None}))
-    assert gguf._rope_scaling(fields, plain, stored) == config.rope_scaling
+    assert with_scaling(fields, plain, {"rope_freqs.weight": stored}) == config
+    with pytest.raises(ConfigError, match=r"factor=2.0 is not supported beside the tensor"):
+        with_scaling(fields | {"llama.rope.scaling.factor": 2.0}, plain, {"rope_freqs.weight": stored})
     path.write_bytes((factors * np.linspace(1, 1.01, 32, dtype=np.float32)).tobytes())
     with pytest.raises(ConfigError, match="frequency factors"):
-        gguf._rope_scaling(fields, plain, stored)
+        with_scaling(fields, plain, {"rope_freqs.weight": stored})
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"general.architecture": "qwen2"}, "general.architecture='qwen2' is not supported"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type='yarn' is not supported"),
+        ({"llama.rope.scaling.type": "su"}, "llama.rope.scaling.type='su' is not supported"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor=1.5 is not supported"),
     ],
 )

@@ -230,7 +230,7 @@ def test_released_config_json(name):
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2}}, "rope scaling 'proportional' is not supported"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "'llama3' has no low_freq_factor"),
         ({"rope_parameters": [1]}, "must be an object"),
         ({"rope_parameters": {"rope_type": ["linear"]}}, r"rope scaling \['linear'\] is not supported"),

@@ -142,6 +142,15 @@ def test_presets(config, words):
             PRESETS["llama-3.2-1b"].rope_scaling,
             "llama3, factor 32, low and high frequency factors 1 and 4, trained at 8,192",
         ),
+        (llama_jax.RopeScaling("ntk", 4), "ntk, factor 4"),
+        (
+            llama_jax.RopeScaling("yarn", 4, original_max_seq_len=2048, truncate=False, attention_factor=1.5),
+            "yarn, factor 4, slow and fast beta 1 and 32, attention factor 1.5, not truncated, trained at 2,048",
+        ),
+        (
+            llama_jax.RopeScaling("longrope", 4, original_max_seq_len=64, short_factor=[1, 2] * 2, long_factor=[1, 8] * 2),
+            "longrope, factor 4, short and long factors 1..2 and 1..8, trained at 64",
+        ),
     ],
 )
 def test_rope_scaling(scaling, words):

@@ -88,16 +88,16 @@ def test_buckets_are_few_and_large_enough(length):
     assert size & (size - 1) == 0
 
 
-def decode_program(batch: int, stacked: bool = False):
+def decode_program(batch: int, stacked: bool = False, dtype=jnp.float32, slots=8192, **ring):
     """The compiled decode loop of a model whose cache is far larger than anything else that it could copy."""
     config = LlamaConfig(
         vocab_size=64,
-        dim=32,
+        dim=128,
         n_layers=3,
         n_heads=4,
         n_kv_heads=2,
         hidden_dim=64,
-        max_seq_len=8192,
+        max_seq_len=65_536,
         norm_eps=1e-5,
         rope_theta=1e4,
         tie_embeddings=True,
@@ -106,7 +106,7 @@ def decode_program(batch: int, stacked: bool = False):
     if not stacked:
         params = jax.eval_shape(llama_jax.unstack, params)
     state = DecodeState(
-        cache=jax.eval_shape(lambda: init_cache(config, batch, 8192, stacked=stacked)),
+        cache=jax.eval_shape(lambda: init_cache(config, batch, slots, dtype, stacked=stacked, **ring)),
         token=jax.ShapeDtypeStruct((batch,), jnp.int32),
         seen=jax.ShapeDtypeStruct((batch, 64), bool),
         count=jax.ShapeDtypeStruct((batch,), jnp.int32),
@@ -114,13 +114,24 @@ def decode_program(batch: int, stacked: bool = False):
     )
     request = Request(Sampling().per_row(batch), np.zeros(batch, np.int32), np.zeros(4, np.int32))
     step = jax.jit(decode, static_argnums=0, donate_argnums=3)
-    return cache_bytes(config, batch, 8192, jnp.float32), step.lower(config, params, request, state, np.int32(1)).compile()
+    return cache_bytes(config, batch, slots, dtype), step.lower(config, params, request, state, np.int32(1)).compile()
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_decoding_copies_no_cache(batch):
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (1, {"dtype": jnp.int8, "slots": 65_536}),  # so many that a block of them as float32 is small
+        (2, {"dtype": jnp.int8, "slots": 65_536}),
+        (2, {"window": 8000, "sinks": 4}),
+    ],
+    ids=str,
+)
+def test_decoding_copies_no_cache(batch, options):
     """In place: the whole cache is aliased, nothing of a layer's size is temporary, and no such copy is in the program."""
-    size, program = decode_program(batch)
+    size, program = decode_program(batch, **options)
     memory = program.memory_analysis()
     layer = size // 6  # keys or values of one layer
     assert memory.alias_size_in_bytes >= size

@@ -221,14 +221,15 @@ def test_parameters_of_another_configuration_are_refused(models, changes):
 
 
 def test_rotary_frequencies_follow_the_scaling(models):
-    plain = rotary_frequencies(make_goldens.KINDS["gqa"])
-    np.testing.assert_allclose(rotary_frequencies(make_goldens.KINDS["linear"]), plain / 4)
+    plain, _ = rotary_frequencies(make_goldens.KINDS["gqa"])
+    np.testing.assert_allclose(rotary_frequencies(make_goldens.KINDS["linear"])[0], plain / 4)
     llama31 = llama_jax.preset("llama-3.1-8b")
-    got = rotary_frequencies(llama31)
+    got, attention_factor = rotary_frequencies(llama31)
+    assert attention_factor == 1.0
     assert got.dtype == np.float32
     assert got.shape == (64,)
     assert got[0] == 1.0
-    np.testing.assert_allclose(got[-1], rotary_frequencies(replace(llama31, rope_scaling=None))[-1] / 8)
+    np.testing.assert_allclose(got[-1], rotary_frequencies(replace(llama31, rope_scaling=None))[0][-1] / 8)
 
 
 def test_published_sizes_trace_without_memory():

@@ -185,6 +185,20 @@ class TestMemory:
         kept = 8 * 16_384 * 64 * 4 * 4  # the gradients are summed in float32, and so is the mixture
         assert longer - shorter < 1.3 * kept
 
+    def test_training_without_rematerialisation_keeps_what_is_mixed_and_no_block(self):
+        """Under `jax.checkpoint` with everything kept: linear memory, and no block of the forward pass is made again."""
+        policy = jax.checkpoint_policies.save_anything_except_these_names("weight")
+
+        def compiled(length, checkpointed):
+            arrays = [jax.ShapeDtypeStruct((1, 4, length, *rest, 32), jnp.float32) for rest in ((1,), (), ())]
+            attend = partial(ops.attention, scale=1.0, backend="blockwise")
+            attend = jax.checkpoint(attend, policy=policy) if checkpointed else attend
+            return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(attend(*a))), (0, 1, 2))).lower(*arrays).compile()
+
+        short, long, plain = compiled(4096, True), compiled(8192, True), compiled(4096, False)
+        assert long.memory_analysis().temp_size_in_bytes < 2.1 * short.memory_analysis().temp_size_in_bytes
+        assert short.as_text().count(" while(") == plain.as_text().count(" while(") == 4
+
 
 class TestChoice:
     def test_long_rows_are_computed_by_blocks_and_the_log_says_so_once(self, caplog):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama_jax import ops
 from llama_jax.ops.linear import sum_of_outer
-from llama_jax.ops.rotary import scale_llama3
+from llama_jax.ops.rotary import SCALINGS
 
 
 def gradients(function, *arguments):
@@ -173,7 +173,16 @@ class TestRotary:
 
     def test_llama3_scaling_keeps_high_divides_low_and_blends_between(self):
         frequencies = ops.inverse_frequencies(128, 500_000.0)
-        scaled = scale_llama3(frequencies, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+        scaled, factor = SCALINGS["llama3"](
+            frequencies,
+            theta=500_000.0,
+            length=None,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_seq_len=8192,
+        )
+        assert factor == 1.0
         turns = 8192 * frequencies / (2 * np.pi)
         np.testing.assert_array_equal(scaled[turns > 4], frequencies[turns > 4])
         np.testing.assert_allclose(scaled[turns < 1], frequencies[turns < 1] / 8)

@@ -75,6 +75,39 @@ def test_changes_that_cannot_be(change, message):
         override(tiny(), [change])
 
 
+def test_a_rope_scaling_is_made_of_its_parts():
+    yarn = ["model.rope_scaling.factor=4", "model.rope_scaling.kind=yarn", "model.rope_scaling.original_max_seq_len=128"]
+    recipe = override(tiny(), [*yarn, "model.rope_scaling.truncate=false"])
+    scaling = llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128, truncate=False)
+    assert recipe.model.rope_scaling == scaling
+    assert override(recipe, ["model.rope_scaling.factor=2"]).model.rope_scaling == dataclasses.replace(scaling, factor=2.0)
+    other = override(recipe, ["model.rope_scaling.kind=ntk", "model.rope_scaling.factor=2"]).model.rope_scaling
+    assert other == llama_jax.RopeScaling("ntk", 2.0)  # nothing is left of the fields of the other kind
+    assert override(recipe, ["model.rope_scaling=none"]).model.rope_scaling is None
+    lists = [f"model.rope_scaling.{name}_factor={[1.5] * (recipe.model.head_dim // 2)}" for name in ("short", "long")]
+    longrope = override(tiny(), ["model.rope_scaling.kind=longrope", *yarn[::2], *lists]).model.rope_scaling
+    assert longrope.long_factor == (1.5,) * (recipe.model.head_dim // 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["kind=yarn"], r"model.rope_scaling.kind needs model.rope_scaling.factor beside it"),
+        (["factor=2"], r"model.rope_scaling.factor needs model.rope_scaling.kind beside it"),
+        (["kind=yarn", "factor=2"], "needs original_max_seq_len"),
+        (["kind=ntk-aware", "factor=2"], r"model.rope_scaling.kind='ntk-aware' must be one of linear, ntk"),
+        (["kind=ntk", "factor=2", "beta=1"], r"'model.rope_scaling.beta' is not a setting .*; model.rope_scaling has kind,"),
+        (["kind=ntk", "facto=2"], r"did you mean 'model.rope_scaling.factor'"),
+        (["kind=ntk", "factor.more=2"], "has no settings of its own"),
+        (["kind=longrope", "factor=2", "short_factor=a"], r"short_factor='a' must be numbers"),
+        (["kind=linear", "factor=2", "beta_fast=2"], r"does not read beta_fast=2.0"),
+    ],
+)
+def test_rope_scalings_that_cannot_be(changes, message):
+    with pytest.raises(llama_jax.UserError, match=message):
+        override(tiny(), [f"model.rope_scaling.{change}" for change in changes])
+
+
 def test_whole_and_in_parts():
     with pytest.raises(TrainingError, match="given whole"):
         override(tiny(), ["model=stories-15m", "model.dim=64"])
@@ -92,6 +125,27 @@ def test_differences_are_of_what_is_computed():
         "optimizer.b2: 0.95 in the folder, 0.9 now",
         "steps: 300 in the folder, 400 now",
     ]
+
+
+def test_another_rope_scaling_is_a_difference():
+    scalings = [
+        None,
+        llama_jax.RopeScaling("linear", 4.0),
+        llama_jax.RopeScaling("linear", 8.0),
+        llama_jax.RopeScaling("yarn", 4.0, original_max_seq_len=128),
+        llama_jax.RopeScaling("by_parts", 4.0, original_max_seq_len=128),
+    ]
+    model = tiny().model
+    stored = [
+        json.loads(json.dumps(to_dict(dataclasses.replace(tiny(), model=dataclasses.replace(model, rope_scaling=scaling)))))
+        for scaling in scalings
+    ]
+    for i, before in enumerate(stored):
+        for j, after in enumerate(stored):
+            found = differences(before, after)
+            assert bool(found) == (i != j)
+            assert all(line.startswith("model.rope_scaling.") for line in found)
+    assert "model.rope_scaling.kind: None in the folder, 'linear' now" in differences(*stored[:2])
 
 
 def test_a_recipe_from_a_file(tmp_path):

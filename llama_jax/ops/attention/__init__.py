@@ -10,23 +10,26 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention.blockwise import blockwise
+from llama_jax.ops.attention.blockwise import blockwise, forward_part, merge
 from llama_jax.ops.attention.kernels import cudnn, cudnn_refuses, splash, splash_refuses
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
-from llama_jax.ops.attention.seen import Seen, places
+from llama_jax.ops.attention.seen import NO_KEY, Seen, places
+from llama_jax.ops.quantized import Quantized, over_rows
 
 Backend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
-# (experiments/bench_attention.py); memory is a reason of its own.
+# (experiments/bench_long_context.py); memory is a reason of its own.
 MANY_SCORES, MANY_QUERIES = 2**20, 64
+MANY_QUANTIZED = 4096  # slots from which on values are better converted block by block
+_TAKEN: list[str] = []
 KERNELS: dict[str, Backend] = {"gpu": "cudnn", "tpu": "splash"}
 
 
 def attention(
     queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
+    keys: jax.Array | Quantized,
+    values: jax.Array | Quantized,
     query_positions: jax.Array | None = None,
     *,
     scale: float,
@@ -43,7 +46,8 @@ def attention(
 
     Args:
       queries: [*batch, T, G, H]. The batch axes are B and K, or K alone.
-      keys, values: [*batch, S, H].
+      keys, values: [*batch, S, H]; `Quantized` ones, as a cache may have them, are read as they are, by "rows" and
+        "blockwise".
       query_positions: int[*batch, T], batch axes of size 1 broadcast. Keys after a query's own position are not seen: that
         one comparison is the causal mask and hides the empty or padded end of a cache as well. None where query t is the
         one of slot t, T = S: what is after a block of queries is then not even computed.
@@ -67,12 +71,12 @@ def attention(
     ordered = query_positions is None and key_positions is None
     seen = places(queries, keys, query_positions, key_positions, segments, lengths)
     backend = _choose(queries, keys, seen, ordered, backend)
-    if backend == "reference":
-        return reference(queries, keys, values, seen, scale=scale, window=window)
     if backend == "blockwise":
         return blockwise(queries, keys, values, seen, scale, window)
-    if backend == "rows":
+    if backend == "rows" or isinstance(keys, Quantized) or isinstance(values, Quantized):
         return rows(queries, keys, values, seen, scale, window, ordered)
+    if backend == "reference":
+        return reference(queries, keys, values, seen, scale=scale, window=window)
     if backend == "cudnn":
         mixed = cudnn(queries, keys, values, scale=scale, window=window)
     else:
@@ -82,10 +86,46 @@ def attention(
     return jnp.where((jnp.arange(queries.shape[-3]) < lengths[..., None])[..., None, None], mixed, 0)
 
 
-def _choose(queries: jax.Array, keys: jax.Array, seen: Seen, ordered: bool, backend: Backend) -> Backend:
+def attention_with_sinks(
+    queries: jax.Array,
+    sink_queries: jax.Array,
+    keys: jax.Array | Quantized,
+    values: jax.Array | Quantized,
+    query_positions: jax.Array,
+    *,
+    sinks: int,
+    window: int | None,
+    scale: float,
+    key_positions: jax.Array | None = None,
+) -> jax.Array:
+    """Attention to a window and to the first tokens of the text (Xiao et al. 2023, section 3.2). Not for training.
+
+    Arguments and result as for `attention`, and
+
+    Args:
+      sink_queries: [*batch, T, G, H], the queries as the sinks are to see them: turned for a position within the cache.
+      sinks: slots at the front, which hold the positions before `sinks`.
+    """
+    _announce("blockwise", "with sinks")
+    seen = places(queries, keys, query_positions, key_positions, None, None)
+    first = seen.key_positions < sinks  # also of a cache that is not a ring
+
+    def of(queries: jax.Array, chosen: jax.Array, last: int | None, window: int | None) -> tuple[jax.Array, jax.Array]:
+        part = seen._replace(key_positions=jnp.where(chosen, seen.key_positions, NO_KEY)).part(slice(None), slice(last))
+        own_keys, own_values = (over_rows(lambda x: x[..., :last, :], x) for x in (keys, values))
+        return forward_part(queries, own_keys, own_values, part, scale=scale, window=window)
+
+    mixed, _ = merge(of(sink_queries, first, sinks, None), of(queries, ~first, None, window))
+    return mixed.astype(queries.dtype)
+
+
+def _choose(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, ordered: bool, backend: Backend) -> Backend:
     """The backend to take for "auto", the given one otherwise."""
     if backend not in get_args(Backend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    quantized = isinstance(keys, Quantized)
+    if quantized and backend not in ("auto", "rows", "blockwise"):
+        raise ConfigError(f"attention backend={backend!r} reads no quantized keys; rows and blockwise do")
     if backend in ("reference", "rows", "blockwise"):
         return backend
     platform = jax.default_backend()
@@ -98,8 +138,9 @@ def _choose(queries: jax.Array, keys: jax.Array, seen: Seen, ordered: bool, back
             raise ConfigError(f"attention backend={backend!r}: {refusals[backend]}")
         return backend
     new, slots = queries.shape[-3], keys.shape[-2]
-    plain: Backend = "blockwise" if new >= MANY_QUERIES and new * slots >= MANY_SCORES else "rows"
-    if new == 1 or platform not in KERNELS:
+    many = new >= MANY_QUERIES and new * slots >= MANY_SCORES
+    plain: Backend = "blockwise" if many or (quantized and slots >= MANY_QUANTIZED) else "rows"
+    if new == 1 or quantized or platform not in KERNELS:
         _announce(plain, f"on {platform}")
         return plain
     kernel = KERNELS[platform]
@@ -111,4 +152,10 @@ def _choose(queries: jax.Array, keys: jax.Array, seen: Seen, ordered: bool, back
 @functools.lru_cache(maxsize=256)
 def _announce(backend: str, why: str) -> None:
     """Say which way was taken, once."""
+    _TAKEN.append(backend)
     logging.getLogger("llama_jax.attention").info("attention: %s (%s)", backend, why)
+
+
+def backends_taken() -> tuple[str, ...]:
+    """What "auto" has chosen in this process so far, in the order in which it first did; for reports."""
+    return tuple(dict.fromkeys(_TAKEN))

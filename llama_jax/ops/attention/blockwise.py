@@ -11,19 +11,25 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops.attention.rows import gradients_of_block, mean_of, mix, scores_of
+from llama_jax.ops.attention.products import mix, scores_of
+from llama_jax.ops.attention.rows import gradients_of_block, mean_of
 from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, Seen, visible
 from llama_jax.ops.keeping import keep, restore
+from llama_jax.ops.quantized import Quantized, over_rows
 
-# Sizes of a block of queries (all G of a group together) and of keys, measured in experiments/bench_attention.py.
+# Sizes of a block of queries (all G of a group together) and of keys, measured in experiments/bench_long_context.py.
 QUERY_ROWS, KEYS = 256, 512
+FEW_ROWS, MORE_KEYS = 16, 2048
+Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
+MIXED = "mixed"  # the name of what the backward pass needs of the forward pass
 LOWEST = -1e30  # finite, so that no difference of two is NaN
 
 
@@ -36,8 +42,9 @@ def blockwise(
 
 
 def _forward_and_kept(queries, keys, values, seen, scale, window):
-    mixed, normalizer = forward_part(queries, keys, values, seen, scale=scale, window=window)
-    mixed = mixed.astype(queries.dtype)
+    found = forward_part(queries, keys, values, seen, scale=scale, window=window)
+    # By a name, so that training can keep them: what comes out of a loop is otherwise made again by `jax.checkpoint`.
+    mixed, normalizer = (checkpoint_name(x, MIXED) for x in (found[0].astype(queries.dtype), found[1]))
     return mixed, (keep((queries, keys, values, mixed)), normalizer, seen)
 
 
@@ -53,7 +60,13 @@ blockwise.defvjp(_forward_and_kept, _backward)
 
 
 def forward_part(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
+    queries: jax.Array,
+    keys: jax.Array | Quantized,
+    values: jax.Array | Quantized,
+    seen: Seen,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention to some of the keys, to be joined with that to others by `merge`.
 
@@ -67,30 +80,31 @@ def forward_part(
       least; 0 and -inf for a query that sees none of the keys.
     """
     precise = jnp.promote_types(queries.dtype, jnp.float32)
-    rows, columns = _Blocks.of_queries(queries), _Blocks.of_keys(keys)
+    rows, columns = _blocks_of(queries, keys)
     first, end = _reach(seen, window, rows, columns)
     arrays = keep((queries, keys, values))  # XLA for CPU slices bits without a copy of the whole, bfloat16 with one
 
-    def block_of_queries(found: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    def block_of_queries(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         own = restore(rows.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             largest, total, mixed = carry
-            key, value = (restore(columns.cut(x, j, -2)) for x in arrays[1:])
+            key, value = (restore(over_rows(lambda x: columns.cut(x, j, -2), x)) for x in arrays[1:])
             scores = scores_of(own, key, visible(_cut(seen, rows, i, columns, j), window), scale)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger)
-            return larger, total * shrink + jnp.sum(weights, axis=-1, keepdims=True), mixed * shrink + mix(weights, value)
+            total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
+            return larger, total, mixed * shrink + mix(weights, value, queries.dtype)
 
         narrow = (*own.shape[:-1], 1)
         start = jnp.full(narrow, LOWEST, precise), jnp.zeros(narrow, precise), jnp.zeros(own.shape, precise)
         largest, total, mixed = lax.fori_loop(first[i], end[i], block_of_keys, start)
         mixed = mixed / jnp.where(total == 0, 1, total)
         normalizer = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
-        return (rows.put(found[0], mixed, i, -3), rows.put(found[1], normalizer, i, -3)), None
+        return rows.put(found[0], mixed, i, -3), rows.put(found[1], normalizer, i, -3)
 
     empty = jnp.zeros(queries.shape, precise), jnp.zeros((*queries.shape[:-1], 1), precise)
-    return lax.scan(block_of_queries, empty, jnp.arange(rows.count))[0]
+    return _loop(rows.count, block_of_queries, empty)
 
 
 def backward_part(
@@ -112,12 +126,12 @@ def backward_part(
       mean: [*batch, T, G, 1], the sum over H of `of_mixed` times the whole mixture.
       of_mixed: [*batch, T, G, H], the gradient of the whole mixture.
     """
-    rows, columns = _Blocks.of_queries(queries), _Blocks.of_keys(keys)
+    rows, columns = _blocks_of(queries, keys)
     first, end = _reach(seen, window, rows, columns)
     of_queries, of_keys, of_values = (jnp.zeros(x.shape, normalizer.dtype) for x in (queries, keys, values))
     arrays = keep((queries, normalizer, mean, of_mixed)), keep((keys, values))
 
-    def block_of_queries(found: Three, i: jax.Array) -> tuple[Three, None]:
+    def block_of_queries(i: jax.Array, found: Three) -> Three:
         own = restore(rows.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
@@ -129,9 +143,18 @@ def backward_part(
 
         start = jnp.zeros(own[0].shape, normalizer.dtype), *found[1:]
         of_own, of_keys, of_values = lax.fori_loop(first[i], end[i], block_of_keys, start)
-        return (rows.add(found[0], of_own, i, -3), of_keys, of_values), None
+        return rows.add(found[0], of_own, i, -3), of_keys, of_values
 
-    return lax.scan(block_of_queries, (of_queries, of_keys, of_values), jnp.arange(rows.count))[0]
+    return _loop(rows.count, block_of_queries, (of_queries, of_keys, of_values))
+
+
+def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -> Carry:
+    """`body` of 0 to count - 1, by a loop that keeps nothing of its turns.
+
+    Of a loop whose length is known at compile time JAX makes a scan, for which `jax.checkpoint` would keep what every turn
+    read, all keys and values for each block of queries.
+    """
+    return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
 
 
 def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -154,15 +177,6 @@ class _Blocks:
     def of(cls, total: int, size: int) -> _Blocks:
         size = min(total, size)
         return cls(size, -(-total // size), total)
-
-    @classmethod
-    def of_queries(cls, queries: jax.Array) -> _Blocks:
-        *_, new, groups, _ = queries.shape
-        return cls.of(new, max(QUERY_ROWS // groups, 1))
-
-    @classmethod
-    def of_keys(cls, keys: jax.Array) -> _Blocks:
-        return cls.of(keys.shape[-2], KEYS)
 
     def start(self, i: jax.Array) -> jax.Array:
         return jnp.minimum(i * self.size, self.total - self.size)
@@ -192,6 +206,13 @@ class _Blocks:
             return reduce(known[:, blocks], axis=(0, 2))
 
         return reduced(2**31 - 1, jnp.min), reduced(-(2**31), jnp.max)
+
+
+def _blocks_of(queries: jax.Array, keys: jax.Array | Quantized) -> tuple[_Blocks, _Blocks]:
+    """Blocks of queries and of keys; of keys longer ones where there are few queries, so that a block is worth its turn."""
+    *_, new, groups, _ = queries.shape
+    size = MORE_KEYS if new * groups <= FEW_ROWS else KEYS
+    return _Blocks.of(new, max(QUERY_ROWS // groups, 1)), _Blocks.of(keys.shape[-2], size)
 
 
 def _cut(seen: Seen, rows: _Blocks, i: jax.Array, columns: _Blocks, j: jax.Array, *, once: bool = False) -> Seen:

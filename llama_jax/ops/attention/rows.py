@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from llama_jax.ops.attention.products import mix, scores_of
 from llama_jax.ops.attention.seen import Seen, visible
 from llama_jax.ops.keeping import keep, restore
 from llama_jax.ops.linear import sum_of_outer
+from llama_jax.ops.quantized import Quantized, over_rows
 
 # Of n blocks of queries only (n + 1) / 2n of all scores are computed; each block is more code to compile.
 SHORTEST_BLOCK, MOST_BLOCKS = 64, 8
@@ -41,7 +43,7 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     """What `rows` returns, and the logarithm of each softmax's denominator [*batch, T, G, 1]."""
     found = [
-        _forward_block(scale, queries[..., begin:end, :, :], keys[..., :last, :], values[..., :last, :], allowed)
+        _forward_block(scale, queries[..., begin:end, :, :], _first(keys, last), _first(values, last), allowed)
         for begin, end, last, allowed in _blocks(queries, keys, seen, window, ordered)
     ]
     mixed, normalizer = (jnp.concatenate(parts, axis=-3) for parts in zip(*found, strict=True))
@@ -59,8 +61,17 @@ def _blocks(
         yield begin, end, last, visible(seen.part(slice(begin, end), slice(last)), window)
 
 
+def _first(x: jax.Array | Quantized, last: int) -> jax.Array | Quantized:
+    """The first slots of keys or values."""
+    return over_rows(lambda x: x[..., :last, :], x)
+
+
 def _forward_block(
-    scale: float, queries: jax.Array, keys: jax.Array, values: jax.Array, allowed: jax.Array
+    scale: float,
+    queries: jax.Array,
+    keys: jax.Array | Quantized,
+    values: jax.Array | Quantized,
+    allowed: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     scores = scores_of(queries, keys, allowed, scale)
     largest = jnp.max(scores, axis=-1, keepdims=True)
@@ -68,24 +79,8 @@ def _forward_block(
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     # Divided here and not before the product: H numbers per query instead of S.
-    mixed = mix(weights, values) / jnp.where(total == 0, 1, total)
+    mixed = mix(weights, values, queries.dtype) / jnp.where(total == 0, 1, total)
     return mixed.astype(queries.dtype), largest + jnp.log(total)
-
-
-def scores_of(queries: jax.Array, keys: jax.Array, allowed: jax.Array, scale: float) -> jax.Array:
-    """[*batch, T, G, S], -inf where the query does not see the key, in float32 at least."""
-    precise = jnp.promote_types(queries.dtype, jnp.float32)
-    batch = tuple(range(keys.ndim - 2))
-    dimensions = (((queries.ndim - 1,), (keys.ndim - 1,)), (batch, batch))
-    scores = lax.dot_general(queries.astype(keys.dtype), keys, dimensions, preferred_element_type=precise)
-    return jnp.where(allowed[..., None, :], scores * scale, -jnp.inf)
-
-
-def mix(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """[*batch, T, G, S] times [*batch, S, H]: [*batch, T, G, H] in the dtype of the weights."""
-    batch = tuple(range(values.ndim - 2))
-    dimensions = (((weights.ndim - 1,), (values.ndim - 2,)), (batch, batch))
-    return lax.dot_general(weights.astype(values.dtype), values, dimensions, preferred_element_type=weights.dtype)
 
 
 def _forward_and_kept(queries, keys, values, seen, scale, window, ordered):

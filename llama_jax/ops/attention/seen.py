@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from llama_jax.ops.quantized import Quantized
+
 # The position of a key that no query sees, and of a query that sees nothing.
 NO_KEY, NO_QUERY = 2**31 - 1, -1
 
@@ -48,7 +50,7 @@ def visible(seen: Seen, window: int | None) -> jax.Array:
 
 def places(
     queries: jax.Array,
-    keys: jax.Array,
+    keys: jax.Array | Quantized,
     query_positions: jax.Array | None,
     key_positions: jax.Array | None,
     segments: tuple[jax.Array, jax.Array] | None,

@@ -1,0 +1,172 @@
+"""The rope scaling of a GGUF: settings, and factors of each frequency that are stored as tensors.
+
+Source: ggml-org/llama.cpp, src/llama-model.cpp and src/llama-context.cpp. For the architecture "llama" it knows none,
+linear, yarn with 32 and 1 turns, longrope, and, without a name, Llama 3.1's. Its longrope goes by the size of the context
+that it was started with, where this library and transformers go by the length of the sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
+from llama_jax.checkpoints.tensors import Tensor
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.ops.rotary import SCALINGS, inverse_frequencies, yarn_attention_factor
+
+FACTORS = "rope_freqs.weight"  # what Llama 3.1's scaling divides each frequency by; no key says it
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+OUR_NOTE = f"{NOTE}.rope_scaling"  # a JSON text
+OUR_LLAMA3 = {  # Llama 3.1's numbers, of which only the factors have a place; and what they are where they are not stored
+    f"{NOTE}.rope.low_freq_factor": ("low_freq_factor", 1.0),
+    f"{NOTE}.rope.high_freq_factor": ("high_freq_factor", 4.0),
+    f"{NOTE}.rope.original_max_seq_len": ("original_max_seq_len", 8192),
+}
+# Settings that llama.cpp does not read for this architecture, and what it takes instead.
+FIXED = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_log_multiplier": 0,
+}
+PREFIX = "llama.rope.scaling."
+
+
+def with_scaling(fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping[str, Tensor]) -> LlamaConfig:
+    """The configuration with the rope scaling that settings and tensors describe.
+
+    Raises:
+      ConfigError: a scaling that llama.cpp does not have, or settings that contradict each other.
+    """
+    found = replace(plain, rope_scaling=_found(fields, plain, tensors))
+    if OUR_NOTE not in fields:
+        return found
+    try:
+        note = json.loads(fields[OUR_NOTE])
+    except (ValueError, TypeError, RecursionError):
+        note = fields[OUR_NOTE]
+    return with_note(found, note)
+
+
+def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor]) -> RopeScaling | None:
+    kind = fields.get(f"{PREFIX}type", "none")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise ConfigError(f"{PREFIX}type={kind!r:.40} is not supported; none, linear, yarn and longrope are")
+    for name, supported in FIXED.items():
+        if fields.get(PREFIX + name, supported) != supported:
+            raise ConfigError(f"{PREFIX}{name}={fields[PREFIX + name]!r:.40} is not supported; llama.cpp takes {supported}")
+    sharper = short_decimal(fields.get(f"{PREFIX}attn_factor", 1.0))
+    if sharper != 1 and kind not in ("yarn", "longrope"):
+        raise ConfigError(f"{PREFIX}attn_factor={sharper!r:.40} is not supported where the type is {kind!r}")
+    for name in (FACTORS,) if kind in ("yarn", "longrope") else ():
+        if name in tensors:
+            raise ConfigError(f"tensor {name!r} is not supported beside {PREFIX}type={kind!r}")
+    for name in (LONG, SHORT):
+        if (name in tensors) != (kind == "longrope"):
+            there = "there" if name in tensors else "missing"
+            raise ConfigError(f"tensor {name!r} is {there}, but {PREFIX}type={kind!r}")
+    factor = short_decimal(fields.get(f"{PREFIX}factor", fields.get("llama.rope.scale_linear")))
+    original = fields.get(f"{PREFIX}original_context_length", config.max_seq_len)
+    if kind == "yarn":
+        if factor is None:
+            raise ConfigError(f"{PREFIX}factor is missing")
+        sharp = None if sharper == 1 else short_decimal(yarn_attention_factor(max(factor, 1.0)) * sharper)
+        return RopeScaling("yarn", factor, original_max_seq_len=original, attention_factor=sharp)
+    if kind == "longrope":
+        if factor not in (None, 0, 1):
+            raise ConfigError(f"{PREFIX}factor={factor!r:.40} is not supported where the type is 'longrope'")
+        short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT, LONG))
+        longrope = RopeScaling(
+            "longrope",
+            max(config.max_seq_len / original, 1.0),
+            original_max_seq_len=original,
+            short_factor=short,
+            long_factor=long,
+        )
+        return longrope if np.isclose(sharper, sharpening(config, longrope)) else replace(longrope, attention_factor=sharper)
+    if FACTORS not in tensors:
+        scaled = kind == "linear" or f"{PREFIX}type" not in fields
+        return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
+    if factor not in (None, 1):
+        raise ConfigError(f"{PREFIX}factor={factor!r:.40} is not supported beside the tensor {FACTORS!r}")
+    # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
+    # give what is stored.
+    stored = _numbers(tensors[FACTORS])
+    settings = {name: fields.get(key, default) for key, (name, default) in OUR_LLAMA3.items()}
+    llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
+    if stored.shape != (config.head_dim // 2,) or not np.allclose(factors_of(config, llama3), stored, rtol=1e-4):
+        raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
+    return None if llama3.factor == 1 else llama3
+
+
+def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a file says of theta and the rope scaling: settings by key, and tensors float32[H/2] by name.
+
+    Raises:
+      CheckpointError: a scaling that has no place in the format; the message names it.
+    """
+    plain, scaling = in_known_kinds(config), config.rope_scaling
+    known = plain.rope_scaling
+    settings: dict[str, Any] = {"llama.rope.freq_base": float(plain.rope_theta)}
+    if scaling is not None and scaling.kind not in ("linear", "llama3"):
+        settings[OUR_NOTE] = json.dumps(note_of(config))
+    if known is None:
+        return settings, {}
+    if known.kind == "dynamic":
+        raise CheckpointError(
+            "rope scaling kind='dynamic' has no place in GGUF, whose readers know no frequencies that depend on the length;"
+            " write Hugging Face's format or orbax"
+        )
+    if known.kind == "llama3":
+        settings |= {key: getattr(known, name) for key, (name, _) in OUR_LLAMA3.items()}
+        return settings, {FACTORS: factors_of(config, known).astype(np.float32)}
+    settings[f"{PREFIX}type"] = known.kind
+    if known.kind != "longrope":  # to which llama.cpp would apply it as well
+        settings[f"{PREFIX}factor"] = float(known.factor)
+    if known.kind == "linear":
+        return settings, {}
+    for name, only in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
+        if known.kind == "yarn" and getattr(known, name) != only:
+            raise CheckpointError(
+                f"rope scaling kind={config.rope_scaling.kind!r} with {name}={getattr(known, name)} has no place in GGUF,"  # type: ignore[union-attr]
+                f" whose readers take {only}; write Hugging Face's format or orbax"
+            )
+    settings[f"{PREFIX}original_context_length"] = known.original_max_seq_len
+    settings[f"{PREFIX}attn_factor"] = sharpening(config, known)
+    if known.kind == "yarn":
+        settings[f"{PREFIX}attn_factor"] /= yarn_attention_factor(known.factor)  # by which llama.cpp multiplies it
+        return settings, {}
+    return settings, {LONG: np.array(known.long_factor, np.float32), SHORT: np.array(known.short_factor, np.float32)}
+
+
+def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+    """What a scaling divides each of the [H/2] frequencies by: float64."""
+    plain = inverse_frequencies(config.head_dim, config.rope_theta)
+    return plain / _scaled(config, scaling)[0]
+
+
+def sharpening(config: LlamaConfig, scaling: RopeScaling) -> float:
+    """The attention factor of a scaling."""
+    return _scaled(config, scaling)[1]
+
+
+def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+    plain = inverse_frequencies(config.head_dim, config.rope_theta)
+    frequencies, factor = SCALINGS[scaling.kind](plain, theta=config.rope_theta, length=None, **scaling.settings)
+    return np.asarray(frequencies), factor
+
+
+def short_decimal(value: Any) -> Any:
+    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    return tensor.read(0, tensor.shape[0]).astype(np.float64)

@@ -1,0 +1,104 @@
+"""Generation that remembers less: int8 keys and values, and a window of what was last."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import shared_data
+
+import llama_jax
+from llama_jax import CacheOptions
+from llama_jax.errors import GenerationError
+from llama_jax.model.cache import init_cache
+from llama_jax.model.forward import forward, unembed
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["gqa"]
+
+
+PROMPTS = [[1, 5, 9, 13, 2, 40, 7], [1, 90]]
+
+
+def tokens_of(results):
+    return [result.tokens for result in results]
+
+
+def test_a_window_as_long_as_the_text_changes_nothing(model):
+    config, params = model
+    run = partial(llama_jax.generate, config, params, PROMPTS, max_new_tokens=20)
+    assert tokens_of(run(cache=CacheOptions(window=30, sinks=2))) == tokens_of(run())
+
+
+def test_a_row_of_a_batch_gets_what_it_gets_alone_and_goes_beyond_the_context(model):
+    config, params = model
+    run = partial(llama_jax.generate, config, params, max_new_tokens=100, cache=CacheOptions(window=16, sinks=2))
+    both = run(PROMPTS)
+    assert [len(result.tokens) for result in both] == [100, 100]  # the model's context is 64
+    assert all(np.isfinite(result.logprobs).all() for result in both)
+    for prompt, result in zip(PROMPTS, both, strict=True):
+        assert run([prompt])[0].tokens == result.tokens
+
+
+def test_a_long_prompt_is_read_through_a_short_window(model):
+    """In pieces, over many turns of the ring: the same as token by token."""
+    config, params = model
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, 200).tolist()
+    options = CacheOptions(window=16, sinks=2)
+    found = llama_jax.generate(config, params, [prompt], max_new_tokens=1, cache=options)[0]
+    cache = init_cache(config, 1, 18, window=16, sinks=2)
+    read = jax.jit(forward, static_argnums=0)
+    for token in prompt:
+        hidden, cache = read(config, params, jnp.array([[token]]), cache)
+    logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
+    assert found.tokens == [int(jnp.argmax(logprobs))]
+    np.testing.assert_allclose(found.logprobs, [float(jnp.max(logprobs))], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 60, "sinks": 5}, r"window=60 and sinks=5 exceed the model's context of 64"),
+        ({"sinks": 2}, r"sinks=2 are for a cache with a window"),
+        ({"dtype": "int4"}, r"dtype='int4' of the cache must be 'int8'"),
+    ],
+)
+def test_what_cannot_be(model, options, message):
+    with pytest.raises(GenerationError, match=message):
+        llama_jax.generate(*model, PROMPTS, max_new_tokens=5, cache=CacheOptions(**options))
+
+
+class TestInt8:
+    def test_perplexity_on_real_text_is_within_half_a_percent(self, stories):
+        """Read in pieces through the cache, so that every token but the first of a piece is predicted from int8 keys."""
+        config, params, tokenizer = stories
+        text = shared_data("text/tinystories-valid.txt").read_text()[:24_000]
+        ids = np.array(tokenizer.encode(text.replace("<|endoftext|>", "\n")))
+        tokens = jnp.asarray(ids[: 8 * 512].reshape(8, 512), jnp.int32)
+
+        @partial(jax.jit, static_argnums=0)
+        def perplexity(dtype):
+            cache, nats = init_cache(config, 8, 512, dtype), []
+            for start in range(0, 512, 64):
+                piece = tokens[:, start : start + 64]
+                hidden, cache = forward(config, params, piece, cache)
+                logprobs = jax.nn.log_softmax(unembed(config, params, hidden))
+                nats.append(-jnp.take_along_axis(logprobs[:, :-1], piece[:, 1:, None], axis=-1))
+            return jnp.exp(jnp.mean(jnp.stack(nats)))
+
+        whole, short = perplexity(jnp.float32), perplexity(jnp.int8)
+        assert whole < 6  # the model knows such text: an error could show
+        assert abs(short / whole - 1) < 0.005
+
+    def test_generation(self, stories):
+        config, params, tokenizer = stories
+        prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("Lily and Tom went to the park.")]
+        run = partial(llama_jax.generate, config, params, prompts, max_new_tokens=40)
+        whole, short = run(), run(cache=CacheOptions(dtype="int8"))
+        for a, b in zip(whole, short, strict=True):
+            same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), 40)
+            assert same >= 10  # until a near tie falls otherwise
+            np.testing.assert_allclose(b.logprobs[:same], a.logprobs[:same], atol=0.15)

@@ -1,0 +1,213 @@
+"""Every rope scaling against transformers' numbers or a derivation in float64, and what depends on the length of a row."""
+
+import inspect
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import make_goldens
+import numpy as np
+import pytest
+from conftest import params_of
+from hypothesis import given
+from hypothesis import strategies as st
+from make_goldens import ROPE_LENGTHS, ROPE_MODELS, ROPES
+
+import llama_jax
+from llama_jax import RopeScaling, rotary_frequencies
+from llama_jax.config import ROPE_FIELDS
+from llama_jax.errors import GenerationError
+from llama_jax.inference.generate import prefill
+from llama_jax.model.forward import forward, unembed
+from llama_jax.ops.rotary import BY_LENGTH, SCALINGS
+
+jit_forward = jax.jit(forward, static_argnums=0)
+jit_prefill = jax.jit(prefill, static_argnums=0)
+PLAIN = make_goldens.KINDS["gqa"]
+
+
+@pytest.fixture(scope="module")
+def ropes():
+    with np.load(make_goldens.GOLDENS / "ropes.npz") as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    """{name: (config, params)} of the models whose logits are kept."""
+    return {name: (ROPES[name], params_of(ROPES[name], make_goldens.random_tensors(ROPES[name]))) for name in ROPE_MODELS}
+
+
+def test_every_kind_has_its_fields_and_its_function():
+    assert ROPE_FIELDS.keys() == SCALINGS.keys()
+    for kind, read in ROPE_FIELDS.items():
+        assert inspect.signature(SCALINGS[kind]).parameters.keys() - {"plain", "theta", "length", "factor"} == read.keys()
+    by_length = {name.partition("-")[0] for name, config in ROPES.items() if len({*_bytes(config)}) > 1}
+    assert by_length == BY_LENGTH
+
+
+def _bytes(config):
+    return (rotary_frequencies(config, length)[0].tobytes() for length in ROPE_LENGTHS)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_those_of_transformers(name, ropes):
+    config = ROPES[name]
+    for length, want, factor in zip(ROPE_LENGTHS, ropes[f"{name} frequencies"], ropes[f"{name} factor"], strict=True):
+        got, got_factor = rotary_frequencies(config, length)
+        assert got.dtype == np.float32
+        assert got.shape == (config.head_dim // 2,)
+        np.testing.assert_allclose(got, want, rtol=4e-7)  # theirs is computed in float32
+        assert got_factor == pytest.approx(factor, rel=1e-12)
+    for lengths in (np.array(ROPE_LENGTHS), jnp.array(ROPE_LENGTHS)):
+        rows, _ = rotary_frequencies(config, lengths)
+        assert rows.dtype == np.float32
+        np.testing.assert_allclose(
+            np.broadcast_to(rows, ropes[f"{name} frequencies"].shape), ropes[f"{name} frequencies"], rtol=1e-6
+        )
+    np.testing.assert_array_equal(rotary_frequencies(config)[0], rotary_frequencies(config, 1)[0])
+
+
+@pytest.mark.parametrize("name", ROPE_MODELS)
+def test_logits_are_those_of_transformers(name, ropes, scaled):
+    """The attention factor and, for a dynamic scaling, the length of the rows reach the scores."""
+    config, params = scaled[name]
+    got = llama_jax.logits(config, params, make_goldens.tokens(config))
+    np.testing.assert_allclose(got, ropes[f"{name} logits"], atol=2e-4, rtol=0)
+
+
+@given(st.sampled_from([4, 8, 64, 128]), st.sampled_from([100.0, 10_000.0, 500_000.0]), st.floats(1.0, 64.0))
+def test_ntk_is_another_theta(head_dim, theta, factor):
+    """bloc97's change of base, in float64: the slowest pair turns as under interpolation, the fastest as before."""
+    config = replace(PLAIN, head_dim=head_dim, rope_theta=theta, rope_scaling=RopeScaling("ntk", factor))
+    base = theta * factor ** (head_dim / (head_dim - 2))
+    got, attention_factor = rotary_frequencies(config, 10**6)
+    np.testing.assert_allclose(got, [base ** (-2 * i / head_dim) for i in range(head_dim // 2)], rtol=2e-7)
+    plain, _ = rotary_frequencies(replace(config, rope_scaling=None))
+    assert got[0] == 1.0
+    np.testing.assert_allclose(got[-1], np.float64(plain[-1]) / factor, rtol=2e-7)
+    assert attention_factor == 1.0
+
+
+@given(
+    st.sampled_from([16, 64, 128]),
+    st.sampled_from([10_000.0, 500_000.0]),
+    st.floats(1.0, 64.0),
+    st.sampled_from([256, 2048, 8192]),
+    st.sampled_from([(32.0, 1.0), (16.0, 2.0), (4.0, 0.5)]),
+    st.booleans(),
+)
+def test_by_parts_keeps_what_turns_often(head_dim, theta, factor, original, betas, truncate):
+    """In float64, pair by pair: a ramp over the number of the pair, between those that turn beta times in the context."""
+    fast, slow = betas
+    scaling = RopeScaling(
+        "by_parts", factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow, truncate=truncate
+    )
+    config = replace(PLAIN, head_dim=head_dim, rope_theta=theta, rope_scaling=scaling)
+    # Pair i turns original / (2 pi theta ** (2 i / H)) times: that is `turns` for
+    first, last = (head_dim / 2 * math.log(original / (2 * math.pi * turns), theta) for turns in betas)
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    want = []
+    for i in range(head_dim // 2):
+        frequency = theta ** (-2 * i / head_dim)
+        slowed = min(max((i - first) / (last - first), 0.0), 1.0)
+        want.append((1 - slowed) * frequency + slowed * frequency / factor)
+    got, attention_factor = rotary_frequencies(config)
+    np.testing.assert_allclose(got, want, rtol=2e-7)
+    assert attention_factor == 1.0
+    yarn = RopeScaling("yarn", factor, original_max_seq_len=original, beta_fast=fast, beta_slow=slow, truncate=truncate)
+    same, temperature = rotary_frequencies(replace(config, rope_scaling=yarn))
+    np.testing.assert_array_equal(got, same)
+    assert temperature == pytest.approx(0.1 * math.log(factor) + 1)
+    turns = original * np.array([theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]) / (2 * math.pi)
+    plain, _ = rotary_frequencies(replace(config, rope_scaling=None))
+    np.testing.assert_array_equal(
+        got[turns > 2 * fast * theta ** (2 / head_dim)], plain[turns > 2 * fast * theta ** (2 / head_dim)]
+    )
+
+
+@pytest.fixture(scope="module", params=["dynamic", "longrope"])
+def by_length(request):
+    """(config, params) of a model of one layer, for what is asked of `forward` and not of the layers."""
+    config = replace(ROPES[request.param], n_layers=1, hidden_dim=16)
+    return config, llama_jax.init(config, jax.random.key(0))
+
+
+def alone(config, params, tokens):
+    """The states [n, D] of a row of n tokens by itself, padded to 24 so that one program serves all."""
+    row = np.zeros((1, 24), np.int32)
+    row[0, : len(tokens)] = tokens
+    hidden, _ = jit_forward(config, params, row, lengths=np.array([len(tokens)]))
+    return np.asarray(hidden)[0, : len(tokens)]
+
+
+def test_a_row_read_in_pieces_is_what_it_is_alone(by_length):
+    """Prompts of other lengths in pieces through the cache, and each alone: it goes by its own length, not the batch's."""
+    config, params = by_length
+    lengths = np.array([24, 9, 17])
+    tokens = np.random.default_rng(5).integers(0, config.vocab_size, (3, 24), dtype=np.int32)
+
+    def last_states(**given):
+        cache = llama_jax.init_cache(config, 3, 24, stacked=True)
+        hidden = jnp.zeros((3, config.dim))
+        for start in range(0, 24, 8):
+            new = np.clip(lengths - start, 0, 8)
+            cache, hidden = jit_prefill(config, params, cache, tokens[:, start : start + 8], new, hidden, **given)
+        return np.asarray(hidden)
+
+    whole, _ = jit_forward(config, params, tokens, lengths=lengths)
+    whole = np.asarray(whole)[np.arange(3), lengths - 1]
+    np.testing.assert_allclose(last_states(rope_lengths=lengths), whole, atol=2e-5, rtol=0)
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(whole[row], alone(config, params, tokens[row, :length])[-1], atol=2e-5, rtol=0)
+    blind = last_states()  # not told: the first pieces are then turned as shorter prompts are
+    assert np.abs(blind[0] - whole[0]).max() > 1e-3
+    np.testing.assert_allclose(blind[1], whole[1], atol=2e-5, rtol=0)  # within the original context it makes no difference
+
+
+@pytest.mark.parametrize("with_segments", [True, False])
+def test_a_packed_document_goes_by_its_own_length(with_segments, by_length):
+    config, params = by_length
+    sizes = [4, 20] if with_segments else [24]
+    tokens = np.random.default_rng(7).integers(0, config.vocab_size, (1, 24), dtype=np.int32)
+    positions = np.concatenate([np.arange(n) for n in sizes])[None].astype(np.int32)
+    segments = np.repeat([100, -9][: len(sizes)], sizes)[None].astype(np.int32) if with_segments else None
+    packed, _ = jit_forward(config, params, tokens, positions=positions, segment_ids=segments)
+    start = 0
+    for n in sizes:
+        want = alone(config, params, tokens[0, start : start + n])
+        np.testing.assert_allclose(packed[0, start : start + n], want, atol=2e-5, rtol=0)
+        start += n
+
+
+def test_a_decoding_row_goes_by_its_length_so_far(by_length):
+    """The step after the original context is turned as a longer row; the keys in the cache stay as they were read."""
+    config, params = by_length
+    tokens = np.random.default_rng(8).integers(0, config.vocab_size, (1, 17), dtype=np.int32)
+    _, cache = jit_forward(config, params, tokens[:, :16], llama_jax.init_cache(config, 1, 20, stacked=True))
+    step, _ = jit_forward(config, params, tokens[:, 16:], cache)
+    told = jax.jit(forward, static_argnums=0)
+    same, other = (told(config, params, tokens[:, 16:], cache, rope_lengths=np.array([n]))[0] for n in (17, 16))
+    np.testing.assert_allclose(step, same, atol=1e-6, rtol=0)
+    assert np.abs(step - other).max() > 1e-4
+
+
+def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
+    config = replace(ROPES["dynamic"], n_layers=1, hidden_dim=16)
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    prompt = np.random.default_rng(6).integers(0, config.vocab_size, 40).tolist()
+    hidden, _ = jit_forward(config, params, np.array([prompt], np.int32))
+    logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))
+    monkeypatch.setattr("llama_jax.inference.generate.LARGEST_PREFILL", 16)
+    got = llama_jax.generate(config, params, [prompt], max_new_tokens=1)[0]
+    assert got.tokens == [int(jnp.argmax(logprobs))]
+    np.testing.assert_allclose(got.logprobs[0], float(logprobs.max()), atol=2e-5)
+
+
+def test_lengths_of_another_shape_are_named(by_length):
+    config, params = by_length
+    with pytest.raises(GenerationError, match=r"rope_lengths are \[3\]; int\[2\]"):
+        forward(config, params, make_goldens.tokens(config), rope_lengths=np.array([1, 2, 3]))
