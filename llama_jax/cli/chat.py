@@ -55,7 +55,7 @@ class Chat(ModelOptions):
         import llama_jax
 
         seed = self.choose_seed()
-        sampling = self.sampling(seed)
+        sampling, options = self.sampling(seed), self.cache_options()
         for name in ("max_new_tokens", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -118,6 +118,7 @@ class Chat(ModelOptions):
                     max_new_tokens=reply_room,
                     sampling=replace(sampling, seed=(seed + turn) % 2**32),
                     stop_tokens=ends,
+                    cache=options,
                 )
                 answer = reply(tokenizer, pieces, ends, at_start=format != "plain")
                 history = [*kept, {"role": "assistant", "content": answer}]

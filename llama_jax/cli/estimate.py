@@ -45,7 +45,8 @@ class Estimate:
     length: int
     """Tokens per row: to predict when training, to keep in the cache when decoding."""
     mesh: str = "data=1"
-    """Ways to split, as data=2,fsdp=4,tensor=8: the batch; the batch and the parameters; heads and features."""
+    """Ways to split, as data=2,fsdp=4,context=2,tensor=8: the batch; the batch and the parameters; each row's tokens, where
+    rows are read whole, and the parameters; heads and features."""
     mode: Literal["train", "decode"] = "decode"
     """train: one step of AdamW; decode: reading prompts, enlarging the cache, generating."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -138,7 +139,7 @@ class Estimate:
         from llama_jax.parallel.roofline import decoding_roofline, training_roofline
 
         if self._remat is None:
-            resident = found["decode"].parameters * sizes.fsdp + found["decode"].cache
+            resident = found["decode"].parameters * sizes.columns + found["decode"].cache
             bound = decoding_roofline(config, sizes, self.batch, self.length, hardware, resident, exchanged["decode"])
             return {"decode, a token of each row": bound}
         step = (config, sizes, self.batch, self.length, self.dtype, self._remat, hardware)
@@ -228,6 +229,8 @@ def as_json(
 
 def as_table(about: dict[str, Any], found: dict[str, Memory], *, for_cpu: bool) -> str:
     """A column for each program, and one for all devices together while the hungriest of them runs."""
+    from llama_jax.parallel.mesh import MeshSizes
+
     columns = {name: asdict(memory) | {"total": memory.total} for name, memory in found.items()}
     devices = about["devices"]
     if devices > 1:
@@ -239,16 +242,19 @@ def as_table(about: dict[str, Any], found: dict[str, Memory], *, for_cpu: bool) 
             rows.append((label, [f"{column[part] / 1e9:,.3f}" for column in columns.values()]))
     width = 3 + max(len(cell) for _, cells in rows for cell in cells)
 
-    mesh = ",".join(f"{axis}={size}" for axis, size in about["mesh"].items())
+    mesh = MeshSizes(**about["mesh"])
+    scores = "The scores of a layer's attention are in memory at once: [B, N, T, T], when training of one block of queries."
+    if mesh.context > 1:
+        scores = "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
     asked = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]
     asked += [f"remat {about['remat']}"] if about["remat"] else []
     lines = [
-        " · ".join([*asked, mesh]),
+        " · ".join([*asked, str(mesh)]),
         f"{about['parameter_count']:,} parameters · cache {about['cache_bytes_per_token']:,} bytes per token",
         "",
         *(f"{label:<28}" + "".join(f"{cell:>{width}}" for cell in cells) for label, cells in rows),
         "",
-        "The scores of a layer's attention are in memory at once: [B, N, T, T], when training of one block of queries.",
+        scores,
         "Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently.",
     ]
     if about["dtype"] == "bfloat16" and for_cpu:
@@ -300,7 +306,7 @@ def _kinds(program: str, members: list[Collective], n_layers: int) -> list[str]:
 def _least_of_each(least: list[Exchange]) -> list[str]:
     lines = [f"{'the least that this strategy exchanges':<81}{'count':>11}{'GB sent':>11}"]
     for one in least:
-        name = f"{one.axes[0]} {one.kind}: {one.what}"
+        name = f"{','.join(one.axes)} {one.kind}: {one.what}"
         lines.append(f"  {name:<79}{one.count:>11,}{one.count * one.sent / 1e9:>11,.3f}")
     return lines
 

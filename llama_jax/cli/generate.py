@@ -7,12 +7,18 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from llama_jax.cli.options import ModelOptions
 from llama_jax.errors import GenerationError
+
+if TYPE_CHECKING:
+    import jax.numpy as jnp
+
+    from llama_jax.config import LlamaConfig
+    from llama_jax.model.cache import CacheOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class Generate(ModelOptions):
 
         # Impossible values are refused before minutes go into loading.
         seed = self.choose_seed()
-        sampling = self.sampling(seed)
+        sampling, options = self.sampling(seed), self.cache_options()
         if not self.prompt:
             raise GenerationError("the prompt is empty; give some text to continue, such as 'Once upon a time'")
         try:
@@ -57,13 +63,19 @@ class Generate(ModelOptions):
         config, params, tokenizer = self.load()
         prompt = tokenizer.encode(self.prompt)
         room = config.max_seq_len - len(prompt)
-        if room < 1:
+        if room < 1 and self.window is None:
             raise GenerationError(
                 f"the prompt has {len(prompt)} tokens, the model's context {config.max_seq_len}; shorten the prompt"
             )
-        new = min(256, room) if self.max_new_tokens is None else self.max_new_tokens
+        new = min(256, 256 if self.window else room) if self.max_new_tokens is None else self.max_new_tokens
         pieces = llama_jax.stream(
-            config, params, [prompt], max_new_tokens=new, sampling=sampling, stop_tokens=tokenizer.stop_ids
+            config,
+            params,
+            [prompt],
+            max_new_tokens=new,
+            sampling=sampling,
+            stop_tokens=tokenizer.stop_ids,
+            cache=options,
         )
         loaded = time.perf_counter()
         text = Text(tokenizer, self.stop, write=_discard if self.json else _print)
@@ -92,12 +104,14 @@ class Generate(ModelOptions):
 
         import jax
 
+        from llama_jax.ops.attention import backends_taken
+
         statistics = {
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
             "mesh": self.mesh and str(self.mesh_sizes()),
             "dtype": str(params.embedding.dtype),
-            "attention": "reference",
+            "attention": " and ".join(backends_taken()),
             "seed": seed,
             "load_seconds": round(loaded - started, 3),
             "compile_seconds": round(compiling.seconds, 3),
@@ -106,7 +120,7 @@ class Generate(ModelOptions):
             "prefill_tokens_per_second": _rate(len(prompt), clock.prefill_seconds),
             "decode_tokens_per_second": clock.decode_rate,
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-            "cache_bytes": llama_jax.cache_bytes(config, 1, _capacity(len(prompt) + len(tokens)), params.embedding.dtype),
+            "cache_bytes": _cache_bytes(config, options, len(prompt), len(tokens), params.embedding.dtype),
         }
         if self.json:
             result = {
@@ -135,11 +149,12 @@ def _rate(count: int, seconds: float) -> float:
     return round(count / seconds, 1) if count > 0 and seconds > 0 else 0.0
 
 
-def _capacity(filled: int) -> int:
-    from llama_jax.inference.generate import SMALLEST_CACHE
-    from llama_jax.model.cache import bucket
+def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: int, dtype: jnp.dtype) -> int:
+    from llama_jax.inference.generate import SMALLEST_CACHE, ring_of
+    from llama_jax.model.cache import bucket, cache_bytes
 
-    return bucket(filled, SMALLEST_CACHE)
+    capacity = bucket(prompt + new, SMALLEST_CACHE) if options.window is None else ring_of(options, prompt)[0]
+    return cache_bytes(config, 1, capacity, options.dtype or dtype)
 
 
 def _summary(s: dict) -> str:

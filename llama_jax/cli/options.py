@@ -13,6 +13,7 @@ from llama_jax.errors import GenerationError
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
+    from llama_jax.model.cache import CacheOptions
     from llama_jax.model.params import Llama
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.tokenizers import Tokenizer
@@ -41,6 +42,12 @@ class ModelOptions:
     """Start of the random stream; by default taken from the clock and printed."""
     dtype: DTYPES = "auto"
     """Of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
+    cache: Literal["auto", "int8"] = "auto"
+    """Keys and values are kept in the type of the weights, or as 8-bit numbers in about a quarter of float32's bytes."""
+    window: int | None = None
+    """See only so many tokens back: the cache then never grows, and the text may become longer than the context."""
+    sinks: int = 0
+    """With --window: so many tokens from the beginning stay seen, which keeps a long text fluent; 4 are usual."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
 
@@ -62,6 +69,12 @@ class ModelOptions:
         sampling.per_row(1)
         return sampling
 
+    def cache_options(self) -> CacheOptions:
+        """How to remember; GenerationError for an impossible value."""
+        from llama_jax.model.cache import CacheOptions
+
+        return CacheOptions(dtype=None if self.cache == "auto" else self.cache, window=self.window, sinks=self.sinks)
+
     def mesh_sizes(self) -> MeshSizes | None:
         """The sizes of the mesh, or None; MeshError for one that cannot divide the model of a single prompt."""
         from llama_jax.errors import MeshError
@@ -72,6 +85,8 @@ class ModelOptions:
         sizes = parse_mesh(self.mesh)
         if sizes.data * sizes.fsdp > 1:
             raise MeshError(f"mesh {sizes}: a single prompt cannot be split over data and fsdp; use tensor alone")
+        if sizes.context > 1:
+            raise MeshError(f"mesh {sizes}: generating has no sequence to split over context; use tensor alone")
         make_mesh(sizes)
         return sizes
 

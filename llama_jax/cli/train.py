@@ -45,7 +45,8 @@ class Train:
     resume: bool = False
     """Go on from the newest checkpoint in the folder, where there is one."""
     mesh: str = ""
-    """Devices of all processes: data=2,fsdp=4,tensor=1; by default one axis, data, over all there are."""
+    """Devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by default one axis,
+    data, over all there are."""
     backend: Literal["jit", "pmap"] = "jit"
     """How the step is spread: jit over the mesh, or pmap with a whole copy of the model on every device."""
     trace: str = ""

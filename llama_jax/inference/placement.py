@@ -1,8 +1,9 @@
 """Where the arrays of a generation lie when its parameters lie on several devices: the parameters themselves say it.
 
 The axes of the mesh that cut the heads of the parameters cut the heads of the cache, those that cut the vocabulary cut the
-logits, and all others cut the rows of the batch. So a model that `load` put on a mesh generates there, and nothing else
-needs to be told.
+logits, and all others cut the rows of the batch, but for `context`, which cuts rows by tokens where they are read whole (see
+`parallel.prompts`) and has no part in generating one token after the other. So a model that `load` put on a mesh generates
+there, and nothing else needs to be told.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def placement_of(params: Llama) -> Constrain:
     block = params.blocks if isinstance(params.blocks, Block) else params.blocks[0]
     head = params.embedding if params.lm_head is None else params.lm_head
     heads, vocabulary = _axes(block.attention.qkv, int(stacked)), _axes(head, 0)
-    rows = tuple(axis for axis in sharding.mesh.axis_names if axis not in heads + vocabulary)
+    rows = tuple(axis for axis in sharding.mesh.axis_names if axis not in (*heads, *vocabulary, "context"))
     return Placement(sharding.mesh, rows, heads, vocabulary, _axes(params.embedding, 1))
 
 

@@ -48,9 +48,10 @@ def fitted(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
         name = f"n_kv_heads={c.n_kv_heads}" if c.hidden_dim % tensor == 0 else f"hidden_dim={c.hidden_dim}"
         queries = f" (of {c.queries_per_kv_head} queries each)" if c.hidden_dim % tensor == 0 else ""
         raise MeshError(f"{name}{queries} cannot be split over tensor={tensor}; {would_do} would do")
-    if c.dim % sizes.fsdp:
-        near = sorted((n for n in range(1, c.dim + 1) if c.dim % n == 0), key=lambda n: abs(n - sizes.fsdp))[:12]
-        raise MeshError(f"dim={c.dim} cannot be split over fsdp={sizes.fsdp}; {', '.join(map(str, sorted(near)))} would do")
+    if c.dim % sizes.columns:
+        near = sorted((n for n in range(1, c.dim + 1) if c.dim % n == 0), key=lambda n: abs(n - sizes.columns))[:12]
+        axes, would_do = "fsdp" if sizes.context == 1 else "fsdp*context", ", ".join(map(str, sorted(near)))
+        raise MeshError(f"dim={c.dim} cannot be split over {axes}={sizes.columns}; {would_do} would do")
     return replace(c, n_kv_heads=max(c.n_kv_heads, tensor))
 
 

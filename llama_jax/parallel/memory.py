@@ -22,6 +22,8 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.prompts import prefill_over
+from llama_jax.parallel.ring import check_length
 from llama_jax.parallel.scratch import kernel_scratch
 from llama_jax.parallel.specs import (
     BATCH,
@@ -125,7 +127,7 @@ def train_programs(
     placement = shardings(mesh, train_state_specs(config, sizes, optimizer))
     state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-    tokens = Batch(_placed(rows, shardings(mesh, batch_spec(sizes, batch))))
+    tokens = Batch(_placed(rows, shardings(mesh, batch_spec(sizes, batch, length))))
     step = partial(step_over(config, mesh), optimizer, dtype=dtype, remat=remat, clip_norm=1.0)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     share = bytes_per_device(state.params)
@@ -137,6 +139,8 @@ def decode_programs(
     config: LlamaConfig, mesh: Mesh, batch: int, capacity: int, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> list[Program]:
     """What `generate` runs to fill a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
+
+    Over `context` prompts are read as `prefill_over` does, in one pass and not in pieces.
 
     Args:
       batch: B rows over the whole mesh.
@@ -173,6 +177,12 @@ def decode_programs(
     larger = jax.jit(partial(grow, capacity=capacity), out_shardings=placement)
     both = replace(known, cache=known.cache + bytes_per_device(half))
 
+    reading = Program("prefill", read, (params, cache, tokens, per_row(jnp.int32), per_row(dtype, config.dim)), known)
+    if sizes.context > 1:
+        check_length(sizes, capacity)
+        over = jax.jit(prefill_over(config, mesh), out_shardings=(placement, rows))
+        reading = Program("prefill", over, (params, per_row(jnp.int32, capacity), per_row(jnp.int32)), known)
+
     sampling = jax.tree.map(lambda a: per_row(a.dtype, sharding=whole), Sampling().per_row(1))
     request = Request(sampling, limit=per_row(jnp.int32, sharding=whole), stop=on_all(4))
     state = DecodeState(
@@ -185,7 +195,7 @@ def decode_programs(
     out = jax.tree.map(lambda a: a.sharding, state), whole, whole, whole, whole
     run = jax.jit(partial(decode, config, constrain=constrain), donate_argnums=2, out_shardings=out)
     return [
-        Program("prefill", read, (params, cache, tokens, per_row(jnp.int32), per_row(dtype, config.dim)), known),
+        reading,
         Program("grow", larger, (half,), both, beside=share),
         Program("decode", run, (params, request, state, on_all()), known),
     ]

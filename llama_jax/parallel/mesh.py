@@ -1,4 +1,4 @@
-"""The mesh of devices: how many ways the batch, the parameters and the heads are split."""
+"""The mesh of devices: how many ways the batch, the parameters, the sequence and the heads are split."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from jax.sharding import AxisType, Mesh
 
 from llama_jax.errors import MeshError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The sizes of the three axes of a mesh; 1 is an axis that splits nothing.
+    """The sizes of the four axes of a mesh; 1 is an axis that splits nothing.
 
     Attributes:
       data: copies of the model, each with its share of the batch.
       fsdp: shares of the batch whose devices keep the parameters together, each a part, and gather a layer when it runs
         (Rajbhandari et al. 2020, stage 3; fully sharded data parallelism).
       tensor: parts of every matrix product, by heads and by features (Shoeybi et al. 2019, section 3).
+      context: parts of every row's tokens, whose keys and values go around a ring in attention (Liu et al. 2023; see
+        `parallel.ring`). As those of `fsdp` their devices keep the parameters together, each a part.
 
     Raises:
       MeshError: a size that is not a positive whole number.
@@ -30,6 +32,7 @@ class MeshSizes:
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in self.items():
@@ -43,10 +46,21 @@ class MeshSizes:
     @property
     def devices(self) -> int:
         """How many devices the mesh has."""
-        return self.data * self.fsdp * self.tensor
+        return self.data * self.fsdp * self.context * self.tensor
+
+    @property
+    def rows(self) -> int:
+        """How many ways the rows of a batch are split."""
+        return self.data * self.fsdp
+
+    @property
+    def columns(self) -> int:
+        """How many ways the columns of the parameters, the axis D, are split."""
+        return self.fsdp * self.context
 
     def __str__(self) -> str:
-        return ",".join(f"{axis}={size}" for axis, size in self.items())
+        """As `parse_mesh` reads it; `context` is named where it splits, for few runs have it."""
+        return ",".join(f"{axis}={size}" for axis, size in self.items() if axis != "context" or size > 1)
 
 
 def parse_mesh(text: str) -> MeshSizes:

@@ -100,6 +100,9 @@ def least_traffic(
     - `data`: every gradient is summed once (Rajbhandari et al. 2020, section 7.1).
     - `fsdp`: the weights of a layer are gathered for the forward and for the backward pass, and gradients are summed so that
       each device gets its part (section 7.2.2): half more than `data` sends.
+    - `context`: keys and values go around the ring in each layer, without the last step home, and in the backward pass once
+      more, their gradients with them and home (Liu et al. 2023, section 3). Of weights and gradients it shares what `fsdp`
+      does, and the two exchange them together.
     - `tensor`: a layer's attention and feed-forward need each the sum of [B, T, D] over the devices, forward and backward
       (Shoeybi et al. 2019, section 3); where the residual stream is split along T, each sum is a reduce-scatter and an
       all-gather instead, which send as much (Korthikanti et al. 2022, section 4.2.2). So do the lookup and the loss, whose
@@ -113,33 +116,41 @@ def least_traffic(
       batch, length: B rows over the whole mesh, of T tokens.
     """
     c, wide = config, jnp.dtype(dtype).itemsize
-    data, fsdp, tensor = sizes.data, sizes.fsdp, sizes.tensor
+    columns, tensor = sizes.columns, sizes.tensor
+    held = tuple(axis for axis in ("fsdp", "context") if getattr(sizes, axis) > 1)  # hold the parameters together
     vocabulary = c.vocab_size * c.dim / tensor
     layer = (matrix_parameters(c) - c.vocab_size * c.dim) / c.n_layers / tensor
     tables = 1 if c.tie_embeddings else 2
     shared = c.n_layers * layer + tables * vocabulary  # parameters on the devices of one `tensor` part together
-    tokens = batch / (data * fsdp) * length
+    tokens = batch / sizes.rows * length / sizes.context
     stream = tokens * c.dim * wide  # [B, T, D] of a device's rows
-    parts = tensor if length % tensor == 0 else 1  # of the residual stream along T
+    parts = tensor if length // sizes.context % tensor == 0 else 1  # of the residual stream along T
     found = []
 
-    def add(what: str, kind: Kind, axis: str, size: float, count: int) -> None:
-        group = getattr(sizes, axis)
+    def add(what: str, kind: Kind, axes: str | tuple[str, ...], size: float, count: int) -> None:
+        axes = (axes,) if isinstance(axes, str) else axes
+        group = math.prod(getattr(sizes, axis) for axis in axes)
         if group > 1 and count:
-            found.append(Exchange(what, kind, (axis,), group, size, count))
+            found.append(Exchange(what, kind, axes, group, size, count))
 
-    add("weights of each layer, forward", "all-gather", "fsdp", layer * wide, c.n_layers)
-    add("weights of each layer, backward", "all-gather", "fsdp", layer * wide, c.n_layers)
-    add("output projection", "all-gather", "fsdp", vocabulary * wide, 1)
+    add("weights of each layer, forward", "all-gather", held, layer * wide, c.n_layers)
+    add("weights of each layer, backward", "all-gather", held, layer * wide, c.n_layers)
+    add("output projection", "all-gather", held, vocabulary * wide, 1)
     # Of another embedding than that the table, and its gradient; or, if less, what was looked up of parts of D and back.
     scattered = shared
     if not c.tie_embeddings and vocabulary * (wide + FLOAT32) < 2 * stream / parts:
-        add("embedding", "all-gather", "fsdp", vocabulary * wide, 1)
+        add("embedding", "all-gather", held, vocabulary * wide, 1)
     elif not c.tie_embeddings:
-        add("what was looked up in parts of D, and back", "all-to-all", "fsdp", stream / parts, 2)
+        add("what was looked up in parts of D, and back", "all-to-all", held, stream / parts, 2)
         scattered -= vocabulary
-    add("gradients", "reduce-scatter", "fsdp", scattered / fsdp * FLOAT32, 1)
-    add("gradients", "all-reduce", "data", shared / fsdp * FLOAT32, 1)
+    add("gradients", "reduce-scatter", held, scattered / columns * FLOAT32, 1)
+    add("gradients", "all-reduce", "data", shared / columns * FLOAT32, 1)
+
+    # Keys and values of all layers, of a head at least; sent from each device to the next.
+    pairs, steps = tokens * max(c.n_kv_heads / tensor, 1) * c.head_dim, c.n_layers * (sizes.context - 1)
+    for name, times in (("forward", 1), ("again", remat != "none"), ("backward", 1)):
+        add(f"keys and values in each layer, {name}", "collective-permute", "context", pairs * wide, 2 * steps * times)
+    add("their gradients in each layer", "collective-permute", "context", pairs * FLOAT32, 2 * (steps + c.n_layers))
 
     # Computed again, a layer gathers its inputs; its second sum is the next layer's input, which was kept.
     gathered, summed = {"none": (0, 0), "dots": (2, 0)}.get(remat, (2, 1))
@@ -179,12 +190,12 @@ def training_roofline(
     needed = step_flops(c, batch, length)
     passes = 4 if remat in ("full", "offload") else 3  # forward; again; and backward, with two products for each
     weights = matrix_parameters(c) / sizes.tensor * wide
-    tokens = batch / (sizes.data * sizes.fsdp) * length
+    tokens = batch / sizes.rows * length / sizes.context
     queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # Written by the product of queries, keys and values and read by attention, written by it and read by the next product.
     heads = 2 * (queries + 2 * keys) + 2 * queries
     activations = c.n_layers * tokens * wide * (4 * c.dim + (heads + 3 * c.hidden_dim) / sizes.tensor)
-    share = (matrix_parameters(c) + (0 if c.tie_embeddings else c.vocab_size * c.dim)) / sizes.tensor / sizes.fsdp
+    share = (matrix_parameters(c) + (0 if c.tie_embeddings else c.vocab_size * c.dim)) / sizes.tensor / sizes.columns
     memory = passes * (weights + activations) + share * OPTIMIZER_TRAFFIC
     useful = needed / (sizes.devices * hardware.flops)
     return Roofline(

@@ -23,6 +23,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama, parameter_count
+from llama_jax.ops.attention import backends_taken
 from llama_jax.parallel.hardware import find_hardware
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -343,7 +344,10 @@ class _Run:
         if self.peak is not None:
             self.log.line(FORMULA)
         where = f"; resumed at step {int(state.step)}" if resumed else ""
-        self.log.line(f"compiled in {self.program.compile_seconds:.1f} s for {self.program.description}{where}")
+        ways = " and ".join(backends_taken())
+        attention = f", attention by {ways}" if ways else ""
+        compiled = f"compiled in {self.program.compile_seconds:.1f} s for {self.program.description}{attention}"
+        self.log.line(f"{compiled}{where}")
 
     def go_on(self, state: TrainState, note: dict[str, Any] | None) -> Result:
         """The loop."""

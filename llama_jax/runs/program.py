@@ -107,7 +107,7 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
         )
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     placement = shardings(mesh, train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0))
-    rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate))
+    rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length))
     whole = NamedSharding(mesh, P())
     # Nothing is ever whole on one device: the state is born where it stays.
     shapes = jax.tree.map(

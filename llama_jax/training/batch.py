@@ -25,6 +25,34 @@ class Batch(NamedTuple):
     mask: Any = None
 
 
+class Shifted(NamedTuple):
+    """A batch as the model reads it: beside each token what is to be predicted from it.
+
+    Attributes:
+      tokens: int32[B, T].
+      targets: int32[B, T], the tokens after them.
+      weights: bool[B, T], which targets count in the loss.
+      segment_ids, positions: int32[B, T] of the tokens read, or None as in a `Batch`.
+      rope_lengths: int32[B, T], see `forward`; None where the other three say it.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    weights: jax.Array
+    segment_ids: jax.Array | None = None
+    positions: jax.Array | None = None
+    rope_lengths: jax.Array | None = None
+
+
+def shift(batch: Batch) -> Shifted:
+    """Of each row the first T tokens to read and the last T to predict."""
+    segment_ids, positions = (
+        None if part is None else jnp.asarray(part)[:, :-1] for part in (batch.segment_ids, batch.positions)
+    )
+    tokens = jnp.asarray(batch.tokens)
+    return Shifted(tokens[:, :-1], tokens[:, 1:], predicted(batch), segment_ids, positions)
+
+
 def predicted(batch: Batch) -> jax.Array:
     """bool[B, T]: which of the last T tokens count in the loss."""
     counts = jnp.ones(jnp.shape(batch.tokens[:, 1:]), bool)

@@ -12,12 +12,13 @@ import optax
 from flax import struct
 from jax import lax
 
+from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import Constrain, unconstrained
+from llama_jax.model.forward import Attend, Constrain, unconstrained
 from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch, predicted
-from llama_jax.training.objective import CHUNK, Remat, total_loss
+from llama_jax.training.objective import CHUNK, Arrange, Remat, as_it_is, total_loss
 
 Kept = tuple[Llama, Any, Llama | None]  # parameters, what the optimizer keeps, and the average
 
@@ -65,6 +66,8 @@ def train_step(
     axis_name: str | None = None,
     shares: int = 1,
     constrain: Constrain = unconstrained,
+    attend: Attend = ops.attention,
+    arrange: Arrange = as_it_is,
     fit: Callable[[Llama], Llama] = lambda params: params,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Update the parameters once, to make `batch` more probable. Meant for `jax.jit` with the state donated.
@@ -82,7 +85,7 @@ def train_step(
       ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
       axis_name: of the mapped axis when this runs per device, under `jax.pmap` or `shard_map`: sums are then over all of
         its devices, which have the same state and each their own rows.
-      remat, chunk, z_loss, shares, constrain: see `total_loss`.
+      remat, chunk, z_loss, shares, constrain, attend, arrange: see `total_loss`.
       fit: makes of the parameters those of `config`, where the state keeps them in another shape.
 
     Returns:
@@ -97,7 +100,16 @@ def train_step(
     batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
     count = _over(axis_name, jnp.sum(predicted(batch), dtype=jnp.float32))
     total = partial(
-        total_loss, config, dtype=dtype, remat=remat, chunk=chunk, z_loss=z_loss, shares=shares, constrain=constrain
+        total_loss,
+        config,
+        dtype=dtype,
+        remat=remat,
+        chunk=chunk,
+        z_loss=z_loss,
+        shares=shares,
+        constrain=constrain,
+        attend=attend,
+        arrange=arrange,
     )
 
     def loss_of(params: Llama, batch: Batch) -> tuple[jax.Array, jax.Array]:

@@ -50,6 +50,20 @@ def test_training_as_a_table(run):
     assert "H200" not in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["train", "decode"])
+def test_rows_that_are_divided_by_tokens(run, mode):
+    done = run("stories-260k", "--batch", 1, "--length", 256, "--mode", mode, "--mesh", "context=4")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith("data=1,fsdp=1,context=4,tensor=1")
+    (ring,) = (line.split() for line in lines if line.startswith("  context collective-permute f32"))
+    layers = 5
+    # Keys and values forward, again and backward, and with the last their gradients, and home; or of a prompt in all layers.
+    assert ring[3:7] == (["6", "6", "14", "0"] if mode == "train" else ["0", "0", "0", str(6 * layers)])
+    assert "Where rows are divided over context" in done.stdout
+
+
 def test_what_is_exchanged_stands_beside_the_least(run):
     done = run("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "data=4")
     assert done.returncode == 0, done.stderr
@@ -119,7 +133,7 @@ def test_decoding_as_json(run):
     done = run("stories-260k", "--batch", 4, "--length", 300, "--mesh", "fsdp=2,tensor=2", "--json", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2}
+    assert found["mesh"] == {"data": 1, "fsdp": 2, "context": 1, "tensor": 2}
     assert found["devices"] == 4
     assert found["parameter_count"] == parameter_count(CONFIG)
     assert found["cache_bytes_per_token"] == cache_bytes(CONFIG, 1, 1, "bfloat16")

@@ -6,19 +6,26 @@ from jax.sharding import AxisType
 
 from llama_jax.parallel.mesh import AXES, MeshError, MeshSizes, make_mesh, parse_mesh
 
-sizes = st.builds(MeshSizes, *[st.integers(1, 10**6)] * 3)
+sizes = st.builds(MeshSizes, *[st.integers(1, 10**6)] * 4)
 
 
-@given(sizes, st.permutations(range(3)))
-def test_a_mesh_reads_back_in_any_order(sizes, order):
+@given(sizes, st.randoms())
+def test_a_mesh_reads_back_in_any_order(sizes, random):
     parts = str(sizes).split(",")
-    assert parse_mesh(",".join(parts[i] for i in order)) == sizes
+    random.shuffle(parts)
+    assert parse_mesh(",".join(parts)) == sizes
+
+
+def test_context_is_named_where_it_splits():
+    assert str(MeshSizes(2, 3, 4)) == "data=2,fsdp=3,tensor=4"
+    assert str(MeshSizes(2, 3, 4, 5)) == "data=2,fsdp=3,context=5,tensor=4"
 
 
 def test_an_absent_axis_is_one():
     assert parse_mesh("tensor=4") == MeshSizes(data=1, fsdp=1, tensor=4)
     assert parse_mesh(" fsdp = 2 , data=3") == MeshSizes(data=3, fsdp=2)
     assert MeshSizes(2, 3, 4).devices == 24
+    assert MeshSizes(2, 3, 4, 5).devices == 120
 
 
 @pytest.mark.parametrize(
@@ -32,7 +39,7 @@ def test_an_absent_axis_is_one():
         ("data=two", "'data=two' is not axis=size"),
         ("data=²", "'data=²' is not axis=size"),
         ("data=0", "mesh axis data=0 must be a positive whole number"),
-        ("model=8", "has no axis 'model'; the axes are data, fsdp, tensor"),
+        ("model=8", "has no axis 'model'; the axes are data, fsdp, context, tensor"),
         ("data=2,fsdp=2,data=4", "gives data twice"),
     ],
 )
@@ -50,7 +57,7 @@ def test_sizes_are_positive_whole_numbers(size):
 def test_a_mesh_has_all_axes_in_order_and_leaves_propagation_to_xla():
     mesh = make_mesh(MeshSizes())
     assert mesh.axis_names == AXES
-    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert mesh.axis_types == (AxisType.Auto,) * 4
 
 
 def test_more_devices_than_there_are():

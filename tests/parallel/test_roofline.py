@@ -82,6 +82,30 @@ def test_axes_of_size_one_exchange_nothing():
     assert over_data.bytes == 4 * matrices(SMALL) / 4  # of its part
 
 
+def test_context_shares_what_fsdp_does_and_sends_keys_and_values_around():
+    both = least_traffic(SMALL, MeshSizes(fsdp=2, context=4), 8, 64, "bfloat16")
+    alone = least_traffic(SMALL, MeshSizes(fsdp=8), 8, 64, "bfloat16")
+    assert [(one.kind, one.sent) for one in both if one.kind != "collective-permute"] == [
+        (one.kind, one.sent) for one in alone
+    ]
+    assert {one.axes for one in both if one.kind != "collective-permute"} == {("fsdp", "context")}
+    ring = [one for one in both if one.kind == "collective-permute"]
+    keys = 8 / 2 * 64 / 4 * SMALL.n_kv_heads * SMALL.head_dim
+    assert {(one.axes, one.bytes) for one in ring} == {(("context",), 2 * keys), (("context",), 4 * keys)}
+    assert [one.count for one in ring] == [2 * n * SMALL.n_layers for n in (3, 3, 3, 4)]
+    kept = least_traffic(SMALL, MeshSizes(context=4), 8, 64, "bfloat16", "none")
+    assert sum(one.kind == "collective-permute" for one in kept) == 3  # nothing is sent again
+    few = least_traffic(SMALL, MeshSizes(tensor=2 * SMALL.n_kv_heads, context=2), 8, 64, "bfloat16")
+    one_head = 8 * 64 / 2 * SMALL.head_dim
+    assert {one.bytes for one in few if one.kind == "collective-permute"} == {2 * one_head, 4 * one_head}
+
+
+def test_context_divides_the_work_of_a_step():
+    sizes, h200 = (MeshSizes(fsdp=8), MeshSizes(context=8)), named_hardware("h200")
+    by_rows, by_tokens = (training_roofline(LARGE, s, 8, 8192, "bfloat16", "full", h200, []) for s in sizes)
+    assert by_rows == by_tokens
+
+
 def test_a_tied_embedding_is_gathered_once_as_the_output_projection():
     found = least_traffic(replace(SMALL, tie_embeddings=True), MeshSizes(fsdp=8), 8, 64, "float32")
     vectors = SMALL.vocab_size * SMALL.dim * 4

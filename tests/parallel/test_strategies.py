@@ -14,6 +14,7 @@ from llama_jax.model.params import parameter_count
 from llama_jax.parallel.collectives import find_collectives
 from llama_jax.parallel.memory import bytes_per_device, train_programs
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.roofline import least_traffic
 from llama_jax.parallel.specs import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
@@ -35,7 +36,7 @@ CONFIG = LlamaConfig(
 ROWS, LENGTH, STEPS = 8, 16, 10
 OPTIMIZER = adamw(1e-3)
 # The other ways to split eight devices combine these.
-QUICK = [MeshSizes(1, 1, 8)]
+QUICK = [MeshSizes(1, 1, 8), MeshSizes(1, 1, 2, 4)]
 SLOW = [
     MeshSizes(2, 2, 2),
     MeshSizes(8),
@@ -46,6 +47,12 @@ SLOW = [
     MeshSizes(2, 1, 4),
     MeshSizes(1, 4, 2),
     MeshSizes(1, 2, 4),
+    MeshSizes(context=8),
+    MeshSizes(2, context=4),
+    MeshSizes(1, 2, context=4),
+    MeshSizes(1, 1, 4, 2),
+    MeshSizes(2, 2, context=2),
+    MeshSizes(1, 2, 2, 2),
 ]
 
 
@@ -86,8 +93,14 @@ def test_ten_steps_are_those_of_one_device(alone, sizes):
 
 
 @pytest.mark.slow
-def test_so_are_those_of_a_batch_in_parts(alone):
-    assert_same(run(MeshSizes(2, 2, 2), accumulate=2, remat="none"), alone)
+@pytest.mark.parametrize("sizes", [MeshSizes(2, 2, 2), MeshSizes(2, 1, 1, 4)], ids=str)
+def test_so_are_those_of_a_batch_in_parts(alone, sizes):
+    assert_same(run(sizes, accumulate=2, remat="none"), alone)
+
+
+@pytest.mark.slow
+def test_so_are_those_of_a_sequence_in_parts_that_keeps_its_products(alone):
+    assert_same(run(MeshSizes(1, 2, context=4), remat="dots"), alone)
 
 
 def assert_same(found, expected):
@@ -171,6 +184,37 @@ def test_tensor_parallel_sums_twice_per_layer_forward(exchanged):
     assert all(c.sliced == stream for c in collectives if c.kind == "all-reduce")
 
 
+def test_context_sends_keys_and_values_around_and_shares_weights_as_fsdp(exchanged):
+    """Of an eighth of each row; what else travels in a layer are the weights, once for each pass."""
+    collectives = exchanged(MeshSizes(context=8))
+    keys = ROWS * 8 * 128 // 8 * 8 * 4  # [B, K, T / n, H] of float32
+    ring = [c for c in collectives if c.kind == "collective-permute"]
+    assert {c.bytes for c in ring} == {keys}
+    turns = {phase: sum(c.count for c in ring if c.phase == phase) for phase in ("forward", "again", "backward")}
+    # Two arrays, seven times; in the backward pass their gradients go with them, and home.
+    assert turns == {"forward": 14 * LAYERS, "again": 14 * LAYERS, "backward": (14 + 16) * LAYERS}
+    gathers = [c for c in collectives if c.kind == "all-gather" and c.loops]
+    for again in (False, True):
+        assert shapes_of(c for c in gathers if (c.phase == "forward") != again) == sorted(MATRICES)
+    assert {c.kind for c in collectives if c.loops} == {"collective-permute", "all-gather", "all-reduce"}
+    assert all(c.loops[0] == LAYERS for c in collectives if c.loops)  # nothing for every chunk of logits
+    outside = [c for c in collectives if not c.loops and c.kind == "all-gather" and "s32" not in c.dtypes]
+    assert shapes_of(outside) == [[DIVISIBLE.vocab_size, DIVISIBLE.dim]]
+
+
+def test_what_context_sends_is_the_least(exchanged):
+    def sent(found):
+        return {
+            kind: sum(c.count * c.sent for c in found if c.kind == kind) for kind in ("collective-permute", "all-to-all")
+        }
+
+    sizes = MeshSizes(context=8)
+    assert sent(exchanged(sizes)) == sent(least_traffic(DIVISIBLE, sizes, ROWS, 128, "float32"))
+    compiled = sum(c.count * c.sent_if_scattered for c in exchanged(sizes) if c.kind == "all-reduce")
+    (scatter,) = (c for c in least_traffic(DIVISIBLE, sizes, ROWS, 128, "float32") if c.kind == "reduce-scatter")
+    assert scatter.sent <= compiled < 1.1 * scatter.sent  # and the gradients of normalisations
+
+
 @pytest.mark.slow
 def test_a_device_computes_its_share_of_scores_and_logits():
     (program,) = train_programs(DIVISIBLE, make_mesh(MeshSizes(2, 2, 2)), ROWS, 32)
@@ -181,7 +225,15 @@ def test_a_device_computes_its_share_of_scores_and_logits():
     assert f"f32[{ROWS},32,{DIVISIBLE.vocab_size}]" not in text
 
 
-@pytest.mark.parametrize(("heads", "sizes"), [(8, MeshSizes(2, 2, 2)), (2, MeshSizes(2, 1, 4))])
+@pytest.mark.parametrize(
+    ("heads", "sizes"),
+    [
+        (8, MeshSizes(2, 2, 2)),
+        (2, MeshSizes(2, 1, 4)),
+        pytest.param(2, MeshSizes(1, 1, 4, 2), marks=pytest.mark.slow),
+        pytest.param(8, MeshSizes(1, 2, 2, 2), marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_gathered_for_want_of_a_better_way(heads, sizes, capfd):
     """XLA warns where it can reshard an array only by making it whole on every device."""
     (program,) = train_programs(replace(DIVISIBLE, n_kv_heads=heads), make_mesh(sizes), ROWS, 32)
@@ -189,10 +241,10 @@ def test_nothing_is_gathered_for_want_of_a_better_way(heads, sizes, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("fsdp", [2, 4, 8])
-def test_the_state_takes_its_share_of_memory(fsdp):
+@pytest.mark.parametrize("sizes", [*(MeshSizes(1, fsdp) for fsdp in (2, 4, 8)), MeshSizes(1, 2, context=4)], ids=str)
+def test_the_state_takes_its_share_of_memory(sizes):
     def bytes_held(sizes):
         (program,) = train_programs(CONFIG, make_mesh(sizes), ROWS, LENGTH)
         return bytes_per_device(program.arguments[0])
 
-    assert bytes_held(MeshSizes(1, fsdp)) == pytest.approx(bytes_held(MeshSizes()) / fsdp, rel=0.1)
+    assert bytes_held(sizes) == pytest.approx(bytes_held(MeshSizes()) / sizes.columns, rel=0.1)

@@ -155,6 +155,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, num
     [
         pytest.param(MeshSizes(data=8), "jit", id="data", marks=pytest.mark.slow),
         pytest.param(MeshSizes(fsdp=4, tensor=2), "jit", id="fsdp-tensor"),
+        pytest.param(MeshSizes(data=2, context=4), "jit", id="context", marks=pytest.mark.slow),
         pytest.param(MeshSizes(data=8), "pmap", id="pmap", marks=pytest.mark.slow),
     ],
 )
@@ -221,6 +222,18 @@ def test_other_data_on_resume(whole, tmp_path):
     (tmp_path / "other.txt").write_text("another text " * 300)
     with pytest.raises(TrainingError, match="the train data is not what this run began with"):
         train(RECIPE, whole[0], [tmp_path / "other.txt"], resume=True, log=StopAt())
+
+
+def test_another_rope_scaling_on_resume(whole, text):
+    model = dataclasses.replace(CONFIG, rope_scaling=llama_jax.RopeScaling("yarn", 2.0, original_max_seq_len=32))
+    with pytest.raises(TrainingError, match=r"another recipe \(.*model.rope_scaling.kind: None in the folder, 'yarn' now"):
+        train(dataclasses.replace(RECIPE, model=model), whole[0], [text], resume=True, log=StopAt())
+
+
+def test_a_run_keeps_its_rope_scaling(text, tmp_path):
+    model = dataclasses.replace(CONFIG, rope_scaling=llama_jax.RopeScaling("by_parts", 2.0, original_max_seq_len=32))
+    train(dataclasses.replace(RECIPE, model=model, steps=1, optimizer=OptimizerSettings()), tmp_path, [text], log=StopAt())
+    assert llama_jax.load(tmp_path).config == model
 
 
 def test_going_on_from_weights(whole, text, tmp_path):

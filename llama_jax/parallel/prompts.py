@@ -1,0 +1,85 @@
+"""Reading prompts whose tokens are divided over devices: a long one in one pass, by ring attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.cache import KVCache
+from llama_jax.model.forward import forward
+from llama_jax.model.params import Block, Llama, unstack
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.ring import AXIS, BATCH, PARTS, divide_over, join, positions_of, ring_attention
+from llama_jax.parallel.specs import batch_spec, constrain_over
+from llama_jax.training.batch import Shifted
+
+Read = Callable[[Llama, jax.Array, jax.Array], tuple[KVCache, jax.Array]]
+
+
+def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
+    """The `prefill` of whole prompts with their tokens over `context`; meant for `jax.jit`.
+
+    Each device computes its share of every layer. The cache is then what one device would have made, laid out by
+    `cache_specs`: whole on every device along `context`, for decoding has no sequence to divide.
+
+    Args:
+      config: of the model as the mesh holds it, see `fitted`, and as `load` with a mesh returns it.
+
+    Returns:
+      A function of parameters that lie on the mesh; tokens int32[B, T], padded on the right; and how many of each row are
+      real, int32[B], at least 1. It gives the cache, of T slots, and the state [B, D] of each row's last token, for
+      `first_token` and `decode` of `inference.generate`.
+
+    Raises:
+      MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).
+    """
+    sizes, arrange, ring = MeshSizes(**mesh.shape), divide_over(mesh), ring_attention(mesh)
+
+    def read(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
+        batch_spec(sizes, *tokens.shape)
+        kept: list[tuple[jax.Array, jax.Array]] = []
+
+        def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, *rest: Any, **options: Any) -> jax.Array:
+            whole = partial(join, mesh, axis=2, spec=P("tensor"))
+            kept.append((whole(keys), whole(values)))
+            return ring(queries, keys, values, *rest, **options)
+
+        stacked = isinstance(params.blocks, Block)  # whose layers would run in a loop, out of which nothing is kept
+        whole = jnp.broadcast_to(lengths[:, None], tokens.shape)
+        rows = arrange(Shifted(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole))
+        hidden, _ = forward(
+            config,
+            unstack(params) if stacked else params,
+            rows.tokens,
+            positions=rows.positions,
+            rope_lengths=rows.rope_lengths,
+            constrain=constrain_over(mesh),
+            attend=attend,
+        )
+        k, v = zip(*kept, strict=True)
+        cache = KVCache(k=jnp.stack(k), v=jnp.stack(v), length=lengths) if stacked else KVCache(k, v, lengths)
+        return cache, _last_of_rows(mesh, hidden, lengths)
+
+    return read
+
+
+def _last_of_rows(mesh: Mesh, hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Of divided rows [n * B, T / n, D] the state [B, D] of the last real token, which one device of each ring has."""
+    parts = mesh.shape[AXIS]
+
+    def pick(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
+        positions = positions_of(lax.axis_index(AXIS), parts, parts * hidden.shape[1])
+        own = positions == lengths[:, None] - 1
+        found = jnp.take_along_axis(hidden, jnp.argmax(own, axis=1)[:, None, None], axis=1)[:, 0]
+        return lax.psum(jnp.where(jnp.any(own, axis=1)[:, None], found, 0), AXIS)
+
+    run = jax.shard_map(pick, mesh=mesh, in_specs=(P(PARTS), P(BATCH)), out_specs=P(BATCH), check_vma=False)
+    return run(hidden, lengths)
