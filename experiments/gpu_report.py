@@ -10,12 +10,15 @@ Sections, in the order of their worth, because the time limit cuts from the end:
   correctness       a small model against the CPU in float32 and bfloat16; generation against repeated `logits`
   decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
   prefill           tokens/s of the library's compiled prefill
+  attention         every backend that the device has, forward and backward, from short to long; the shortest against the
+                    reference in float32
   transformers      its decode with a static cache, compiled to CUDA graphs where there is a GPU; one process per shape
   compiler_options  decode compiled with XLA options that may matter on a GPU
 
 Beside other sections training has at most TRAINING_SHARE of the time, divided among its shapes: each measures as many of its
-candidates as that allows, the least memory first. With `--sections training` alone it has all, to choose by. What runs out
-of time elsewhere is cut in the order compiler_options, transformers, prefill, decode.
+candidates as that allows, the least memory first. With `--sections training` alone it has all, to choose by. Attention has
+ATTENTION_SHARE in the same way, the shortest first. What runs out of time elsewhere is cut in the order compiler_options,
+transformers, attention, prefill, decode.
 
 Later work adds a function to SECTIONS: it takes the `Run` and gives rows, plain dicts, one by one. Without an accelerator
 the same code runs small shapes, so that it is always tested; they lie in the CPU's caches and their shares mean nothing.
@@ -53,7 +56,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import llama_jax
+from llama_jax import ops
 from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.errors import ConfigError
 from llama_jax.inference import generate as library
 from llama_jax.parallel.hardware import find_hardware
 from llama_jax.training import flops
@@ -67,6 +72,7 @@ Section = Callable[["Run"], Iterable[Row]]
 GOAL_SHAPE, GOAL_SHARE = "llama-2-7b", 0.85
 TRAINING_GOAL = 0.5  # of the published peak
 TRAINING_SHARE = 0.4  # of the time limit
+ATTENTION_SHARE = 0.2
 FORMULAS = {
     "copy": "2 * bytes / seconds of `x + 1`: every byte is read once and written once",
     "read": "bytes / seconds of `sum(x)`",
@@ -75,6 +81,8 @@ FORMULAS = {
     "share_of_copy": "gb_per_step / seconds per step / copy bandwidth",
     "tflop": "2 * layer parameters * tokens + 2 * L * N * H * B * T**2 for the causal half of attention; no head",
     "share_of_matrix": "tflop / seconds / matrix rate",
+    "attention_tflop": "2 * N * H * B * T**2 forward: two products, of which causality needs half; 3.5 times that with"
+    " backward, which has five, the scores again among them (Dao 2023, section 4.1)",
     "tflop_per_step": flops.FORMULA,
     "mfu": "tflop_per_step / seconds per step / the device's published dense bfloat16 rate (llama_jax/parallel/hardware.py)",
     "mfu_of_matrix": "tflop_per_step / seconds per step / matrix_tflops, measured as `matrix` in the same process",
@@ -110,6 +118,17 @@ class Training:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The shape of attention, and the lengths to measure it at, the shortest first."""
+
+    lengths: tuple[int, ...]
+    queries: int
+    keys: int
+    width: int
+    batch: int = 1
+
+
+@dataclass(frozen=True)
 class Plan:
     """The sizes to measure with."""
 
@@ -117,6 +136,7 @@ class Plan:
     trainings: tuple[Training, ...]
     decode_batches: tuple[int, ...]
     prefills: tuple[tuple[int, int], ...]  # (rows, tokens of each)
+    heads: Heads  # for attention
     peer_shapes: tuple[str, ...]  # for transformers
     options_shape: str  # for the compiler options
     repetitions: int
@@ -138,6 +158,7 @@ LARGE = Plan(
         Training("tinyllama-1.1b", 2048, (("full", 8), ("dots", 8), ("none", 2), ("dots", 16), ("full", 32))),
         Training(GOAL_SHAPE, 2048, (("full", 4), ("dots", 4), ("full", 8)), parameters="bfloat16"),
     ),
+    heads=Heads((2048, 4096, 8192, 16384, 32768), queries=32, keys=8, width=128),  # those of llama-3-8b
     peer_shapes=(GOAL_SHAPE, "tinyllama-1.1b"),
     options_shape="tinyllama-1.1b",
     repetitions=5,
@@ -165,6 +186,7 @@ SMALL = Plan(
         Training("stories-260k", 32, (("full", 2),)),
         Training("stories-260k", 32, (("dots", 2),), parameters="bfloat16"),
     ),
+    heads=Heads((64, 96), queries=4, keys=2, width=16),
     peer_shapes=("small-gqa",),
     options_shape="small-gqa",
     repetitions=3,
@@ -515,6 +537,126 @@ def temporary_memory(compiled: Any) -> Row:
     return {} if analysis is None else {"temp_mb": analysis.temp_size_in_bytes / 1e6}
 
 
+# Attention
+
+BACKENDS = ("cudnn", "splash", "blockwise", "rows", "reference")
+PASSES = ("forward", "forward and backward")
+ATTENTION_TOLERANCE = 0.03  # of the largest number: bfloat16 rounds queries, weights and results to 8 bits
+MEASURED_SECONDS = 0.05  # that the calls of one repetition take together, so that launching them is not measured
+
+
+def attention(run: Run) -> Iterator[Row]:
+    """Every backend at every length, by itself: a row of each layer of a Llama with these heads."""
+    share = 1.0 if run.alone else ATTENTION_SHARE
+    end = time.monotonic() + min(share * run.time_limit, run.time_left())
+    ended: set[tuple[str, str]] = set()  # what did not fit: nothing longer will
+    refused: set[str] = set()
+    for tokens in run.plan.heads.lengths:
+        for backend in BACKENDS:
+            for direction in PASSES:
+                if backend in refused:
+                    continue
+                row = {"backend": backend, "tokens": tokens, "pass": direction}
+                if time.monotonic() >= end:
+                    yield row | {"skipped": "time limit"}
+                    continue
+                if (backend, direction) in ended:
+                    yield row | {"skipped": "less did not fit"}
+                    continue
+                row = run.attempt(
+                    row,
+                    lambda backend=backend, tokens=tokens, direction=direction: measure_attention(
+                        run, backend, tokens, direction
+                    ),
+                )
+                if "RESOURCE_EXHAUSTED" in row.get("error", ""):
+                    row["does_not_fit"] = row.pop("error")
+                if "does_not_fit" in row:
+                    ended.add((backend, direction))
+                if "refused" in row:
+                    refused.add(backend)
+                    row = {"backend": backend, "refused": row["refused"]}
+                yield row
+
+
+def measure_attention(run: Run, backend: str, tokens: int, direction: str) -> Row:
+    """Time, memory and share of the matrix rate; at the shortest length also how far it is from the reference."""
+    heads = run.plan.heads
+    shapes = attention_shapes(heads, tokens)[: 3 if direction == PASSES[0] else 4]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = jax.jit(functools.partial(attend, backend, heads.width))
+    try:
+        lowered = program.lower(*arguments)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    known = {"compile_s": time.perf_counter() - start, **temporary_memory(compiled)}
+    plan, limit = compiled.memory_analysis(), memory_limit(run.device)
+    if plan is not None and limit is not None:
+        planned = plan.argument_size_in_bytes + plan.output_size_in_bytes + plan.temp_size_in_bytes
+        if planned > limit:
+            return known | {"does_not_fit": f"the plan is {planned / 1e9:.1f} GB, the device gives {limit / 1e9:.1f}"}
+    arrays = attention_arrays(arguments)
+    jax.block_until_ready(compiled(*arrays))
+    once = max(seconds(lambda: compiled(*arrays), 1)[0], 1e-6)
+    calls = int(np.clip(MEASURED_SECONDS / once, 1, 50))
+    times = seconds(lambda: compiled(*arrays), run.plan.repetitions, calls)
+    taken, flop = statistics.median(times), attention_flop(heads, tokens, direction)
+    rate = run.found("yardsticks", "value", name="matrix bf16")
+    row = {
+        "ms": 1e3 * taken,
+        "attention_tflop": flop / 1e12,
+        **({} if rate is None else {"share_of_matrix": flop / taken / 1e12 / rate}),
+        "spread": spread(times),
+        **known,
+    }
+    if tokens != heads.lengths[0]:
+        return row
+    return row | against_reference(compiled(*arrays), arrays, heads.width)
+
+
+def attend(
+    backend: str, width: int, queries: jax.Array, keys: jax.Array, values: jax.Array, of_mixed: jax.Array | None = None
+) -> Any:
+    """What attention gives, and with `of_mixed`, the gradient of that, also those of its arguments."""
+    program = functools.partial(ops.attention, scale=width**-0.5, backend=backend)
+    if of_mixed is None:
+        return program(queries, keys, values)
+    mixed, backward = jax.vjp(program, queries, keys, values)
+    return mixed, *backward(of_mixed)
+
+
+def attention_shapes(heads: Heads, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Of queries, keys, values, and the gradient of the result."""
+    rows = (heads.batch, heads.keys, tokens)
+    of_queries = (*rows, heads.queries // heads.keys, heads.width)
+    return of_queries, (*rows, heads.width), (*rows, heads.width), of_queries
+
+
+def attention_arrays(arguments: list[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """Noise: with zeros a chip draws less power and may clock higher."""
+    noise = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype), static_argnums=1)
+    return [noise(jax.random.key(i), argument) for i, argument in enumerate(arguments)]
+
+
+def attention_flop(heads: Heads, tokens: int, direction: str) -> float:
+    forward = 2 * heads.queries * heads.width * heads.batch * tokens**2
+    return forward * (1.0 if direction == PASSES[0] else 3.5)
+
+
+def against_reference(got: Any, arrays: list[jax.Array], width: int) -> Row:
+    """How far results are from the reference in float32, as a share of the largest number of each."""
+    wide = [array.astype(jnp.float32) for array in arrays]
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(functools.partial(attend, "reference", width))(*wide)
+    apart = [
+        float(jnp.max(jnp.abs(a.astype(jnp.float32) - b)) / jnp.max(jnp.abs(b)))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    ]
+    return {"ok": max(apart) <= ATTENTION_TOLERANCE, "max_diff": number(max(apart))}  # nan is not within any tolerance
+
+
 # Training
 
 TRAINING_WORKER = "--training-worker"
@@ -795,6 +937,7 @@ SECTIONS: dict[str, Section] = {
     "correctness": correctness,
     "decode": decode,
     "prefill": prefill,
+    "attention": attention,
     "transformers": transformers,
     "compiler_options": compiler_options,
 }

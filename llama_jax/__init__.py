@@ -10,9 +10,10 @@ The public face, loaded on first use so that importing the package costs nothing
   LlamaConfig, RopeScaling, preset    what a Llama is
   Sampling                            how to choose tokens
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
-  KVCache, init_cache, cache_bytes    the cache, an immutable tree
+  KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
+  evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _HOME = {
     "generate": "inference.generate",
     "stream": "inference.generate",
     "Sampling": "inference.sampling",
+    "CacheOptions": "model.cache",
     "KVCache": "model.cache",
     "cache_bytes": "model.cache",
     "grow": "model.cache",
@@ -57,6 +59,10 @@ _HOME = {
     "unstack": "model.params",
     "Evaluation": "runs.evaluate",
     "evaluate": "runs.evaluate",
+    "LengthLoss": "runs.lengths",
+    "evaluate_lengths": "runs.lengths",
+    "NeedleTest": "runs.needle",
+    "needle": "runs.needle",
     "Recipe": "runs.recipe",
     "train": "runs.loop",
     "Message": "tokenizers",
@@ -78,6 +84,7 @@ _ROOMS = (
     "training",
 )
 __all__ = [
+    "CacheOptions",
     "Checkpoint",
     "CheckpointError",
     "ConfigError",
@@ -85,11 +92,13 @@ __all__ = [
     "Generation",
     "GenerationError",
     "KVCache",
+    "LengthLoss",
     "Llama",
     "LlamaConfig",
     "MeshError",
     "MeshSizes",
     "Message",
+    "NeedleTest",
     "Piece",
     "Recipe",
     "RopeScaling",
@@ -101,6 +110,7 @@ __all__ = [
     "convert",
     "encode_chat",
     "evaluate",
+    "evaluate_lengths",
     "forward",
     "generate",
     "grow",
@@ -109,6 +119,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "logits",
+    "needle",
     "parameter_count",
     "preset",
     "rotary_frequencies",
@@ -126,12 +137,14 @@ if TYPE_CHECKING:
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.inference.generate import Generation, Piece, generate, stream
     from llama_jax.inference.sampling import Sampling
-    from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
+    from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
     from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.evaluate import Evaluation, evaluate
+    from llama_jax.runs.lengths import LengthLoss, evaluate_lengths
     from llama_jax.runs.loop import train
+    from llama_jax.runs.needle import NeedleTest, needle
     from llama_jax.runs.recipe import Recipe
     from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer
 

@@ -52,6 +52,10 @@ def test_every_section_measures(report, tmp_path, capsys):
         assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])
     assert all(row["share_of_copy"] > 0 for row in sections["decode"])
     assert all(row["share_of_matrix"] > 0 for row in sections["prefill"])
+    attended = [row for row in sections["attention"] if "refused" not in row]
+    assert len(attended) == 2 * 2 * (5 - len(sections["attention"]) + len(attended))  # lengths, passes, backends
+    assert all(row["ms"] > 0 and row["share_of_matrix"] > 0 and row["temp_mb"] >= 0 for row in attended)
+    assert all(row["ok"] for row in attended if row["tokens"] == report.SMALL.heads.lengths[0])
     trained = sections["training"]
     assert [(row["parameters"], row["remat"]) for row in trained] == [
         ("float32", "full"),
@@ -153,6 +157,65 @@ def test_refused_compiler_option_is_a_finding(report, monkeypatch):
     assert "compiled" in usual
     assert "xla_no_such_option" in refused["refused"]
     assert "error" not in refused
+
+
+def attentions(report, monkeypatch, measure, **given):
+    """The rows of the section when `measure(backend, tokens, direction)` stands for every measurement."""
+    monkeypatch.setattr(report, "measure_attention", lambda run, *case: measure(*case))
+    run = report.Run(jax.devices()[0], report.SMALL, **{"time_limit": 100, **given})
+    return list(report.attention(run))
+
+
+def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(report, monkeypatch):
+    def measure(backend, tokens, direction):
+        if backend == "splash":
+            return {"refused": "no TPU"}
+        if backend == "reference" and direction != "forward":
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        if backend == "rows" and tokens == 96:
+            return {"does_not_fit": "the plan is 99 GB"}
+        return {"ms": 1.0}
+
+    rows = attentions(report, monkeypatch, measure)
+    assert [row for row in rows if row["backend"] == "splash"] == [{"backend": "splash", "refused": "no TPU"}]
+    assert [row["tokens"] for row in rows if "tokens" in row] == [64] * 8 + [96] * 8
+    reference = [row for row in rows if row["backend"] == "reference"]
+    assert [row.get("ms") for row in reference] == [1.0, None, 1.0, None]
+    assert "Out of memory" in reference[1]["does_not_fit"]
+    assert reference[3]["skipped"] == "less did not fit"
+    assert not any("error" in row for row in rows)
+
+
+def test_attention_has_its_share_of_the_time(report, monkeypatch):
+    assert all(row["skipped"] == "time limit" for row in attentions(report, monkeypatch, pytest.fail, time_limit=0))
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rows = attentions(report, monkeypatch, lambda *_: {"ms": 1.0}, start=0)
+    assert 0 < sum("ms" in row for row in rows) < sum("skipped" in row for row in rows)
+
+
+def test_attention_is_measured_and_compared(report):
+    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100)
+    row = report.measure_attention(run, "rows", 64, "forward and backward")
+    assert row["ok"]
+    assert 0 < row["max_diff"] < report.ATTENTION_TOLERANCE
+    assert row["ms"] > 0
+    assert row["temp_mb"] >= 0
+    forward = 2 * (2 * 4 * 16) * 64 * 64 // 2  # two products, a multiply and an add each, halved by causality
+    assert report.attention_flop(run.plan.heads, 64, "forward") == forward
+    assert row["attention_tflop"] * 1e12 == pytest.approx(3.5 * forward)
+    if jax.default_backend() == "cpu":
+        assert "needs an NVIDIA GPU" in report.measure_attention(run, "cudnn", 64, "forward")["refused"]
+
+
+def test_attention_that_is_wrong_is_a_failure(report):
+    arrays = report.attention_arrays([jax.ShapeDtypeStruct((1, 1, 8, 1, 4), "bfloat16")] * 1) + report.attention_arrays(
+        [jax.ShapeDtypeStruct((1, 1, 8, 4), "bfloat16")] * 2
+    )
+    right = report.attend("reference", 4, *arrays)
+    assert not report.against_reference(right * 1.1, arrays, 4)["ok"]
+    broken = report.against_reference(right * np.float32("nan"), arrays, 4)
+    assert (broken["ok"], broken["max_diff"]) == (False, "nan")
 
 
 def trainings(report, monkeypatch, alone: bool, **ended) -> tuple[list[dict], list[dict]]:

@@ -2,137 +2,171 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from llama_jax.cli.options import DTYPES
 from llama_jax.cli.page import columns, printable
+from llama_jax.cli.plot import check_picture
+from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
+from llama_jax.cli.rope import say_beyond, with_rope
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
+    from llama_jax.model.params import Llama
     from llama_jax.runs.evaluate import Evaluation
+    from llama_jax.runs.lengths import LengthLoss
     from llama_jax.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
-class Eval:
-    """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers."""
+class Eval(TextOptions):
+    """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
+
+    With --lengths: the loss of the same text in windows of each length, and by position in them.
+    """
 
     path: tyro.conf.Positional[Path]
     """A model's folder or file, of any format that is read."""
-    data: tuple[Path, ...]
-    """Files, or folders of them: text, .jsonl, or token ids in .bin or .array_record. Tokenised once, then cached."""
-    tokenizer: Path | None = None
-    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     length: int | None = None
     """Tokens of the sliding window; by default the model's context, 4096 at most."""
     stride: int | None = None
     """Tokens from a window to the next; by default half of it. More is quicker, but leaves tokens with less context."""
     batch: int | None = None
-    """Rows that are read at once; by default 1 on a CPU, whose caches more would leave, and 8 elsewhere."""
-    dtype: DTYPES = "auto"
-    """Of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
-    max_documents: int | None = None
-    """Read the first so many documents only."""
-    separator: str = "<|endoftext|>"
-    """What stands between the documents of a text file."""
-    longest: int = 1 << 17
-    """Characters of the longest document of a text file; a longer one is cut into several."""
-    field: str = "text"
-    """Of each object of a .jsonl file that is the text."""
-    token_type: Literal["auto", "uint16", "uint32"] = "auto"
-    """Of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
+    """Rows that are read at once; by default 1 on a CPU, whose caches more would leave, and 8 elsewhere.
+    With --lengths elsewhere as many as make up 32,768 tokens."""
+    lengths: str = ""
+    """Several windows without overlap, as in 256,512,1024: does context help, and how far?
+    They may go beyond the model's context."""
+    max_tokens: int | None = None
+    """With --lengths: predict so many tokens at each, at most, in windows evenly over the text; by default all of it."""
+    plot: Path | None = None
+    """With --lengths: draw the loss by position, a curve for each, as .png, .pdf or .svg. Needs the extra 'plot'."""
     json: bool = False
     """Print one JSON object; what is not a number is null."""
 
     def run(self) -> None:
-        if self.max_documents is not None and self.max_documents < 1:
-            raise UserError(f"max_documents={self.max_documents} must be at least 1")
+        lengths = self._check()
         import jax
-        import numpy as np
-        from tqdm import tqdm
 
         from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import CompileClock, loading_bar, start_backend, use_compilation_cache
-        from llama_jax.runs.evaluate import choose_sizes, evaluate
-        from llama_jax.tokenizers import load_tokenizer
 
         # What is quick comes first: no mistake shall be found after minutes of loading.
         use_compilation_cache()
         compiling = CompileClock()
         start_backend()
         opened = open_checkpoint(self.path)
-        tokenizer = opened.tokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
-        if tokenizer is None:
-            raise UserError(f"no vocabulary lies with {self.path}; give one with --tokenizer")
-        if tokenizer.vocab_size > opened.config.vocab_size:
-            raise UserError(
-                f"{self.tokenizer or self.path} has a vocabulary of {tokenizer.vocab_size}, the model one of"
-                f" {opened.config.vocab_size}; give the model's own with --tokenizer"
-            )
-        corpus = self._read(tokenizer)
-        if self.max_documents is not None:
-            corpus = corpus.select(np.arange(min(self.max_documents, corpus.document_count)))
-        sizes = choose_sizes(opened.config, corpus, length=self.length, stride=self.stride, batch=self.batch)
+        config = with_rope(opened.config, self.rope)
+        tokenizer = self.vocabulary(self.path, opened)
+        corpus = self.corpus(tokenizer, lengths)
+        sizes = self._sizes(config, corpus, lengths)
         dtype = None if self.dtype == "auto" else self.dtype
         params = load(self.path, dtype, tokenizer=self.tokenizer, progress=loading_bar).params
 
         started, compiled = time.perf_counter(), compiling.seconds
-        bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
-        found = evaluate(opened.config, params, corpus, progress=bar, **sizes._asdict())
+        found: Evaluation | tuple[LengthLoss, ...]
+        if lengths:
+            found = self._by_length(config, params, corpus, lengths)
+        else:
+            found = self._by_window(config, params, corpus, sizes)
+        tokens = sum(one.tokens for one in found) if isinstance(found, tuple) else found.tokens
         seconds = time.perf_counter() - started - (compiling.seconds - compiled)
-        if not math.isfinite(found.loss):
-            remedy = "is the model whole?" if self.dtype == "float32" else "try --dtype float32"
-            raise UserError(f"the loss is {found.loss}: the model gives numbers that are not finite; {remedy}")
         facts = {
             "model": str(self.path),
             "data": list(map(str, self.data)),
-            **asdict(found),
-            **sizes._asdict(),
+            "rope": self.rope or None,
+            "context": config.max_seq_len,
+            **(_of_lengths(found, config) if isinstance(found, tuple) else asdict(found)),
+            **sizes,
             "unknown_tokens": _unknown(tokenizer, corpus),
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
             "dtype": str(params.embedding.dtype),
             "seconds": round(seconds, 3),
             "compile_seconds": round(compiling.seconds, 3),
-            "tokens_per_second": round(found.tokens / seconds, 1) if seconds > 0 else 0.0,
+            "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else 0.0,
         }
         if self.json:
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in facts.items()}
-            print(json.dumps(finite, ensure_ascii=False))
+            print(as_json(facts))
         else:
-            print(as_page(found, facts))
-            print(_statistics(facts), file=sys.stderr)
+            print(as_page(found, facts) if not isinstance(found, tuple) else page_of_lengths(found, facts))
+            print(statistics(facts), file=sys.stderr)
 
-    def _read(self, tokenizer: Tokenizer) -> Corpus:
-        """The files as documents of tokens."""
+    def _check(self) -> tuple[int, ...]:
+        """The lengths, or none; UserError for options that do not go together."""
+        self.check()
+        for name, value in (("max_tokens", self.max_tokens), ("plot", self.plot)):
+            if value is not None and not self.lengths:
+                raise UserError(f"{name}={value} goes with --lengths alone")
+        for name, value in (("length", self.length), ("stride", self.stride)):
+            if value is not None and self.lengths:
+                raise UserError(f"{name}={value} and lengths={self.lengths!r:.60} exclude each other; leave one of them out")
+        if self.plot is not None:
+            check_picture("plot", self.plot)
+        return numbers("lengths", self.lengths, int) if self.lengths else ()
+
+    def _sizes(self, config: LlamaConfig, corpus: Corpus, lengths: Sequence[int]) -> dict[str, Any]:
+        """How the corpus will be read, after all checks that need no parameters."""
+        from llama_jax.runs.evaluate import choose_sizes
+        from llama_jax.runs.lengths import choose_lengths
+
+        if not lengths:
+            return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
+        choose_lengths(config, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
+        say_beyond(config, lengths)
+        return {"batch": self.batch, "max_tokens": self.max_tokens}
+
+    def _by_window(self, config: LlamaConfig, params: Llama, corpus: Corpus, sizes: dict[str, Any]) -> Evaluation:
         from tqdm import tqdm
 
-        from llama_jax.data import Reading, open_corpus
+        from llama_jax.runs.evaluate import evaluate
 
-        token_type = None if self.token_type == "auto" else self.token_type
-        reading = Reading(separator=self.separator, longest=self.longest, field=self.field, token_type=token_type)
-        bar = partial(tqdm, desc="tokenising", unit=" MB", leave=False, disable=None)
-        # This may end in order, and must: a temporary file would be left behind.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            return open_corpus(self.data, tokenizer, reading=reading, progress=bar)
-        except KeyboardInterrupt:
-            print("\nllama-jax: stopped", file=sys.stderr)
-            os._exit(130)
-        finally:
-            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
+        found = evaluate(config, params, corpus, progress=bar, **sizes)
+        if not math.isfinite(found.loss):
+            raise self.not_finite("loss", found.loss)
+        return found
+
+    def _by_length(
+        self, config: LlamaConfig, params: Llama, corpus: Corpus, lengths: Sequence[int]
+    ) -> tuple[LengthLoss, ...]:
+        from tqdm import tqdm
+
+        from llama_jax.runs.lengths import evaluate_lengths
+        from llama_jax.runs.plot import draw_lengths
+
+        bar = partial(tqdm, desc="evaluating", unit=" pieces", leave=False, disable=None)
+        found = evaluate_lengths(config, params, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch, progress=bar)
+        for one in found:
+            if not math.isfinite(one.loss):
+                raise self.not_finite(f"loss at length={one.length}", one.loss)
+        if self.plot is not None:
+            name = f"{self.path} {self.rope}".strip()
+            draw_lengths(found, context=config.max_seq_len, title=name).savefig(self.plot)
+        return found
+
+
+def _of_lengths(found: Sequence[LengthLoss], config: LlamaConfig) -> dict[str, Any]:
+    """What was found as JSON has it."""
+    names = ("length", "windows", "tokens", "loss", "standard_error", "perplexity", "last_quarter")
+    return {
+        "lengths": [
+            {name: getattr(one, name) for name in names}
+            | {"beyond_context": one.length > config.max_seq_len, "by_context": [bucket._asdict() for bucket in one.buckets]}
+            for one in found
+        ]
+    }
 
 
 def _unknown(tokenizer: Tokenizer, corpus: Corpus) -> int:
@@ -160,8 +194,26 @@ def as_page(found: Evaluation, facts: dict[str, Any]) -> str:
     return f"{printable(facts['model'])}\n\n{columns(rows)}"
 
 
-def _statistics(facts: dict[str, Any]) -> str:
-    return (
-        f"{facts['backend']} ({facts['device']}) · {facts['dtype']} · compile {facts['compile_seconds']:.2f} s"
-        f" · {facts['seconds']:.2f} s, {facts['tokens_per_second']:,.1f} tokens/s"
-    )
+def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:
+    """A line for each length, then the loss by how much context there was, a column for each length."""
+    context = facts["context"]
+    rows = [["window", "predicted", "loss", "", "perplexity", "last quarter", ""]]
+    for one in found:
+        error = "" if math.isnan(one.standard_error) else f"± {one.standard_error:.2g}"
+        beyond = f"beyond the context of {context:,}" if one.length > context else ""
+        cells = f"{one.length:,}", f"{one.tokens:,}", f"{one.loss:.4f}", error, f"{one.perplexity:.5g}"
+        rows.append([*cells, f"{one.last_quarter:.4f}", beyond])
+    tables = [columns(rows, right=(0, 1, 2, 4, 5))]
+    # Where lengths are no powers of two their last buckets are cut short, and lie in the row of the whole one.
+    whole = [(bucket.first, 1 << (bucket.last - 1).bit_length()) for bucket in found[-1].buckets]
+    losses = [{bucket.first: f"{bucket.loss:.4f}" for bucket in one.buckets} for one in found]
+    rows = [["tokens of context", *(f"{one.length:,}" for one in found), ""]]
+    for first, last in whole:
+        place = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        rows.append([place, *(loss.get(first, "") for loss in losses), "beyond" if first > context else ""])
+    tables.append(columns(rows, right=range(1, len(found) + 1)))
+    note = "Loss in nats per token; the last quarter of each window is what has the most context."
+    if facts["unknown_tokens"]:
+        note += f" {facts['unknown_tokens']:,} tokens of the text are <unk>."
+    about = printable(facts["model"]) + (f", rope {printable(facts['rope'])}" if facts["rope"] else "")
+    return "\n\n".join([about, *tables, note])

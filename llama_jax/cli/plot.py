@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,15 @@ class Plot:
     def _output(self) -> Path:
         if self.output is None:
             return (self.runs[0] if len(self.runs) == 1 else Path()) / "curves.png"
-        if self.output.suffix.lower() not in FORMATS:
-            raise UserError(f"output={self.output} must end in {', '.join(FORMATS)}")
+        check_picture("output", self.output)
         return self.output
+
+
+def check_picture(name: str, path: Path) -> None:
+    """Raise UserError where no picture can be written by that name, before the work that it shows is done."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"{name}={path} must end in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise UserError(f"{name}={path}: there is no folder {path.parent}; make it")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("plots need matplotlib; get it with pip install matplotlib")

@@ -165,8 +165,25 @@ def token_nats(
     hidden, _ = forward(
         config, params, tokens, positions=positions, segment_ids=segment_ids, dtype=dtype, constrain=constrain
     )
-    hidden = constrain(hidden, "hidden")
-    batch, length = tokens.shape
+    return nats_of(config, params, constrain(hidden, "hidden"), targets, chunk=chunk, constrain=constrain)
+
+
+def nats_of(
+    config: LlamaConfig,
+    params: Llama,
+    hidden: jax.Array,
+    targets: jax.Array,
+    *,
+    chunk: int = CHUNK,
+    constrain: Constrain = unconstrained,
+) -> jax.Array:
+    """Negative log-likelihood in nats of the targets int32[B, T] behind hidden states [B, T, D]: float32[B, T].
+
+    Args:
+      targets: -1 where nothing is predicted, which gives 0.
+      chunk, constrain: see `token_nats`.
+    """
+    batch, length = targets.shape
     chunk = min(chunk, length)
     missing = -length % chunk
 

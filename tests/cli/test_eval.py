@@ -13,6 +13,7 @@ from vocabularies import sentencepiece_model
 
 from llama_jax.checkpoints.saving import save
 from llama_jax.cli.eval import Eval
+from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
 from llama_jax.tokenizers import load_tokenizer
 
@@ -142,3 +143,84 @@ def test_a_model_that_overflows(run, model, text, tmp_path):
         run(*arguments)
     with pytest.raises(UserError, match=r"not finite; is the model whole\?"):
         run(*arguments, "--dtype", "float32")
+
+
+# -- by length -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_text(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text(" ".join(TEXTS * 12))
+    return path
+
+
+def test_a_page_and_a_picture_by_length(run, model, long_text, tmp_path):
+    picture = tmp_path / "loss.png"
+    arguments = "--lengths", "100,30", "--max-tokens", 250, "--plot", picture
+    out, err = run(model, "--data", long_text, *arguments)
+    first, by_length, by_context, _ = out.split("\n\n")
+    assert first == str(model)
+    heading, *rows = (line.split() for line in by_length.splitlines())
+    assert heading == ["window", "predicted", "loss", "perplexity", "last", "quarter"]
+    assert [row[:2] for row in rows] == [["30", "180"], ["100", "200"]]
+    assert "beyond the context of 64" in by_length.splitlines()[2]
+    heading, *rows = by_context.splitlines()
+    assert heading.split() == ["tokens", "of", "context", "30", "100"]
+    assert [row.split("  ")[0] for row in rows] == [
+        *("1", "2", "3 to 4", "5 to 8", "9 to 16", "17 to 32", "33 to 64", "65 to 128"),
+    ]
+    assert [len(row.replace(" to ", "-").split()) for row in rows] == [3, 3, 3, 3, 3, 3, 2, 3]
+    assert rows[-1].endswith("beyond")
+    assert err.splitlines()[0].startswith("llama-jax: 100: beyond the model's context of 64 tokens")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_as_json_by_length(run, model, long_text):
+    found = json.loads(run(model, "--data", long_text, "--lengths", "100", "--json")[0], parse_constant=pytest.fail)
+    assert (found["context"], found["rope"]) == (64, None)
+    (one,) = found["lengths"]
+    assert one["beyond_context"]
+    assert one["tokens"] == one["windows"] * 100
+    assert one["by_context"][-1].keys() == {"first", "last", "loss"}
+    assert one["perplexity"] == pytest.approx(math.exp(one["loss"]))
+
+
+@pytest.mark.parametrize(("function", "more"), [("evaluate.evaluate", []), ("lengths.evaluate_lengths", ["--lengths", "8"])])
+def test_another_rope(run, model, text, monkeypatch, function, more):
+    def asked(config, *_, **__):
+        assert config.rope_scaling == RopeScaling("linear", 2)
+        assert config.max_seq_len == 128
+        raise UserError("seen")
+
+    monkeypatch.setattr(f"llama_jax.runs.{function}", asked)
+    with pytest.raises(UserError, match="seen"):
+        run(model, "--data", text, "--rope", "linear:2", *more)
+
+
+def test_documents_are_long_enough_for_the_lengths(run, model, tmp_path):
+    """A text file is cut into documents of 131,072 characters, unless the lengths ask for more."""
+    (tmp_path / "text.txt").write_text(TEXTS[1] * 3000)
+    with pytest.raises(UserError, match=r"length=90000 needs a document of one token more, and the text's longest has"):
+        run(model, "--data", tmp_path / "text.txt", "--lengths", "90000", "--longest", 1 << 17)
+    with pytest.raises(UserError, match=r"max_tokens=9 leaves no whole window of length=50000"):
+        run(model, "--data", tmp_path / "text.txt", "--lengths", "50000", "--max-tokens", 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "8,x"], r"lengths='8,x' has 'x' where a number is needed"),
+        (["--lengths", "8", "--length", "8"], r"length=8 and lengths='8' exclude each other"),
+        (["--lengths", "8", "--stride", "8"], r"stride=8 and lengths='8' exclude each other"),
+        (["--max-tokens", "8"], r"max_tokens=8 goes with --lengths alone"),
+        (["--plot", "a.png"], r"plot=a.png goes with --lengths alone"),
+        (["--lengths", "8", "--plot", "a.gif"], r"plot=a.gif must end in"),
+        (["--lengths", "8,4000"], r"length=4000 needs a document of one token more"),
+        (["--rope", "yarn"], r"rope='yarn' must be none, or KIND:FACTOR"),
+    ],
+)
+def test_mistakes_by_length(run, model, text, monkeypatch, arguments, message):
+    monkeypatch.setattr("llama_jax.checkpoints.loading.load", pytest.fail)  # they come before the model is read
+    with pytest.raises(UserError, match=message):
+        run(model, "--data", text, *arguments)

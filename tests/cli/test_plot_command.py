@@ -87,5 +87,5 @@ def test_mistakes(run, folders, tmp_path, arguments, message):
 
 
 def test_a_folder_that_cannot_be_written_to(run, folders):
-    with pytest.raises(FileNotFoundError):  # which the program says in a line
+    with pytest.raises(UserError, match=r"output=nowhere/curves.png: there is no folder nowhere; make it"):
         run(folders[0], "--output", "nowhere/curves.png")

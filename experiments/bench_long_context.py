@@ -1,0 +1,249 @@
+"""What long rows cost: attention by backend and length, a training step, reading a long prompt, decoding behind one.
+
+    python experiments/bench_long_context.py [--sections attention step prompt decode] [--lengths 512 2048 ...]
+
+attention: every backend that runs here, forward and forward with gradients, 8 heads of 64 features in float32: seconds, and
+  the bytes of temporaries that the compiled program plans. The definition ("reference") holds [8, T, T] scores several times and
+  is left out where they alone are above 4 GB.
+step: one training step of the 15M shape with one row and full rematerialisation.
+prompt: reading a prompt in pieces of 512 into a cache that grows, as `generate` does.
+decode: tokens/s behind so many tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
+
+All candidates of a comparison take turns in one process; the figures are medians, and ratios of them are what counts on a
+machine that others use. Parameters are random: nothing here depends on them. Writes
+``experiments/results/bench_long_context_cpu.json`` and prints tables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from llama_jax import ops
+from llama_jax.config import preset
+from llama_jax.inference import generate
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, init_cache
+from llama_jax.model.forward import forward
+from llama_jax.model.params import init, stack, unstack
+from llama_jax.training.batch import Batch
+from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+from llama_jax.training.step import init_state, train_step
+
+RESULTS = Path(__file__).parent / "results"
+MOST_SCORES = 4 * 2**30  # bytes
+HEADS, WIDTH = 8, 64
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    sections: tuple[str, ...] = ("attention", "step", "prompt", "decode")
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 32_768)
+    """Of attention."""
+    step: int = 16_384
+    """Tokens of the row of the training step."""
+    prompt: int = 100_000
+    """Tokens of the prompt."""
+    filled: tuple[int, ...] = (4_000, 16_000, 64_000)
+    """Tokens in the cache when decoding."""
+    turns: int = 7
+    shape: str = "stories-15m"
+    output: Path = RESULTS / "bench_long_context_cpu.json"
+
+
+def in_turns(candidates: dict[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
+    """Seconds of each of `turns` runs, one of every candidate after the other, after one that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(turns + 1):
+        for name, run in candidates.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def temporaries(compiled: Any) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
+    rows = []
+    for length in lengths:
+        shapes = (1, HEADS, length, 1, WIDTH), (1, HEADS, length, WIDTH), (1, HEADS, length, WIDTH)
+        arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+        programs = {}
+        for backend in ("reference", "rows", "blockwise"):
+            if backend != "blockwise" and 4 * HEADS * length**2 > MOST_SCORES:
+                continue
+            attend = partial(ops.attention, scale=WIDTH**-0.5, backend=backend)
+            both = jax.grad(lambda q, k, v, attend=attend: jnp.sum(attend(q, k, v) ** 2), argnums=(0, 1, 2))
+            for what, function in (("forward", attend), ("with gradients", both)):
+                programs[backend, what] = jax.jit(function).lower(*arrays).compile()
+        runs = {key: partial(program, *arrays) for key, program in programs.items()}
+        seconds = in_turns(runs, turns if length < 8192 else min(turns, 2))  # type: ignore[arg-type,type-var]
+        for (backend, what), program in programs.items():
+            taken = seconds[backend, what]  # type: ignore[index]
+            rows.append(
+                {
+                    "length": length,
+                    "backend": backend,
+                    "what": what,
+                    "seconds": median(taken),
+                    "all_seconds": taken,
+                    "temporaries": temporaries(program),
+                }
+            )
+            print(
+                f"{length:7,} {backend:10} {what:15} {1e3 * median(taken):10.1f} ms {temporaries(program) / 2**20:8.1f} MiB"
+            )
+    return rows
+
+
+def long_config(shape: str, length: int) -> Any:
+    """A published shape for rows of any length."""
+    return replace(preset(shape), max_seq_len=length)
+
+
+def step(shape: str, length: int) -> dict[str, Any]:
+    config = long_config(shape, length)
+    optimizer = make_optimizer(OptimizerSettings(), steps=10)
+    state = init_state(optimizer, stack(init(config, jax.random.key(0))))
+    batch = Batch(jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1)), jnp.int32))
+    jitted = jax.jit(partial(train_step, config, optimizer, remat="full"), donate_argnums=0)
+    compiled = jitted.lower(state, batch).compile()
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        state, metrics = compiled(state, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - began)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found = {"length": length, "seconds": median(seconds), "temporaries": temporaries(compiled), "peak": peak}
+    print(
+        f"step of {length:,} tokens: {median(seconds):.1f} s, {temporaries(compiled) / 2**20:.0f} MiB of temporaries,"
+        f" peak of the process so far {peak / 1e9:.2f} GB"
+    )
+    return found
+
+
+def prompt(shape: str, length: int) -> dict[str, Any]:
+    config = long_config(shape, 2 * length)
+    params = unstack(init(config, jax.random.key(0)))
+    rows = {}
+    for capacity in (8_192, 131_072):
+        cache = jax.eval_shape(partial(init_cache, config, 1, capacity))
+        piece = jax.ShapeDtypeStruct((1, generate.LARGEST_PREFILL), jnp.int32)
+        jitted = jax.jit(forward, static_argnums=0, donate_argnums=3)
+        rows[str(capacity)] = temporaries(jitted.lower(config, params, piece, cache).compile())
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
+    began = time.perf_counter()
+    next(generate.stream(config, params, [ids], max_new_tokens=1))
+    seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    held = cache_bytes(config, 1, 131_072, jnp.float32)
+    print(
+        f"prompt of {length:,} tokens: {seconds:.1f} s with compiling, {length / seconds:,.0f} tokens/s; temporaries of a"
+        f" piece {', '.join(f'{v / 2**20:.1f} MiB at {int(k):,} slots' for k, v in rows.items())}; cache {held / 1e6:.0f} MB,"
+        f" peak of the process so far {peak / 1e9:.2f} GB"
+    )
+    return {"length": length, "seconds": seconds, "temporaries": rows, "cache": held, "peak": peak}
+
+
+def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]]:
+    rows = []
+    for length in filled:
+        config = long_config(shape, 2 * length)
+        capacity = -(-length // 4096) * 4096 + 4096
+        states, runs = {}, {}
+        for name, dtype, options in (
+            ("float32", jnp.float32, CacheOptions()),
+            ("float32, int8 cache", jnp.float32, CacheOptions(dtype="int8")),
+            ("bfloat16", jnp.bfloat16, CacheOptions()),
+            ("bfloat16, int8 cache", jnp.bfloat16, CacheOptions(dtype="int8")),
+        ):
+            params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), unstack(init(config, jax.random.key(0))))
+            _, _, request = generate.prepare(config, [[1]], length, Sampling(temperature=0.0), ())
+            cache, _ = generate.begin(config, params, 1, capacity, options=options)
+            states[name] = _behind(config, cache, length)
+            program = jax.jit(partial(generate.decode, config), donate_argnums=2)
+            runs[name] = partial(_run, program, params, request, states, name)
+        seconds = in_turns(runs, turns)
+        for name, taken in seconds.items():
+            dtype = jnp.int8 if "int8" in name else jnp.dtype(name)
+            held = cache_bytes(config, 1, capacity, dtype)
+            rate = TOKENS / median(taken)
+            row = {"filled": length, "cache": name, "tokens_per_second": rate, "bytes": held, "all_seconds": taken}
+            rows.append(row)
+            print(f"decode behind {length:7,} {name:22} {rate:8.1f} tokens/s  cache {held / 1e6:7.1f} MB")
+    return rows
+
+
+TOKENS = 4 * generate.CHUNK
+
+
+def _run(program: Any, params: Any, request: Any, states: dict[str, Any], name: str) -> jax.Array:
+    """TOKENS more tokens, again and again from the same place."""
+    state, _, *pieces = program(params, request, states[name], jnp.int32(TOKENS // generate.CHUNK))
+    length = state.cache.length - TOKENS
+    states[name] = state.replace(cache=state.cache.replace(length=length), count=state.count * 0, done=state.done & False)
+    return pieces[0]
+
+
+def _behind(config: Any, cache: KVCache, length: int) -> generate.DecodeState:
+    """The state behind so many tokens, of which the keys and values are random."""
+
+    def filled(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.int8:
+            return jax.random.randint(jax.random.key(0), x.shape, -127, 128, jnp.int8)
+        return (jax.random.normal(jax.random.key(0), x.shape) * (0.01 if x.ndim == 3 else 1)).astype(x.dtype)
+
+    k, v = jax.tree.map(filled, (cache.k, cache.v))
+    return generate.DecodeState(
+        cache=cache.replace(k=k, v=v, length=jnp.full(1, length, jnp.int32)),
+        token=jnp.ones(1, jnp.int32),
+        seen=jnp.zeros((1, config.vocab_size), bool),
+        count=jnp.zeros(1, jnp.int32),
+        done=jnp.zeros(1, bool),
+    )
+
+
+def main(arguments: Arguments) -> None:
+    report: dict[str, Any] = {
+        "device": jax.devices()[0].device_kind,
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "jax": jax.__version__,
+        "shape": arguments.shape,
+    }
+    if "step" in arguments.sections:  # first: the peak is that of the process
+        report["step"] = step(arguments.shape, arguments.step)
+    if "prompt" in arguments.sections:
+        report["prompt"] = prompt(arguments.shape, arguments.prompt)
+    if "decode" in arguments.sections:
+        report["decode"] = decode(arguments.shape, arguments.filled, arguments.turns)
+    if "attention" in arguments.sections:
+        report["attention"] = attention(arguments.lengths, arguments.turns)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,131 @@
+"""The options of every command that measures a model on a text: which text, and in which vocabulary."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from llama_jax.cli.options import DTYPES
+from llama_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from llama_jax.checkpoints.store import Stored
+    from llama_jax.checkpoints.tensors import Opened
+    from llama_jax.data import Corpus
+    from llama_jax.tokenizers import Tokenizer
+
+Number = TypeVar("Number", int, float)
+LONGEST = 1 << 17
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    data: tuple[Path, ...]
+    """Files, or folders of them: text, .jsonl, or token ids in .bin or .array_record. Tokenised once, then cached."""
+    tokenizer: Path | None = None
+    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
+    dtype: DTYPES = "auto"
+    """Of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
+    rope: str = ""
+    """Another rope scaling, to try without training: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16.
+    The context is then FACTOR times as long; 'none' leaves out the model's own."""
+    max_documents: int | None = None
+    """Read the first so many documents only."""
+    separator: str = "<|endoftext|>"
+    """What stands between the documents of a text file."""
+    longest: int | None = None
+    """Characters of the longest document of a text file; a longer one is cut into several.
+    By default 131,072, or 64 for each token of the longest of --lengths where that is more."""
+    field: str = "text"
+    """Of each object of a .jsonl file that is the text."""
+    token_type: Literal["auto", "uint16", "uint32"] = "auto"
+    """Of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
+
+    def vocabulary(self, path: Path, opened: Opened | Stored) -> Tokenizer:
+        """The model's tokenizer, or the one that was given; UserError where there is none, or one of another model."""
+        from llama_jax.tokenizers import load_tokenizer
+
+        tokenizer = opened.tokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
+        if tokenizer is None:
+            raise UserError(f"no vocabulary lies with {path}; give one with --tokenizer")
+        if tokenizer.vocab_size > opened.config.vocab_size:
+            raise UserError(
+                f"{self.tokenizer or path} has a vocabulary of {tokenizer.vocab_size}, the model one of"
+                f" {opened.config.vocab_size}; give the model's own with --tokenizer"
+            )
+        return tokenizer
+
+    def corpus(self, tokenizer: Tokenizer, lengths: tuple[int, ...] = ()) -> Corpus:
+        """The files as documents of tokens, long enough for rows of these lengths where the text is."""
+        import numpy as np
+        from tqdm import tqdm
+
+        from llama_jax.data import Reading, open_corpus
+
+        token_type = None if self.token_type == "auto" else self.token_type
+        longest = max(LONGEST, *(64 * length for length in lengths)) if lengths else LONGEST
+        longest = longest if self.longest is None else self.longest
+        reading = Reading(separator=self.separator, longest=longest, field=self.field, token_type=token_type)
+        bar = partial(tqdm, desc="tokenising", unit=" MB", leave=False, disable=None)
+        # This may end in order, and must: a temporary file would be left behind.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            corpus = open_corpus(self.data, tokenizer, reading=reading, progress=bar)
+        except KeyboardInterrupt:
+            print("\nllama-jax: stopped", file=sys.stderr)
+            os._exit(130)
+        finally:
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if self.max_documents is None:
+            return corpus
+        return corpus.select(np.arange(min(self.max_documents, corpus.document_count)))
+
+    def check(self) -> None:
+        """What can be wrong without looking at anything: UserError."""
+        if self.max_documents is not None and self.max_documents < 1:
+            raise UserError(f"max_documents={self.max_documents} must be at least 1")
+
+    def not_finite(self, what: str, value: float) -> UserError:
+        """The error for a number of the model's that is none."""
+        remedy = "is the model whole?" if self.dtype == "float32" else "try --dtype float32"
+        return UserError(f"the {what} is {value}: the model gives numbers that are not finite; {remedy}")
+
+
+def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    """The numbers of a list like 256,512,1024; UserError that names what is none."""
+    found = []
+    for part in text.split(","):
+        try:
+            found.append(kind(part))
+        except ValueError:
+            raise UserError(f"{name}={text!r:.60} has {part!r:.20} where a number is needed, as in 256,512,1024") from None
+    return tuple(found)
+
+
+def as_json(facts: dict[str, Any]) -> str:
+    """One JSON object on one line, in which what is not a number is null."""
+    import json
+    import math
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: finite(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(one) for one in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(facts), ensure_ascii=False)
+
+
+def statistics(facts: dict[str, Any]) -> str:
+    """Where and how fast, for stderr."""
+    return (
+        f"{facts['backend']} ({facts['device']}) · {facts['dtype']} · compile {facts['compile_seconds']:.2f} s"
+        f" · {facts['seconds']:.2f} s, {facts['tokens_per_second']:,.1f} tokens/s"
+    )

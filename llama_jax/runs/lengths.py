@@ -1,0 +1,280 @@
+"""How well a model predicts a text by the length of its window and by position: does context help, and how far?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Corpus, DataError
+from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.model.cache import KVCache, init_cache
+from llama_jax.model.forward import forward
+from llama_jax.model.params import Llama
+from llama_jax.runs.evaluate import nats_of
+
+TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
+ROWS_OF_LOGITS = 512  # that are held at a time
+
+Progress = Callable[[range], Iterable[int]]
+
+
+class Bucket(NamedTuple):
+    """Loss in nats per token, over the predictions that were made from `first` to `last` tokens of context."""
+
+    first: int
+    last: int
+    loss: float
+
+
+@dataclass(frozen=True, eq=False)
+class LengthLoss:
+    """What `evaluate_lengths` found at one length; nan or infinite where the model's numbers are not finite.
+
+    Attributes:
+      length: T, tokens of a window.
+      windows: that were read, one behind the other, without overlap.
+      tokens: that were predicted, `length` times `windows`.
+      loss: mean over all of them, in nats.
+      standard_error: of `loss` in nats, from the spread between windows of the longest length; nan for a single one.
+      perplexity: exp(loss).
+      last_quarter: mean loss of the last quarter of each window, in nats: of tokens that have the most context.
+      by_position: float64[T], mean loss of the prediction made from t + 1 tokens of context, in nats.
+    """
+
+    length: int
+    windows: int
+    tokens: int
+    loss: float
+    standard_error: float
+    perplexity: float
+    last_quarter: float
+    by_position: np.ndarray = field(repr=False)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Loss by the tokens of context: 1, 2, 3 to 4, 5 to 8, and on by powers of two; the last may be cut short."""
+        ends = [1 << power for power in range(math.ceil(math.log2(self.length)))] + [self.length]
+        begins = [0, *ends[:-1]]
+        return tuple(Bucket(a + 1, b, float(self.by_position[a:b].mean())) for a, b in zip(begins, ends, strict=True))
+
+
+def evaluate_lengths(
+    config: LlamaConfig,
+    params: Llama,
+    corpus: Corpus,
+    lengths: Sequence[int],
+    *,
+    max_tokens: int | None = None,
+    batch: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[LengthLoss, ...]:
+    """Loss of the same text in windows of each length, and by position in them.
+
+    The text is cut into spans of the longest length, and each span into windows of every other, one behind the other: where
+    a length divides the longest, all lengths predict the same tokens and differ only in what the model sees before them.
+    (Where it does not, the rest of each span is left out there.) So a model that uses its context has less loss at a greater
+    length, and one that breaks beyond the length it was trained at has more, from that position on. A window lies in one
+    document: those that are shorter than the longest length are passed over.
+
+    This is not the sliding window of `evaluate`: a window's first tokens have little context, and count.
+
+    A window is read in pieces through a cache of its length, so what is held beside the weights is that cache and the scores
+    of one piece.
+
+    Args:
+      params: blocks as a tuple or stacked.
+      lengths: tokens of the windows, in any order. They may go beyond `config.max_seq_len`: to see what happens there is
+        what this is for. A changed `rope_scaling` in the configuration tries an extension without training.
+      max_tokens: to predict at each length, at most; as many whole spans as that allows, evenly over the text. By default
+        all.
+      batch: windows that are read at once at every length; by default 1 on a CPU and as many as make up 32,768 tokens
+        elsewhere.
+      progress: wraps the range of all pieces, as `tqdm.tqdm` does.
+
+    Returns:
+      What was found at each length, the shortest first.
+
+    Raises:
+      DataError: a length that cannot be or for which the text is too short, a limit that leaves nothing, or a corpus of
+        another vocabulary.
+    """
+    lengths = choose_lengths(config, corpus, lengths, max_tokens=max_tokens, batch=batch)
+    spans = cut_spans(corpus, lengths[-1], max_tokens)
+    plans = [_plan(length, lengths[-1], len(spans), batch) for length in lengths]
+    numbers = range(sum(plan.batches * plan.pieces for plan in plans))
+    ticks = iter(progress(numbers) if progress else numbers)
+    found = tuple(_measure(config, params, corpus, spans, plan, ticks) for plan in plans)
+    next(ticks, None)  # ends the bar
+    return found
+
+
+def choose_lengths(
+    config: LlamaConfig, corpus: Corpus, lengths: Sequence[int], *, max_tokens: int | None = None, batch: int | None = None
+) -> tuple[int, ...]:
+    """The lengths in order, after all checks of `evaluate_lengths`; for arguments and errors see there."""
+    if not len(lengths):
+        raise DataError("lengths are empty; give the tokens of a window at least once")
+    for length in lengths:
+        if length < 1:
+            raise DataError(f"length={length} must be at least 1 token")
+        if list(lengths).count(length) > 1:
+            raise DataError(f"length={length} is given twice")
+    if corpus.vocab_size > config.vocab_size:
+        raise DataError(
+            f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.vocab_size};"
+            " read the files with the model's own tokenizer"
+        )
+    longest = int((corpus.stops - corpus.starts).max(initial=0))
+    if max(lengths) >= longest:
+        raise DataError(
+            f"length={max(lengths)} needs a document of one token more, and the text's longest has {longest};"
+            " give a longer text, or one that is cut less by a larger `longest`"
+        )
+    if max_tokens is not None and max_tokens < max(lengths):
+        raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; give at least that")
+    if batch is not None and batch < 1:
+        raise DataError(f"batch={batch} must be at least 1 row")
+    return tuple(sorted(map(int, lengths)))
+
+
+def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray:
+    """Where in `corpus.tokens` each span begins that has `length` tokens to read and one behind: int64[n]."""
+    counts = (corpus.stops - corpus.starts - 1).clip(0) // length
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    spans = np.repeat(corpus.starts, counts) + number * length
+    if max_tokens is None or max_tokens // length >= len(spans):
+        return spans
+    kept = max_tokens // length
+    return spans[np.arange(kept) * len(spans) // kept]
+
+
+class _Plan(NamedTuple):
+    """How one length is read.
+
+    Attributes:
+      length: T, tokens of a window.
+      windows_of_span, windows: how many are in a span, and in all.
+      batch, batches: windows that are read at once, and how often.
+      piece, pieces: tokens of each that are read at once, and how often; the last piece may be filled up.
+    """
+
+    length: int
+    windows_of_span: int
+    windows: int
+    batch: int
+    batches: int
+    piece: int
+    pieces: int
+
+
+def _plan(length: int, longest: int, spans: int, batch: int | None) -> _Plan:
+    windows = spans * (longest // length)
+    batch = min(rows_at_once(length) if batch is None else batch, windows)
+    return _Plan(length, longest // length, windows, batch, -(-windows // batch), *cut_pieces(length))
+
+
+def rows_at_once(length: int) -> int:
+    """How many rows of `length` tokens are read side by side: on a CPU, whose caches more would leave, one."""
+    return 1 if jax.default_backend() == "cpu" else max(TOKENS_AT_ONCE // length, 1)
+
+
+def cut_pieces(length: int) -> tuple[int, int]:
+    """Tokens of a piece, and in how many a row is read: of one size, so that there is one program, and none nearly empty."""
+    pieces = -(-length // LARGEST_PREFILL)
+    return -(-length // pieces), pieces
+
+
+def piece_nats(
+    config: LlamaConfig, params: Llama, length: int, cache: KVCache, tokens: jax.Array, targets: jax.Array
+) -> tuple[KVCache, jax.Array]:
+    """Read T more tokens of each row and measure how well the targets are predicted from them.
+
+    Args:
+      length: of the whole row when all of its pieces have been read, by which some kinds of `rope_scaling` go.
+      tokens, targets: int32[B, T]; -1 where nothing is predicted.
+
+    Returns:
+      The cache, and float32[B, T] as `nats_of` gives it.
+    """
+    batch, new = tokens.shape
+    hidden, cache = forward(config, params, tokens, cache, rope_lengths=jnp.full(batch, length, jnp.int32))
+    return cache, nats_of(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
+
+
+_piece_nats = jax.jit(piece_nats, static_argnums=(0, 2), donate_argnums=3)
+_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames="stacked")
+
+
+def empty_cache(config: LlamaConfig, params: Llama, batch: int, capacity: int) -> KVCache:
+    """A cache of the parameters' form and dtype, made on the device."""
+    stacked = not isinstance(params.blocks, tuple)
+    return _init_cache(config, batch, capacity, params.embedding.dtype, stacked=stacked)
+
+
+def _measure(
+    config: LlamaConfig, params: Llama, corpus: Corpus, spans: np.ndarray, plan: _Plan, ticks: Iterator[int]
+) -> LengthLoss:
+    """All windows of one length, a batch after the other and each piece by piece; a tick for every piece."""
+    starts = (spans[:, None] + np.arange(plan.windows_of_span) * plan.length).reshape(-1)
+    by_position = np.zeros(plan.pieces * plan.piece)
+    by_window = np.zeros(plan.windows)
+    capacity = plan.pieces * plan.piece
+    cache = empty_cache(config, params, plan.batch, capacity)
+
+    def collect(first: int, begin: int, nats: jax.Array) -> None:
+        found = np.asarray(nats, np.float64)[: plan.windows - first]
+        by_position[begin : begin + plan.piece] += found.sum(axis=0)
+        by_window[first : first + plan.batch] += found.sum(axis=1)
+
+    running: Callable[[], None] | None = None
+    for first in range(0, plan.windows, plan.batch):
+        tokens, targets = _lay(corpus, starts[first : first + plan.batch], plan, capacity)
+        # What an earlier window left in the cache lies behind the new length, where nothing reads it.
+        cache = cache.replace(length=jnp.zeros(plan.batch, jnp.int32))
+        for begin in range(0, capacity, plan.piece):
+            next(ticks)
+            piece = slice(begin, begin + plan.piece)
+            cache, nats = _piece_nats(config, params, plan.length, cache, tokens[:, piece], targets[:, piece])
+            if running:  # collected while the device computes the next
+                running()
+            running = partial(collect, first, begin, nats)
+    if running:
+        running()
+    return _summary(plan, by_position[: plan.length], by_window)
+
+
+def _lay(corpus: Corpus, starts: np.ndarray, plan: _Plan, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """What the windows read and what follows each token: int32[B, capacity] each, filled up with 0 and -1."""
+    tokens, targets = (np.full((plan.batch, capacity), filling, np.int32) for filling in (0, -1))
+    for row, start in enumerate(starts):
+        tokens[row, : plan.length] = corpus.tokens[start : start + plan.length]
+        targets[row, : plan.length] = corpus.tokens[start + 1 : start + plan.length + 1]
+    return tokens, targets
+
+
+def _summary(plan: _Plan, by_position: np.ndarray, by_window: np.ndarray) -> LengthLoss:
+    """The numbers from the sums of nats over windows, float64[T], and over positions, float64[n]."""
+    means = by_position / plan.windows
+    spans = by_window.reshape(-1, plan.windows_of_span).mean(axis=1) / plan.length
+    loss = float(means.mean())
+    with np.errstate(over="ignore", invalid="ignore"):
+        perplexity = float(np.exp(loss))
+        error = float(spans.std(ddof=1)) / math.sqrt(len(spans)) if len(spans) > 1 else math.nan
+    return LengthLoss(
+        length=plan.length,
+        windows=plan.windows,
+        tokens=plan.windows * plan.length,
+        loss=loss,
+        standard_error=error,
+        perplexity=perplexity,
+        last_quarter=float(means[plan.length * 3 // 4 :].mean()),
+        by_position=means,
+    )

@@ -1,0 +1,413 @@
+"""Needle in a haystack: does a model find one sentence in a long text, and does it depend on where it stands?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import TokenizerError, UserError
+from llama_jax.model.cache import KVCache
+from llama_jax.model.forward import check_tokens, forward, unembed
+from llama_jax.model.params import Llama
+from llama_jax.runs.lengths import Progress, cut_pieces, empty_cache, rows_at_once
+from llama_jax.tokenizers import Tokenizer
+
+STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = "What is the pass key? The pass key is {key}"
+DIGITS = 5
+FARTHEST = 64  # tokens that the needle is moved back at most, to stand between words
+
+
+@dataclass(frozen=True)
+class NeedleCell:
+    """All trials of one length and depth.
+
+    Attributes:
+      length: tokens of the prompt with its answer.
+      depth: where the needle stands: 0 at the beginning, 1 just before the question.
+      trials: how many.
+      exact: share of trials in which every token of the key was the most probable one, so that greedy decoding writes it.
+      chosen: share in which the key was more probable than each of the wrong keys; 1 / (wrong keys + 1) by chance.
+      rank: mean place of the key among all, from 1.
+      log_probability: mean natural logarithm of the whole key's probability.
+      margin: mean of that less the mean of the wrong keys: 0 for a model that does not find the needle, whatever it thinks
+        of numbers. The most sensitive of all.
+    """
+
+    length: int
+    depth: float
+    trials: int
+    exact: float
+    chosen: float
+    rank: float
+    log_probability: float
+    margin: float
+
+
+@dataclass(frozen=True)
+class NeedleTest:
+    """What `needle` found: `cells` by length, then by depth, both rising.
+
+    Attributes:
+      lengths, depths: of the cells.
+      wrong_keys: with which each key was compared.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    wrong_keys: int
+    cells: tuple[NeedleCell, ...]
+
+    def grid(self, name: str) -> np.ndarray:
+        """A value of every cell, as a cell calls it: float64[depths, lengths]."""
+        found = [getattr(cell, name) for cell in self.cells]
+        return np.array(found, np.float64).reshape(len(self.lengths), len(self.depths)).T
+
+
+class Keys(NamedTuple):
+    """The keys in tokens, N of them.
+
+    Attributes:
+      statements: the needle with each key.
+      question: what follows the haystack, up to the first token in which the keys differ.
+      answers: what follows the question with each key.
+    """
+
+    statements: list[list[int]]
+    question: list[int]
+    answers: list[list[int]]
+
+
+class Trial(NamedTuple):
+    """Which of the keys is hidden, and where the text begins, as a share of the haystack."""
+
+    key: int
+    start: float
+
+
+def needle(
+    config: LlamaConfig,
+    params: Llama,
+    tokenizer: Tokenizer,
+    haystack: Sequence[int] | np.ndarray,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    trials: int = 10,
+    wrong_keys: int = 9,
+    seed: int = 0,
+    statement: str = STATEMENT,
+    question: str = QUESTION,
+    digits: int = DIGITS,
+    batch: int | None = None,
+    progress: Progress | None = None,
+) -> NeedleTest:
+    """Hide a pass key in a text and measure whether the model says it when asked (Mohtashami and Jaggi 2023, section 4.2).
+
+    Small models hardly ever say the key right to the last digit. So its probability is compared with that of other numbers
+    of as many digits, which are not hidden: a model that has found the needle, if only in part, prefers the key. The trials
+    hide the same numbers in turn. Where `trials` is a multiple of `wrong_keys` + 1, each is hidden as often as the others,
+    and what a model thinks of them without having found one cancels out.
+
+    A prompt is put together from tokens, and so is exactly as long as asked, its answer included: BOS where the vocabulary
+    has one, haystack, needle, haystack, question. The needle is moved back by up to 64 tokens to stand between two words.
+    A trial has the same key and the same haystack at every depth, and at every length as far as that goes, so that cells
+    can be compared. The prompt is read in pieces through a cache, and logits are computed for the answers alone.
+
+    Args:
+      params: blocks as a tuple or stacked.
+      haystack: int[n] tokens of a text without special ones, at least as many as the longest prompt has.
+      lengths: tokens of a prompt with its answer. They may go beyond `config.max_seq_len`: to see what happens there is what
+        this is for.
+      depths: where the needle stands in the haystack, from 0 to 1.
+      trials: of each length and depth, each with a piece of the haystack of its own.
+      wrong_keys: numbers to compare each key with.
+      seed: of keys and pieces.
+      statement, question: texts with {key} in them; the question ends with it.
+      digits: of a key.
+      batch: prompts that are read at once; by default 1 on a CPU and as many as make up 32,768 tokens elsewhere.
+      progress: wraps the range of all pieces of all prompts, as `tqdm.tqdm` does.
+
+    Raises:
+      UserError: values that cannot be, a haystack that is too short, or a length that has no room for the question.
+      TokenizerError: a vocabulary that does not tell the keys apart.
+    """
+    given = prepare(
+        config,
+        tokenizer,
+        haystack,
+        lengths=lengths,
+        depths=depths,
+        trials=trials,
+        wrong_keys=wrong_keys,
+        seed=seed,
+        statement=statement,
+        question=question,
+        digits=digits,
+        batch=batch,
+    )
+    haystack = np.asarray(haystack)
+    words = _word_starts(tokenizer, haystack)
+    plans = [_plan(length, len(given.depths) * trials, batch) for length in given.lengths]
+    numbers = range(sum(plan.batches * plan.pieces for plan in plans))
+    ticks = iter(progress(numbers) if progress else numbers)
+    cells: list[NeedleCell] = []
+    for plan in plans:
+        prompts = [
+            lay_prompt(given.start, haystack, words, given.keys, trial, plan.length, depth)
+            for depth in given.depths
+            for trial in given.trials
+        ]
+        scores, best = _measure(config, params, prompts, given.keys.answers, plan, ticks)
+        cells += _cells(plan.length, given.depths, scores, best, np.array([trial.key for trial in given.trials]))
+    next(ticks, None)  # ends the bar
+    return NeedleTest(given.lengths, given.depths, wrong_keys, tuple(cells))
+
+
+class Prepared(NamedTuple):
+    """What all prompts are made of: lengths and depths in order, the tokens that begin a text, keys, and trials."""
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    start: list[int]
+    keys: Keys
+    trials: list[Trial]
+
+
+def prepare(
+    config: LlamaConfig,
+    tokenizer: Tokenizer,
+    haystack: Sequence[int] | np.ndarray,
+    *,
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    trials: int,
+    wrong_keys: int,
+    seed: int,
+    statement: str,
+    question: str,
+    digits: int,
+    batch: int | None,
+) -> Prepared:
+    """What `needle` does before it needs parameters, all checks among it; for arguments and errors see there."""
+    lengths, depths = _check(lengths, depths, trials, wrong_keys, digits, batch, seed, statement, question)
+    haystack = np.asarray(haystack)
+    check_tokens(config, haystack, "haystack token")
+    if haystack.size < lengths[-1]:
+        raise UserError(
+            f"length={lengths[-1]} needs a haystack of as many tokens, and this one has {haystack.size}; give a longer text"
+        )
+    keys = encode_keys(tokenizer, draw_keys(wrong_keys + 1, digits, seed), statement, question)
+    start = [tokenizer.bos_id] if tokenizer.bos_id >= 0 else []
+    overhead = sum(map(len, (start, keys.question))) + max(
+        len(said) + len(answer) for said, answer in zip(keys.statements, keys.answers, strict=True)
+    )
+    if lengths[0] <= overhead:
+        raise UserError(f"length={lengths[0]} leaves no haystack beside needle and question, which take {overhead} tokens")
+    places = np.random.default_rng([seed, 1]).random(trials)
+    hidden = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
+    return Prepared(lengths, depths, start, keys, hidden)
+
+
+def _check(
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    trials: int,
+    wrong_keys: int,
+    digits: int,
+    batch: int | None,
+    seed: int,
+    statement: str,
+    question: str,
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Lengths and depths in order, or UserError."""
+    for name, values in (("lengths", lengths), ("depths", depths)):
+        if not len(values):
+            raise UserError(f"{name} are empty; give at least one")
+        if len(set(values)) < len(values):
+            raise UserError(f"{name}={','.join(map(str, values))} has one of them twice")
+    for depth in depths:
+        if not 0 <= depth <= 1:
+            raise UserError(f"depth={depth} must be from 0, the beginning, to 1, just before the question")
+    for name, value in (("trials", trials), ("wrong_keys", wrong_keys), ("digits", digits), ("batch", batch)):
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value} must be at least 1")
+    if wrong_keys >= 9 * 10 ** (digits - 1):
+        raise UserError(f"wrong_keys={wrong_keys} are more than there are other numbers of digits={digits}; give fewer")
+    if seed < 0:
+        raise UserError(f"seed={seed} must be at least 0")
+    if "{key}" not in statement:
+        raise UserError(f"statement={statement!r:.60} must have {{key}} where the key is to stand")
+    if not question.endswith("{key}") or question.count("{key}") > 1:
+        raise UserError(f"question={question!r:.60} must end with {{key}}, and have it nowhere else")
+    return tuple(sorted(map(int, lengths))), tuple(sorted(map(float, depths)))
+
+
+def draw_keys(count: int, digits: int, seed: int) -> list[str]:
+    """Different numbers by chance, without a zero in front."""
+    random = np.random.default_rng([seed, 0])
+    keys: dict[str, None] = {}
+    while len(keys) < count:
+        keys[str(random.integers(10 ** (digits - 1), 10**digits))] = None
+    return list(keys)
+
+
+def encode_keys(tokenizer: Tokenizer, keys: Sequence[str], statement: str, question: str) -> Keys:
+    """Needle, question and answers in tokens: each sentence encoded whole, as it would be in a text."""
+    # Where the vocabulary does not put a space before a text, a sentence brings its own.
+    space = "" if tokenizer.space_prefix else " "
+    said, asked = (
+        [tokenizer.encode(space + sentence.replace("{key}", key), bos=False) for key in keys]
+        for sentence in (statement, question)
+    )
+    # A key may begin inside a token, or share its first one with all others: up to there it is the question.
+    shared = next((i for i, tokens in enumerate(zip(*asked, strict=False)) if len(set(tokens)) > 1), len(asked[0]))
+    answers = [tokens[shared:] for tokens in asked]
+    if len(set(map(tuple, answers))) < len(keys) or not all(answers):
+        raise TokenizerError(
+            f"the vocabulary does not tell {' and '.join(keys[:2])} apart: it has no digits; give another with --tokenizer"
+        )
+    return Keys(said, asked[0][:shared], answers)
+
+
+def _word_starts(tokenizer: Tokenizer, haystack: np.ndarray) -> np.ndarray:
+    """Which tokens of the haystack begin with white space, so that a sentence may stand before them: bool[n]."""
+    used, places = np.unique(haystack, return_inverse=True)
+    spaces = [tokenizer.token_bytes(int(token))[:1].isspace() for token in used]
+    return np.array(spaces, bool)[places]
+
+
+def lay_prompt(
+    start: Sequence[int], haystack: np.ndarray, words: np.ndarray, keys: Keys, trial: Trial, length: int, depth: float
+) -> np.ndarray:
+    """The prompt of a trial up to its answer, with which it has exactly `length` tokens: int32[n]."""
+    said, answer = keys.statements[trial.key], keys.answers[trial.key]
+    room = length - len(start) - len(said) - len(keys.question) - len(answer)
+    # All lengths begin at the same place where the text is long enough, so that the shorter are parts of the longer.
+    begin = min(int(trial.start * haystack.size), haystack.size - room)
+    hay = haystack[begin : begin + room]
+    place = round(depth * room)
+    near = np.flatnonzero(words[begin : begin + room][max(place - FARTHEST, 0) : place + 1])
+    if 0 < place < room and len(near):
+        place = max(place - FARTHEST, 0) + int(near[-1])
+    return np.concatenate([start, hay[:place], said, hay[place:], keys.question]).astype(np.int32)
+
+
+class _Plan(NamedTuple):
+    """How the prompts of one length are read: how many at once, and in how many pieces of how many tokens."""
+
+    length: int
+    batch: int
+    batches: int
+    piece: int
+    pieces: int
+
+
+def _plan(length: int, prompts: int, batch: int | None) -> _Plan:
+    batch = min(rows_at_once(length) if batch is None else batch, prompts)
+    return _Plan(length, batch, -(-prompts // batch), *cut_pieces(length))
+
+
+def read_piece(
+    config: LlamaConfig, params: Llama, length: int, cache: KVCache, tokens: jax.Array, new: jax.Array
+) -> KVCache:
+    """The cache with T more tokens int32[B, T] of each prompt, of which int32[B] are real; for `length` see
+    `answer_scores`."""
+    return forward(config, params, tokens, cache, lengths=new, rope_lengths=_whole(tokens, length))[1]
+
+
+def _whole(tokens: jax.Array, length: int) -> jax.Array:
+    return jnp.full(len(tokens), length, jnp.int32)
+
+
+def answer_scores(
+    config: LlamaConfig, params: Llama, length: int, cache: KVCache, last: jax.Array, answers: jax.Array
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """How probable each of several answers is behind the same prompts.
+
+    Args:
+      length: of a prompt with its answer, by which some kinds of `rope_scaling` go.
+      cache: of the prompts but for their last tokens, with room for those and an answer.
+      last: int32[B], the last tokens.
+      answers: int32[N, A], padded on the right with -1.
+
+    Returns:
+      The cache, to be used again; natural logarithms of the whole answers' probabilities float32[B, N]; and whether each
+      token of an answer was the most probable one behind those before it: bool[B, N].
+    """
+    filled = cache.length
+
+    def score(cache: KVCache, answer: jax.Array) -> tuple[KVCache, tuple[jax.Array, jax.Array]]:
+        before = jnp.broadcast_to(jnp.maximum(answer[:-1], 0), (len(last), len(answer) - 1))
+        read = jnp.concatenate([last[:, None], before], axis=1)
+        # Each answer is written over the one before: the cache is never copied.
+        hidden, cache = forward(config, params, read, cache.replace(length=filled), rope_lengths=_whole(read, length))
+        logits = unembed(config, params, hidden)  # [B, A, V]
+        chosen = jnp.take_along_axis(logits, jnp.maximum(answer, 0)[None, :, None], axis=-1)[..., 0]
+        found = jnp.where(answer >= 0, chosen - jax.nn.logsumexp(logits, axis=-1), 0).sum(axis=-1)
+        best = ((jnp.argmax(logits, axis=-1) == answer) | (answer < 0)).all(axis=-1)
+        return cache, (found, best)
+
+    cache, (scores, best) = lax.scan(score, cache, answers)
+    return cache, scores.T, best.T
+
+
+_read_piece = jax.jit(read_piece, static_argnums=(0, 2), donate_argnums=3)
+_answer_scores = jax.jit(answer_scores, static_argnums=(0, 2), donate_argnums=3)
+
+
+def _measure(
+    config: LlamaConfig,
+    params: Llama,
+    prompts: Sequence[np.ndarray],
+    answers: Sequence[Sequence[int]],
+    plan: _Plan,
+    ticks: Iterator[int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `answer_scores` says of all prompts: float64[n, N] and bool[n, N]."""
+    packed = np.full((len(answers), max(map(len, answers))), -1, np.int32)
+    for row, answer in zip(packed, answers, strict=True):
+        row[: len(answer)] = answer
+    width = plan.pieces * plan.piece
+    cache = empty_cache(config, params, plan.batch, width + packed.shape[1])
+    scores, best = [], []
+    for first in range(0, len(prompts), plan.batch):
+        members = prompts[first : first + plan.batch]
+        filled = [*members, *[members[-1]] * (plan.batch - len(members))]
+        counts = np.array([len(prompt) - 1 for prompt in filled], np.int32)  # the last token is read with each answer
+        tokens = np.zeros((plan.batch, width), np.int32)
+        for row, prompt in zip(tokens, filled, strict=True):
+            row[: len(prompt) - 1] = prompt[:-1]
+        # What an earlier prompt left in the cache lies behind the new length, where nothing reads it.
+        cache = cache.replace(length=jnp.zeros(plan.batch, jnp.int32))
+        for start in range(0, width, plan.piece):
+            next(ticks)
+            new = np.clip(counts - start, 0, plan.piece)
+            cache = _read_piece(config, params, plan.length, cache, tokens[:, start : start + plan.piece], new)
+        last = np.array([prompt[-1] for prompt in filled], np.int32)
+        cache, *found = _answer_scores(config, params, plan.length, cache, last, packed)
+        scores.append(np.asarray(found[0], np.float64)[: len(members)])
+        best.append(np.asarray(found[1])[: len(members)])
+    return np.concatenate(scores), np.concatenate(best)
+
+
+def _cells(
+    length: int, depths: Sequence[float], scores: np.ndarray, best: np.ndarray, hidden: np.ndarray
+) -> list[NeedleCell]:
+    """A cell for every depth from what `_measure` gives of [depths, trials], and int[trials], which key was hidden."""
+    trials, count = len(hidden), scores.shape[1]
+    chosen = np.arange(count) == np.tile(hidden, len(depths))[:, None]
+    right = scores[chosen][:, None]
+    wrong = scores[~chosen].reshape(-1, count - 1)
+    # What is as probable as the key is before it: a model that knows nothing is not given the place by chance. Nor is nan.
+    ranks = 1 + (~(wrong < right)).sum(axis=1)
+    columns = best[chosen], ranks == 1, ranks, right[:, 0], right[:, 0] - wrong.mean(axis=1)
+    of_depth = [np.asarray(column, np.float64).reshape(len(depths), trials).mean(axis=1) for column in columns]
+    return [NeedleCell(length, depth, trials, *(float(column[i]) for column in of_depth)) for i, depth in enumerate(depths)]
