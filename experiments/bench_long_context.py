@@ -3,8 +3,8 @@
     python experiments/bench_long_context.py [--sections attention step prompt decode] [--lengths 512 2048 ...]
 
 attention: every backend that runs here, forward and forward with gradients, 8 heads of 64 features in float32: seconds, and
-  the bytes of temporaries that the compiled program plans. The definition ("reference") holds [8, T, T] scores several times and
-  is left out where they alone are above 4 GB.
+  the bytes of temporaries that the compiled program plans. The definition ("reference") holds [8, T, T] scores several times
+  and is left out where they alone are above 4 GB.
 step: one training step of the 15M shape with one row and full rematerialisation.
 prompt: reading a prompt in pieces of 512 into a cache that grows, as `generate` does.
 decode: tokens/s behind so many tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
@@ -158,9 +158,10 @@ def prompt(shape: str, length: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = cache_bytes(config, 1, 131_072, jnp.float32)
+    sizes = ", ".join(f"{v / 2**20:.1f} MiB at {int(k):,} slots" for k, v in rows.items())
     print(
         f"prompt of {length:,} tokens: {seconds:.1f} s with compiling, {length / seconds:,.0f} tokens/s; temporaries of a"
-        f" piece {', '.join(f'{v / 2**20:.1f} MiB at {int(k):,} slots' for k, v in rows.items())}; cache {held / 1e6:.0f} MB,"
+        f" piece {sizes}; cache {held / 1e6:.0f} MB,"
         f" peak of the process so far {peak / 1e9:.2f} GB"
     )
     return {"length": length, "seconds": seconds, "temporaries": rows, "cache": held, "peak": peak}
