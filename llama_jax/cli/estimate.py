@@ -51,6 +51,8 @@ class Estimate:
     """train: one step of AdamW; decode: reading prompts, enlarging the cache, generating."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
+    cache: Literal["auto", "int8"] = "auto"
+    """When decoding, keys and values are of the dtype, or 8-bit numbers with a factor for each head and position."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
     hardware: str | None = None
@@ -59,7 +61,6 @@ class Estimate:
     """Print one JSON object, sizes in bytes."""
 
     def run(self) -> None:
-        import jax.numpy as jnp
 
         from llama_jax.cli.runtime import use_compilation_cache
         from llama_jax.model.cache import cache_bytes
@@ -98,7 +99,7 @@ class Estimate:
             "mesh": dict(sizes.items()),
             "devices": sizes.devices,
             "parameter_count": parameter_count(config),
-            "cache_bytes_per_token": cache_bytes(config, 1, 1, jnp.dtype(self.dtype)),
+            "cache_bytes_per_token": cache_bytes(config, 1, 1, self.dtype if self.cache == "auto" else self.cache),
             "seconds": round(time.perf_counter() - started, 1),
         }
         bounds = {} if hardware is None else self._bounds(config, sizes, hardware, found, exchanged, least)
@@ -158,6 +159,8 @@ class Estimate:
             raise ConfigError(f"batch={self.batch} rows of length={self.length} are more than XLA can plan for; take fewer")
         if self.mode == "decode" and self.remat != "auto":
             raise ConfigError(f"--remat {self.remat} is for --mode train: decoding has no backward pass; leave it out")
+        if self.mode == "train" and self.cache != "auto":
+            raise ConfigError(f"--cache {self.cache} is for --mode decode: training keeps no cache; leave it out")
         if self.mode == "decode" and self.length > config.max_seq_len:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; take less")
 
@@ -170,7 +173,8 @@ class Estimate:
         mesh = make_mesh(sizes)
         if self._remat is not None:
             return train_programs(config, mesh, self.batch, self.length, dtype=self.dtype, remat=self._remat)
-        return decode_programs(config, mesh, self.batch, bucket(self.length, SMALLEST_CACHE), dtype=self.dtype)
+        capacity = bucket(self.length, SMALLEST_CACHE)
+        return decode_programs(config, mesh, self.batch, capacity, dtype=self.dtype, quantized=self.cache == "int8")
 
 
 def read_config(model: str) -> LlamaConfig:
@@ -243,7 +247,7 @@ def as_table(about: dict[str, Any], found: dict[str, Memory], *, for_cpu: bool) 
     width = 3 + max(len(cell) for _, cells in rows for cell in cells)
 
     mesh = MeshSizes(**about["mesh"])
-    scores = "The scores of a layer's attention are in memory at once: [B, N, T, T], when training of one block of queries."
+    scores = "Attention of long rows is planned by blocks, whose scores are never in memory at once; so are GPU kernels'."
     if mesh.context > 1:
         scores = "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
     asked = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]

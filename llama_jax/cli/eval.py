@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from llama_jax.cli.options import RememberOptions
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.plot import check_picture
 from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Eval(TextOptions):
+class Eval(TextOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
-    With --lengths: the loss of the same text in windows of each length, and by position in them.
+    With --lengths: the loss of the same text in windows of each length, and by position in them; then --cache, --window and
+    --sinks say how the model remembers what it has read.
     """
 
     path: tyro.conf.Positional[Path]
@@ -106,7 +108,10 @@ class Eval(TextOptions):
     def _check(self) -> tuple[int, ...]:
         """The lengths, or none; UserError for options that do not go together."""
         self.check()
-        for name, value in (("max_tokens", self.max_tokens), ("plot", self.plot)):
+        self.cache_options()
+        cache = None if self.cache == "auto" else self.cache
+        alone = {"max_tokens": self.max_tokens, "plot": self.plot, "cache": cache, "window": self.window}
+        for name, value in alone.items():
             if value is not None and not self.lengths:
                 raise UserError(f"{name}={value} goes with --lengths alone")
         for name, value in (("length", self.length), ("stride", self.stride)):
@@ -125,7 +130,8 @@ class Eval(TextOptions):
             return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
         choose_lengths(config, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
         say_beyond(config, lengths)
-        return {"batch": self.batch, "max_tokens": self.max_tokens}
+        remembered = {"cache": self.cache, "window": self.window, "sinks": self.sinks}
+        return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}
 
     def _by_window(self, config: LlamaConfig, params: Llama, corpus: Corpus, sizes: dict[str, Any]) -> Evaluation:
         from tqdm import tqdm
@@ -147,7 +153,16 @@ class Eval(TextOptions):
         from llama_jax.runs.plot import draw_lengths
 
         bar = partial(tqdm, desc="evaluating", unit=" pieces", leave=False, disable=None)
-        found = evaluate_lengths(config, params, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch, progress=bar)
+        found = evaluate_lengths(
+            config,
+            params,
+            corpus,
+            lengths,
+            max_tokens=self.max_tokens,
+            batch=self.batch,
+            cache=self.cache_options(),
+            progress=bar,
+        )
         for one in found:
             if not math.isfinite(one.loss):
                 raise self.not_finite(f"loss at length={one.length}", one.loss)

@@ -1,4 +1,4 @@
-"""The options of every command that runs a model: which one, how to choose tokens, and in which type."""
+"""The options of every command that runs a model: which one, how to choose tokens, in which type, what to remember."""
 
 from __future__ import annotations
 
@@ -22,7 +22,23 @@ DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class RememberOptions:
+    cache: Literal["auto", "int8"] = "auto"
+    """Keys and values are kept in the type of the weights, or as 8-bit numbers in about a quarter of float32's bytes."""
+    window: int | None = None
+    """See only so many tokens back: the cache then never grows, and the text may become longer than the context."""
+    sinks: int = 0
+    """With --window: so many tokens from the beginning stay seen, which keeps a long text fluent; 4 are usual."""
+
+    def cache_options(self) -> CacheOptions:
+        """How to remember; GenerationError for an impossible value."""
+        from llama_jax.model.cache import CacheOptions
+
+        return CacheOptions(dtype=None if self.cache == "auto" else self.cache, window=self.window, sinks=self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(RememberOptions):
     model: Path | None = None
     """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
     By default the small stories model that comes with the package."""
@@ -42,12 +58,6 @@ class ModelOptions:
     """Start of the random stream; by default taken from the clock and printed."""
     dtype: DTYPES = "auto"
     """Of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
-    cache: Literal["auto", "int8"] = "auto"
-    """Keys and values are kept in the type of the weights, or as 8-bit numbers in about a quarter of float32's bytes."""
-    window: int | None = None
-    """See only so many tokens back: the cache then never grows, and the text may become longer than the context."""
-    sinks: int = 0
-    """With --window: so many tokens from the beginning stay seen, which keeps a long text fluent; 4 are usual."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
 
@@ -68,12 +78,6 @@ class ModelOptions:
         )
         sampling.per_row(1)
         return sampling
-
-    def cache_options(self) -> CacheOptions:
-        """How to remember; GenerationError for an impossible value."""
-        from llama_jax.model.cache import CacheOptions
-
-        return CacheOptions(dtype=None if self.cache == "auto" else self.cache, window=self.window, sinks=self.sinks)
 
     def mesh_sizes(self) -> MeshSizes | None:
         """The sizes of the mesh, or None; MeshError for one that cannot divide the model of a single prompt."""

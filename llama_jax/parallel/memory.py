@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import MeshError
 from llama_jax.inference.generate import LARGEST_PREFILL, DecodeState, Request, decode, prefill
 from llama_jax.inference.placement import placement_of
 from llama_jax.inference.sampling import Sampling
@@ -136,7 +137,13 @@ def train_programs(
 
 
 def decode_programs(
-    config: LlamaConfig, mesh: Mesh, batch: int, capacity: int, *, dtype: jax.typing.DTypeLike = jnp.float32
+    config: LlamaConfig,
+    mesh: Mesh,
+    batch: int,
+    capacity: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    quantized: bool = False,
 ) -> list[Program]:
     """What `generate` runs to fill a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
 
@@ -145,21 +152,27 @@ def decode_programs(
     Args:
       batch: B rows over the whole mesh.
       dtype: of parameters, computation and cache.
+      quantized: the cache is of int8.
 
     Raises:
-      MeshError: the model or the batch cannot be split over the mesh.
+      MeshError: the model or the batch cannot be split over the mesh, or a cache of int8 over `context`.
     """
     sizes = MeshSizes(**mesh.shape)
+    if quantized and sizes.context > 1:
+        raise MeshError(
+            f"mesh {sizes}: prompts that are read over context fill a cache of the parameters' type, not of int8"
+        )
     # As `load` puts a model on a mesh: heads copied and the vocabulary padded where the mesh needs it.
     held, config = laid_out(config, sizes), fitted(config, sizes)
     rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH, "tensor")))
-    placement = shardings(mesh, cache_specs(config, sizes, batch))
+    placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, stacked=False, fitted=True)
     params = _placed(param_shapes(held, dtype, stacked=False), shardings(mesh, specs))
     constrain = placement_of(params)
 
     def cache_of(capacity: int) -> KVCache:
-        return _placed(jax.eval_shape(lambda: init_cache(config, batch, capacity, jnp.dtype(dtype))), placement)
+        kept = jnp.dtype(jnp.int8 if quantized else dtype)
+        return _placed(jax.eval_shape(lambda: init_cache(config, batch, capacity, kept)), placement)
 
     def per_row(dtype: jax.typing.DTypeLike, *rest: int, sharding: Any = rows) -> Any:
         return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=sharding)

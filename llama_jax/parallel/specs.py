@@ -27,6 +27,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.params import Llama, init, unstack
+from llama_jax.ops.quantized import Quantized
 from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import BATCH, check_length, divide_over, ring_attention
@@ -116,11 +117,14 @@ def _left_out(kept: Any) -> bool:
     return isinstance(kept, optax.MaskedNode)
 
 
-def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: bool = False) -> KVCache:
+def cache_specs(
+    config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: bool = False, quantized: bool = False
+) -> KVCache:
     """A `KVCache` of partition specs: rows over `data` and `fsdp`, key/value heads over `tensor`.
 
     Args:
       config: of the model as the mesh holds it, see `fitted`.
+      quantized: of an int8 cache.
 
     Raises:
       MeshError: heads or rows that cannot be split over the mesh.
@@ -128,7 +132,10 @@ def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: b
     _check("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor, config.n_kv_heads)
     rows = batch_spec(sizes, batch)
     layer = P(*rows, "tensor")  # [B, K, S, H]
-    buffers = P(None, *layer) if stacked else (layer,) * config.n_layers
+    if stacked:
+        layer = P(None, *layer)
+    one = Quantized(layer, layer) if quantized else layer
+    buffers = one if stacked else (one,) * config.n_layers
     return KVCache(k=buffers, v=buffers, length=rows)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.inference.generate import LARGEST_PREFILL
-from llama_jax.model.cache import KVCache, init_cache
+from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.params import Llama
 from llama_jax.runs.evaluate import nats_of
@@ -74,6 +74,7 @@ def evaluate_lengths(
     *,
     max_tokens: int | None = None,
     batch: int | None = None,
+    cache: CacheOptions = CacheOptions(),
     progress: Progress | None = None,
 ) -> tuple[LengthLoss, ...]:
     """Loss of the same text in windows of each length, and by position in them.
@@ -97,6 +98,8 @@ def evaluate_lengths(
         all.
       batch: windows that are read at once at every length; by default 1 on a CPU and as many as make up 32,768 tokens
         elsewhere.
+      cache: in which tokens are remembered as in generation: what int8, or a window, costs. Of an int8 cache also the
+        tokens of a piece are read back.
       progress: wraps the range of all pieces, as `tqdm.tqdm` does.
 
     Returns:
@@ -111,7 +114,7 @@ def evaluate_lengths(
     plans = [_plan(length, lengths[-1], len(spans), batch) for length in lengths]
     numbers = range(sum(plan.batches * plan.pieces for plan in plans))
     ticks = iter(progress(numbers) if progress else numbers)
-    found = tuple(_measure(config, params, corpus, spans, plan, ticks) for plan in plans)
+    found = tuple(_measure(config, params, corpus, spans, plan, cache, ticks) for plan in plans)
     next(ticks, None)  # ends the bar
     return found
 
@@ -210,24 +213,36 @@ def piece_nats(
 
 
 _piece_nats = jax.jit(piece_nats, static_argnums=(0, 2), donate_argnums=3)
-_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames="stacked")
+_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("stacked", "window", "sinks"))
 
 
-def empty_cache(config: LlamaConfig, params: Llama, batch: int, capacity: int) -> KVCache:
-    """A cache of the parameters' form and dtype, made on the device."""
+def empty_cache(
+    config: LlamaConfig, params: Llama, batch: int, capacity: int, options: CacheOptions = CacheOptions(), piece: int = 1
+) -> KVCache:
+    """A cache of the parameters' form and dtype, made on the device; with a window, for pieces of so many tokens."""
     stacked = not isinstance(params.blocks, tuple)
-    return _init_cache(config, batch, capacity, params.embedding.dtype, stacked=stacked)
+    dtype = jnp.dtype(options.dtype or params.embedding.dtype)
+    if options.window is not None:
+        capacity = options.sinks + options.window + piece - 1
+    ring = {"window": options.window, "sinks": options.sinks}
+    return _init_cache(config, batch, capacity, dtype, stacked=stacked, **ring)
 
 
 def _measure(
-    config: LlamaConfig, params: Llama, corpus: Corpus, spans: np.ndarray, plan: _Plan, ticks: Iterator[int]
+    config: LlamaConfig,
+    params: Llama,
+    corpus: Corpus,
+    spans: np.ndarray,
+    plan: _Plan,
+    options: CacheOptions,
+    ticks: Iterator[int],
 ) -> LengthLoss:
     """All windows of one length, a batch after the other and each piece by piece; a tick for every piece."""
     starts = (spans[:, None] + np.arange(plan.windows_of_span) * plan.length).reshape(-1)
     by_position = np.zeros(plan.pieces * plan.piece)
     by_window = np.zeros(plan.windows)
     capacity = plan.pieces * plan.piece
-    cache = empty_cache(config, params, plan.batch, capacity)
+    cache = empty_cache(config, params, plan.batch, capacity, options, plan.piece)
 
     def collect(first: int, begin: int, nats: jax.Array) -> None:
         found = np.asarray(nats, np.float64)[: plan.windows - first]

@@ -25,6 +25,7 @@ from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
 from llama_jax.inference.placement import placement_of
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward import unconstrained
 from llama_jax.parallel import serving
 from llama_jax.parallel.fit import fit, fitted
@@ -120,6 +121,16 @@ def test_every_mesh_of_eight_generates_what_one_device_does(text, load, alone):
     config, params = load(text)
     assert params.embedding.sharding.num_devices == 8
     same(llama_jax.generate(config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["data=2,fsdp=2,tensor=2", "tensor=8"])
+@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"window": 6, "sinks": 2}])
+def test_a_cache_that_remembers_less_is_divided_as_well(text, options, params, load):
+    options = {"max_new_tokens": NEW, "sampling": SAMPLING, "cache": CacheOptions(**options)}
+    expected = llama_jax.generate(CONFIG, params, PROMPTS, **options)
+    found = llama_jax.generate(*load(text), PROMPTS, **options)
+    assert [row.tokens for row in found] == [row.tokens for row in expected]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax.config import RopeScaling
 from llama_jax.data import Corpus, DataError
+from llama_jax.model.cache import CacheOptions
 from llama_jax.model.forward import logits
 from llama_jax.runs import lengths as room
 from llama_jax.runs.lengths import LengthLoss, cut_spans, evaluate_lengths
@@ -120,6 +121,23 @@ def test_one_program_for_a_length_and_no_logits_of_a_whole_window(models, monkey
     assert f"2x48x{config.dim}x" not in program
 
 
+def test_what_is_remembered_is_what_generation_remembers(models, monkeypatch):
+    """A window as long as the text changes nothing, a short one does; int8 does little; one cache serves all windows."""
+    monkeypatch.setattr(room, "LARGEST_PREFILL", 16)
+    config, params = models[KIND]
+
+    def by_position(**options):
+        cache = CacheOptions(**options)
+        return evaluate_lengths(config, params, corpus_of([145]), [48], batch=1, cache=cache)[0].by_position
+
+    whole = by_position()
+    np.testing.assert_allclose(by_position(window=48, sinks=2), whole, rtol=1e-4)
+    short = by_position(window=4)
+    np.testing.assert_allclose(short[:4], whole[:4], rtol=1e-4)
+    assert np.abs(short - whole)[4:].max() > 1e-3
+    assert 0 < np.abs(by_position(dtype="int8") - whole).max() < 0.1
+
+
 def test_progress_sees_every_piece_and_its_end(monkeypatch):
     monkeypatch.setattr(room, "LARGEST_PREFILL", 16)
     monkeypatch.setattr(room, "_piece_nats", lambda *arguments: (arguments[3], np.ones(arguments[4].shape)))
@@ -135,7 +153,7 @@ def test_progress_sees_every_piece_and_its_end(monkeypatch):
         def replace(self, length):
             return self
 
-    monkeypatch.setattr(room, "empty_cache", lambda config, params, batch, capacity: Cache())
+    monkeypatch.setattr(room, "empty_cache", lambda *_: Cache())
     (found,) = evaluate_lengths(CONFIG, None, corpus_of([97]), [48], batch=1, progress=progress)
     assert seen == [2 * 3]
     assert ended == [True]
