@@ -176,7 +176,10 @@ def test_a_model_file_is_enough(run, stories_folder):
         (["stories-260k", "--length", "513"], "length=513 exceeds the model's context of 512"),
         (["stories-260k", "--remat", "full"], "--remat full is for --mode train"),
         (["stories-260k", "--cache", "int8", "--mode", "train"], "--cache int8 is for --mode decode"),
-        (["stories-260k", "--cache", "int8", "--mesh", "context=2"], "prompts read over context fill a cache of the param"),
+        (
+            ["stories-260k", "--cache", "int8", "--mesh", "context=2"],
+            "prompts that are read over context fill a cache of the param",
+        ),
         (
             ["stories-260k", "--hardware", "H200"],
             "hardware 'H200' is not in the table; did you mean h200? there are a100-40gb, ",
