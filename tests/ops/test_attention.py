@@ -19,15 +19,16 @@ from llama_jax.ops.attention.rows import mean_of
 from llama_jax.ops.attention.seen import NO_KEY, Seen, places
 
 blockwise = sys.modules["llama_jax.ops.attention.blockwise"]
+SIDE = blockwise._side
 LENGTH, SHAPE = 23, (2, 2, 23, 3, 4)  # more than two blocks of each kind below, the last of them not a whole one
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
-    """Blocks of 3 queries of a group of 3, and of 5 keys."""
+    """Blocks of 2 queries of a group of 3, and of 7 keys, also for few queries."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "QUERY_ROWS", 9)
-        patch.setattr(blockwise, "KEYS", 5)
+        patch.setattr(blockwise, "_side", lambda *_: 7)
+        patch.setattr(blockwise, "FEW_ROWS", 0)
         yield
 
 
@@ -164,8 +165,12 @@ def _whole_and_joined(queries, keys, values, seen):
 class TestMemory:
     @pytest.fixture(autouse=True)
     def real_blocks(self, monkeypatch):
-        monkeypatch.setattr(blockwise, "QUERY_ROWS", 256)
-        monkeypatch.setattr(blockwise, "KEYS", 512)
+        monkeypatch.setattr(blockwise, "_side", SIDE)
+
+    def test_blocks_fit_the_cache_of_a_cpu(self):
+        sides = [SIDE(heads, "cpu") for heads in (1, 4, 8, 16, 48, 4096)]
+        assert sides == [512, 512, 256, 256, 128, 128]
+        assert SIDE(48, "gpu") == 1024
 
     @staticmethod
     def temporaries(length, dtype=jnp.float32):

@@ -8,6 +8,7 @@ computed: of a causal square half, of a window or of packed documents what lies 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +25,10 @@ from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, Seen, visible
 from llama_jax.ops.keeping import keep, restore
 from llama_jax.ops.quantized import Quantized, over_rows
 
-# Sizes of a block of queries (all G of a group together) and of keys, measured in experiments/bench_long_context.py.
-QUERY_ROWS, KEYS = 256, 512
+# On a CPU the scores of a block, of all rows and heads, stay in its cache; elsewhere a block is worth starting its kernels.
+# Measured on a CPU by experiments/bench_long_context.py; on no GPU yet.
+SCORES_IN_CACHE = 2**20
+SMALLEST_SIDE, LARGEST_SIDE, LARGEST_SIDE_ELSEWHERE = 128, 512, 1024
 FEW_ROWS, MORE_KEYS = 16, 2048
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
@@ -209,10 +212,19 @@ class _Blocks:
 
 
 def _blocks_of(queries: jax.Array, keys: jax.Array | Quantized) -> tuple[_Blocks, _Blocks]:
-    """Blocks of queries and of keys; of keys longer ones where there are few queries, so that a block is worth its turn."""
-    *_, new, groups, _ = queries.shape
-    size = MORE_KEYS if new * groups <= FEW_ROWS else KEYS
-    return _Blocks.of(new, max(QUERY_ROWS // groups, 1)), _Blocks.of(keys.shape[-2], size)
+    """Blocks of queries, all of a group together, and of keys: as many scores wide as high, but for few queries."""
+    *batch, new, groups, _ = queries.shape
+    side = _side(math.prod(batch), jax.default_backend())
+    size = MORE_KEYS if new * groups <= FEW_ROWS else side
+    return _Blocks.of(new, max(side // groups, 1)), _Blocks.of(keys.shape[-2], size)
+
+
+def _side(heads: int, platform: str) -> int:
+    """Scores along one side of a block, a power of two."""
+    if platform != "cpu":
+        return LARGEST_SIDE_ELSEWHERE
+    fitting = 1 << (int(math.sqrt(SCORES_IN_CACHE / heads)).bit_length() - 1)
+    return min(max(fitting, SMALLEST_SIDE), LARGEST_SIDE)
 
 
 def _cut(seen: Seen, rows: _Blocks, i: jax.Array, columns: _Blocks, j: jax.Array, *, once: bool = False) -> Seen:
