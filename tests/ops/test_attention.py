@@ -101,6 +101,15 @@ class TestEveryBackendIsTheReference:
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
 
+    @pytest.mark.parametrize("backend", ["rows", "blockwise"])
+    def test_values_of_another_width(self, backend):
+        """As the notebooks give the identity for values, to see the weights."""
+        queries, keys, _ = operands()
+        arrays = queries, keys, jnp.broadcast_to(jnp.eye(LENGTH), (2, 2, LENGTH, LENGTH))
+        found, expected = (value_and_gradients(arrays, way, None) for way in (backend, "reference"))
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
+
     @pytest.mark.parametrize("backend", ["reference", "rows", "blockwise"])
     def test_who_sees_nothing_gives_zeros_and_moves_nothing(self, backend):
         told = {"lengths": jnp.array([[0], [5]])}

@@ -82,7 +82,7 @@ def forward_part(
       The mixture [*batch, T, G, H] and the logarithm of each softmax's denominator [*batch, T, G, 1], both in float32 at
       least; 0 and -inf for a query that sees none of the keys.
     """
-    precise = jnp.promote_types(queries.dtype, jnp.float32)
+    precise, width = jnp.promote_types(queries.dtype, jnp.float32), values.shape[-1]
     rows, columns = _blocks_of(queries, keys)
     first, end = _reach(seen, window, rows, columns)
     arrays = keep((queries, keys, values))  # XLA for CPU slices bits without a copy of the whole, bfloat16 with one
@@ -100,13 +100,13 @@ def forward_part(
             return larger, total, mixed * shrink + mix(weights, value, queries.dtype)
 
         narrow = (*own.shape[:-1], 1)
-        start = jnp.full(narrow, LOWEST, precise), jnp.zeros(narrow, precise), jnp.zeros(own.shape, precise)
+        start = jnp.full(narrow, LOWEST, precise), jnp.zeros(narrow, precise), jnp.zeros((*own.shape[:-1], width), precise)
         largest, total, mixed = lax.fori_loop(first[i], end[i], block_of_keys, start)
         mixed = mixed / jnp.where(total == 0, 1, total)
         normalizer = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
         return rows.put(found[0], mixed, i, -3), rows.put(found[1], normalizer, i, -3)
 
-    empty = jnp.zeros(queries.shape, precise), jnp.zeros((*queries.shape[:-1], 1), precise)
+    empty = jnp.zeros((*queries.shape[:-1], width), precise), jnp.zeros((*queries.shape[:-1], 1), precise)
     return _loop(rows.count, block_of_queries, empty)
 
 
