@@ -256,6 +256,7 @@ def test_training_has_its_share_of_the_time(report, monkeypatch, alone, share):
     assert [request["time_limit"] for request in asked] == pytest.approx([50 * share, 100 * share], rel=0.05)
 
 
+@pytest.mark.slow
 def test_behind_a_candidate_that_does_not_fit_none_is_tried(report, monkeypatch):
     def measure(config, parameters, length, remat, batch, repetitions, rate):
         if remat == "broken":

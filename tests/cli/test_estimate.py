@@ -122,6 +122,7 @@ def test_hardware_bounds_the_time(run):
     assert sum(row["count"] for row in report["least_exchanged"] if row["what"].startswith("weights")) == 2 * CONFIG.n_layers
 
 
+@pytest.mark.slow
 def test_decoding_on_hardware_is_bound_by_the_token(run):
     done = run("stories-260k", "--batch", 2, "--length", 64, "--mesh", "tensor=2", "--hardware", "tpu-v5p")
     assert done.returncode == 0, done.stderr

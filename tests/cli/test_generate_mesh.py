@@ -49,6 +49,7 @@ def test_the_statistics_name_the_mesh(run):
     assert " · mesh data=1,fsdp=1,tensor=2 · bfloat16" in done.stderr
 
 
+@pytest.mark.slow
 def test_chat_over_a_mesh(run):
     done = run("chat", "--max-new-tokens", 4, "--mesh", "tensor=2", input="A cat sat.\n")
     assert done.returncode == 0, done.stderr

@@ -192,6 +192,7 @@ def test_only_changes_are_moved(arguments):
     assert changes_together(words) == [*options, "a=1", "b.c=2"]
 
 
+@pytest.mark.slow
 def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
     folder = Path(shutil.copytree(ended, tmp_path / "run"))
     shutil.rmtree(folder / "checkpoints/4")

@@ -175,6 +175,7 @@ def test_logits_that_are_no_numbers_are_an_error(model):
         llama_jax.generate(config, broken, [[1, 2]], max_new_tokens=3)
 
 
+@pytest.mark.slow
 def test_under_x64_the_tokens_are_the_same(model):
     want = llama_jax.generate(*model, PROMPTS[:2], max_new_tokens=NEW)
     with jax.enable_x64(True):

@@ -33,6 +33,7 @@ def test_a_window_as_long_as_the_text_changes_nothing(model):
     assert tokens_of(run(cache=CacheOptions(window=30, sinks=2))) == tokens_of(run())
 
 
+@pytest.mark.slow
 def test_a_row_of_a_batch_gets_what_it_gets_alone_and_goes_beyond_the_context(model):
     config, params = model
     run = partial(llama_jax.generate, config, params, max_new_tokens=100, cache=CacheOptions(window=16, sinks=2))

@@ -108,6 +108,7 @@ def test_a_future_token_cannot_change_a_past_logit(models):
         assert (got[:, t:] != want[:, t:]).any()
 
 
+@pytest.mark.slow
 def test_no_gradient_reaches_a_future_token(models):
     """d logits[t] / d embedding of token s is zero exactly where s > t."""
     config, params = models["gqa"]

@@ -127,7 +127,7 @@ def test_every_slot_knows_its_position(sinks, ring, length, new):
     assert [written[slot] for slot in each] == list(range(length, length + new))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_int8(model, tokens, stacked):
     """Near to float32 (each key and value within 1/254 of its head's largest), and the next tokens fit on."""
     config, params = model

@@ -130,6 +130,7 @@ class TestEveryBackendIsTheReference:
             assert ours.dtype == jnp.bfloat16
             assert jnp.linalg.norm(ours - theirs) < 0.02 * jnp.linalg.norm(theirs)
 
+    @pytest.mark.slow
     @settings(max_examples=5)  # each is a compilation
     @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(0, 99))
     def test_any_size(self, new, before, groups, seed):

@@ -208,6 +208,9 @@ def plain_attention(q, k, v, positions, scale):
     return out
 
 
+half_scaled = jax.jit(partial(ops.attention, scale=0.5))
+
+
 class TestAttention:
     @settings(max_examples=10)  # each is a compilation
     @given(sizes, sizes, sizes, sizes, st.sampled_from([0, 6]), seeds)
@@ -217,7 +220,7 @@ class TestAttention:
         v = normal(seed + 2, batch, heads, slots, 4)
         start = np.random.default_rng(seed).integers(0, before + 1, batch)
         positions = start[:, None] + np.arange(time)
-        got = ops.attention(q, k, v, jnp.asarray(positions)[:, None], scale=0.5)
+        got = half_scaled(q, k, v, jnp.asarray(positions)[:, None])
         np.testing.assert_allclose(got, plain_attention(q, k, v, positions, 0.5), rtol=1e-4, atol=1e-5)
 
     @given(sizes, seeds)
@@ -229,20 +232,19 @@ class TestAttention:
         scores = np.where(np.tril(np.ones((time, time), bool)), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         want = np.einsum("nts,nsh->nth", weights / weights.sum(-1, keepdims=True), v)
-        got = ops.attention(q[None, :, :, None], k[None], v[None], jnp.arange(time)[None, None], scale=0.5)
+        got = half_scaled(q[None, :, :, None], k[None], v[None], jnp.arange(time)[None, None])
         np.testing.assert_allclose(got[0, :, :, 0], want, rtol=1e-4, atol=1e-5)
 
     @given(st.integers(1, 3), st.integers(1, 4), seeds)
     def test_a_group_equals_repeated_keys_and_values(self, heads, group, seed):
         q, k, v = normal(seed, 1, heads, 5, group, 4), normal(seed + 1, 1, heads, 5, 4), normal(seed + 2, 1, heads, 5, 4)
         positions = jnp.arange(5)[None, None]
-        grouped = ops.attention(q, k, v, positions, scale=0.5)
-        alone = ops.attention(
+        grouped = half_scaled(q, k, v, positions)
+        alone = half_scaled(
             q.transpose(0, 1, 3, 2, 4).reshape(1, heads * group, 5, 1, 4),
             np.repeat(k, group, axis=1),
             np.repeat(v, group, axis=1),
             positions,
-            scale=0.5,
         )
         want = alone.reshape(1, heads, group, 5, 4).transpose(0, 1, 3, 2, 4)
         np.testing.assert_allclose(grouped, want, rtol=1e-5, atol=1e-6)

@@ -63,6 +63,7 @@ def on_all():
     return pmap_step(STEP, jax.devices())
 
 
+@pytest.mark.slow
 def test_one_step_has_the_loss_and_the_gradients_of_jit(alone, on_all):
     batch = packed(0)
     expected, metrics = alone(start(), batch)

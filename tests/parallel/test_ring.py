@@ -232,7 +232,7 @@ def on_mesh(config, sizes, params):
 @pytest.mark.parametrize(
     ("sizes", "scaling"),
     [
-        (MeshSizes(data=2, context=2, tensor=2), None),
+        pytest.param(MeshSizes(data=2, context=2, tensor=2), None, marks=pytest.mark.slow),
         pytest.param(
             MeshSizes(context=2, tensor=4),  # which copies heads
             RopeScaling(kind="dynamic", factor=2.0, original_max_seq_len=8),

@@ -120,6 +120,7 @@ def test_a_small_batch_is_cheaper_to_send_than_the_embedding():
     assert "all-to-all" not in kinds(80_000)
 
 
+@pytest.mark.slow
 def test_the_compiled_step_gathers_its_weights_as_rarely_as_the_least():
     sizes = MeshSizes(fsdp=4)
     mesh = make_mesh(sizes)

@@ -36,8 +36,9 @@ CONFIG = LlamaConfig(
 ROWS, LENGTH, STEPS = 8, 16, 10
 OPTIMIZER = adamw(1e-3)
 # The other ways to split eight devices combine these.
-QUICK = [MeshSizes(1, 1, 8), MeshSizes(1, 1, 2, 4)]
+QUICK = [MeshSizes(1, 1, 2, 4)]
 SLOW = [
+    MeshSizes(1, 1, 8),
     MeshSizes(2, 2, 2),
     MeshSizes(8),
     MeshSizes(1, 8),
