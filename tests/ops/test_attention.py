@@ -3,6 +3,7 @@
 import logging
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,10 @@ from llama_jax.ops.attention.seen import NO_KEY, Seen, places
 
 blockwise = sys.modules["llama_jax.ops.attention.blockwise"]
 SIDE = blockwise._side
+H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0")
+T4 = SimpleNamespace(platform="gpu", device_kind="NVIDIA T4", compute_capability="7.5")
+AMD = SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X")
+TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5p")
 LENGTH, SHAPE = 23, (2, 2, 23, 3, 4)  # more than two blocks of each kind below, the last of them not a whole one
 
 
@@ -241,7 +246,7 @@ class TestChoice:
 
     def test_a_kernel_that_refuses_leaves_its_reason_in_the_log(self, caplog, monkeypatch):
         ops.attention.__globals__["_announce"].cache_clear()
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [H100])
         with caplog.at_level(logging.INFO, "llama_jax.attention"):
             ops.attention(*operands(), scale=1.0)
         assert caplog.messages == ["attention: rows (cudnn computes in bfloat16 or float16, not in float32)"]
@@ -250,13 +255,19 @@ class TestChoice:
         queries = jnp.zeros((1, 2, 128, 2, 64), jnp.bfloat16)
         seen = Seen(jnp.zeros((1, 1, 128), jnp.int32), jnp.zeros((1, 1, 128), jnp.int32))
         packed = seen._replace(query_segments=seen[0], key_segments=seen[0])
-        assert cudnn_refuses(queries, seen, True, "gpu") is None
-        assert "whole rows" in cudnn_refuses(queries, seen, False, "gpu")
-        assert "segments" in cudnn_refuses(queries, packed, True, "gpu")
-        assert "features" in cudnn_refuses(jnp.zeros((1, 2, 4, 2, 100), jnp.bfloat16), seen, True, "gpu")
-        assert "whole rows" in splash_refuses(queries, False, "tpu")
-        assert "128" in splash_refuses(queries[:, :, :100], True, "tpu")
-        assert "one device" in splash_refuses(queries, True, "tpu")
+        assert cudnn_refuses(queries, seen, True, H100) is None
+        assert "whole rows" in cudnn_refuses(queries, seen, False, H100)
+        assert "segments" in cudnn_refuses(queries, packed, True, H100)
+        assert "features" in cudnn_refuses(jnp.zeros((1, 2, 4, 2, 100), jnp.bfloat16), seen, True, H100)
+        assert "compute capability 8.0" in cudnn_refuses(queries, seen, True, T4)
+        assert "this is AMD" in cudnn_refuses(queries, seen, True, AMD)
+        assert "whole rows" in splash_refuses(queries, False, TPU)
+        assert "128" in splash_refuses(queries[:, :, :100], True, TPU)
+        assert "one device" in splash_refuses(queries, True, TPU)
+
+    def test_a_window_of_nothing(self):
+        with pytest.raises(ConfigError, match=r"window=0 must be at least 1"):
+            ops.attention(*operands(), scale=1.0, window=0)
 
 
 class TestKernels:

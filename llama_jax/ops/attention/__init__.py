@@ -50,7 +50,7 @@ def attention(
         "blockwise".
       query_positions: int[*batch, T], batch axes of size 1 broadcast. Keys after a query's own position are not seen: that
         one comparison is the causal mask and hides the empty or padded end of a cache as well. None where query t is the
-        one of slot t, T = S: what is after a block of queries is then not even computed.
+        one of slot t: what is after a block of queries is then not even computed.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
       key_positions: int[*batch, S], where the key of each slot stands, 2**31 - 1 for an empty slot; None where slot s holds
         position s.
@@ -66,9 +66,11 @@ def attention(
       [*batch, T, G, H] in the dtype of `queries`; softmax in float32. Zeros for a query that sees nothing.
 
     Raises:
-      ConfigError: an unknown backend, or one that cannot compute this.
+      ConfigError: an unknown backend, or one that cannot compute this; a window of nothing.
     """
-    ordered = query_positions is None and key_positions is None
+    if window is not None and window < 1:
+        raise ConfigError(f"window={window} must be at least 1: a token sees itself")
+    ordered = query_positions is None and key_positions is None and queries.shape[-3] == keys.shape[-2]
     seen = places(queries, keys, query_positions, key_positions, segments, lengths)
     backend = _choose(queries, keys, seen, ordered, backend)
     if backend == "blockwise":
@@ -128,10 +130,11 @@ def _choose(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, ordered
         raise ConfigError(f"attention backend={backend!r} reads no quantized keys; rows and blockwise do")
     if backend in ("reference", "rows", "blockwise"):
         return backend
-    platform = jax.default_backend()
+    device = jax.devices()[0]
+    platform = device.platform
     refusals = {
-        "cudnn": cudnn_refuses(queries, seen, ordered, platform),
-        "splash": splash_refuses(queries, ordered, platform),
+        "cudnn": cudnn_refuses(queries, seen, ordered, device),
+        "splash": splash_refuses(queries, ordered, device),
     }
     if backend in refusals:
         if refusals[backend]:

@@ -10,11 +10,13 @@ from llama_jax.ops.attention.seen import Seen
 LANES = 128  # a TPU kernel's blocks are multiples of it
 
 
-def cudnn_refuses(queries: jax.Array, seen: Seen, ordered: bool, platform: str) -> str | None:
+def cudnn_refuses(queries: jax.Array, seen: Seen, ordered: bool, device: jax.Device) -> str | None:
     """Why `cudnn` cannot compute this, or None where it can."""
     head_dim = queries.shape[-1]
-    if platform not in ("gpu", "cuda"):
-        return f"cudnn needs an NVIDIA GPU, this is {platform}"
+    if "NVIDIA" not in device.device_kind:
+        return f"cudnn needs an NVIDIA GPU, this is {device.device_kind}"
+    if float(getattr(device, "compute_capability", 0)) < 8:
+        return f"cudnn's attention needs compute capability 8.0, {device.device_kind} has {device.compute_capability}"
     if queries.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn computes in bfloat16 or float16, not in {queries.dtype}"
     if queries.ndim != 5 or not ordered:
@@ -41,11 +43,11 @@ def cudnn(queries: jax.Array, keys: jax.Array, values: jax.Array, *, scale: floa
     return mixed.reshape(batch, new, heads, groups, width).swapaxes(1, 2)
 
 
-def splash_refuses(queries: jax.Array, ordered: bool, platform: str) -> str | None:
+def splash_refuses(queries: jax.Array, ordered: bool, device: jax.Device) -> str | None:
     """Why `splash` cannot compute this, or None where it can."""
     new, head_dim = queries.shape[-3], queries.shape[-1]
-    if platform != "tpu":
-        return f"splash needs a TPU, this is {platform}"
+    if device.platform != "tpu":
+        return f"splash needs a TPU, this is {device.device_kind}"
     if queries.ndim != 5 or not ordered:
         return "splash has whole rows only: query t at slot t, with a batch axis"
     if new % LANES or head_dim % 64:
