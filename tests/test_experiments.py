@@ -1,7 +1,11 @@
 """The studies of training run from end to end, small, and write what they say; their laws are found again where known."""
 
 import json
+import math
+import re
+from dataclasses import replace
 
+import context_extension
 import numpy as np
 import pytest
 import scaling
@@ -10,6 +14,7 @@ import stories
 import three_ways
 
 from llama_jax.runs import recipes
+from llama_jax.tokenizers.making import byte_tokenizer
 
 WORDS = "the lion and the mouse, said Lily; a tree in the garden of the king: who goes there? nobody, my lord."
 
@@ -92,6 +97,80 @@ def test_scaling(text, tmp_path, capsys):
     before = arguments.output.read_text()
     scaling.main(arguments)  # of what is finished nothing runs again
     assert arguments.output.read_text() == before
+
+
+def test_rows_of_the_context_extension(text):
+    """A key comes twice and all is to be predicted; rows that repeat themselves are, from the second time on."""
+    tokenizer = byte_tokenizer()
+    book, held = context_extension.read_book(text, context_extension.SIZES["test"], tokenizer)
+    assert bytes(np.concatenate([book.tokens, held.tokens]).astype(np.uint8) - 3) == text.read_bytes()
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        tokens, mask = context_extension.page(random, book, tokenizer, 64, "passkey")
+        assert tokens.shape == mask.shape == (65,)
+        keys = re.findall(rb" #(\d{4})#", bytes(tokens.astype(np.uint8) - 3))
+        assert len(keys) == 2
+        assert keys[0] == keys[1]
+        assert mask.all()
+        tokens, mask = context_extension.repetition(random, 64)
+        period = int(mask.argmax())
+        np.testing.assert_array_equal(tokens[period:], tokens[:-period])
+    first, again, other = (
+        next(context_extension.batches(book, tokenizer, 4, 64, range(7, 9), 0, seed)).tokens for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_the_verdicts_are_those_of_the_numbers():
+    size = context_extension.Size(8, 1, 64, factors=(2, 4))
+
+    def found(way, factor, stage, loss=2.0, within=1.0, passkey=0.5):
+        return context_extension.Found(way, factor, stage, loss, loss, within, [loss], passkey, 0.0, [passkey], 0.0)
+
+    losses = {"none": 3.0, "linear": 1.5, "ntk": 1.4, "dynamic": 1.6, "by_parts": 1.3, "yarn": 1.2}
+    rows = [found("none", 1, "zero-shot", 1.0, passkey=0.9)]
+    for way, loss in losses.items():
+        keys = 0.8 if way == "yarn" else 0.2
+        rows.append(found(way, 2, "zero-shot", loss, 1.2 if way == "linear" else 1.0, keys))
+        rows.append(found(way, 4, "zero-shot", 1.2 if way == "ntk" else loss, 1.0, keys))
+        rows += [found(way, factor, "continued", math.nan if (way, factor) == ("yarn", 4) else loss) for factor in (2, 4)]
+    said = {claim: verdict for claim, verdict, _ in context_extension.verdicts(size, rows)}
+
+    def of(words):
+        [verdict] = [verdict for claim, verdict in said.items() if words in claim]
+        return verdict
+
+    assert of("extrapolation is poor") == "holds"
+    assert of("loses high frequencies") == "holds at 2L; undecided at 4L"
+    assert of("YaRN has the least loss of all") == "holds at 2L; undecided at 4L"
+    assert of("repairs interpolation") == "does not hold"
+    assert of("YaRN has the least loss after") == "holds at 2L; does not hold at 4L"  # nan is not a success
+    assert of("Zero-shot YaRN finds the key") == "holds"
+    assert of("YaRN finds the key more often than all others after") == "undecided"
+
+
+@pytest.mark.slow
+def test_context_extension(text, tmp_path, capsys):
+    arguments = context_extension.Arguments("test", text, workdir=tmp_path / "runs", output=tmp_path / "found.json")
+    context_extension.main(arguments)
+    found = json.loads(arguments.output.read_text())
+    assert len(found["found"]) == 1 + 2 * len(context_extension.WAYS)
+    assert all(0 < one["loss"] < 6 for one in found["found"])
+    assert len({one["loss"] for one in found["found"] if one["stage"] == "zero-shot"}) == 7  # every scaling does something
+    assert len(found["verdicts"]) == 11
+    table = arguments.output.with_suffix(".md").read_text()
+    assert all(f"| {way} |" in table for way in context_extension.WAYS)
+    assert arguments.output.with_suffix(".png").stat().st_size > 10_000
+    assert "zero-shot" in capsys.readouterr().out
+    context_extension.main(arguments)  # of what is finished nothing runs again
+    assert json.loads(arguments.output.read_text())["found"] == found["found"]
+    with pytest.raises(SystemExit, match="is of another run; remove it"):
+        context_extension.main(replace(arguments, seed=1))
+    with pytest.raises(SystemExit, match="is too short"):
+        context_extension.main(replace(arguments, size="cpu"))
+    with pytest.raises(SystemExit, match="is not there"):
+        context_extension.main(replace(arguments, text=tmp_path / "none.txt", workdir=tmp_path / "other"))
 
 
 @pytest.mark.slow

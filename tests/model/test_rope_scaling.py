@@ -197,7 +197,7 @@ def test_a_decoding_row_goes_by_its_length_so_far(by_length):
 
 def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
     config = replace(ROPES["dynamic"], n_layers=1, hidden_dim=16)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    params = params_of(config, make_goldens.random_tensors(config))
     prompt = np.random.default_rng(6).integers(0, config.vocab_size, 40).tolist()
     hidden, _ = jit_forward(config, params, np.array([prompt], np.int32))
     logprobs = jax.nn.log_softmax(unembed(config, params, hidden[0, -1]))

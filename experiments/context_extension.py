@@ -1,0 +1,630 @@
+"""Context extension: how a small Llama trained at length L reads 2 L, 4 L and 8 L under each scaling of its frequencies.
+
+    python experiments/context_extension.py                about 25 minutes on two cores; goes on where it was stopped
+    python experiments/context_extension.py --size gpu     a larger model and context, minutes on a GPU
+    python experiments/context_extension.py --size test    figures without meaning, to see that it works
+
+One model is trained at length L on a book, byte by byte. Then each way of stretching its rotary frequencies is tried at
+each of the longer lengths: as it is ("zero-shot"), and after a short continued training at that length, which starts from
+the same model, reads the same batches and differs in nothing but the scaling. The ways are
+
+    none       the model as it is
+    linear     position interpolation (Chen et al. 2023), factor = length / L
+    ntk        NTK-aware, a larger theta (Peng et al. 2023, section 3.1), likewise
+    dynamic    the same by the length of each sequence, with transformers' formula and factor 2 at all lengths: it needs no
+               setting for the length, and changes nothing up to L
+    by_parts   NTK-by-parts (section 3.2), factor = length / L
+    yarn       YaRN (section 3.4): the same with sharper attention
+
+Measured are the loss of held-back pages of the book by position, the price of a scaling for what is no longer than L, and
+whether a pass key of four digits is found (Mohtashami and Jaggi 2023, section 4.2). What the literature claims is held
+against the numbers, and the verdicts are written as the numbers fall.
+
+A model of this size does not learn to look up a number from a book alone. So it reads passkey-like text as well: first rows
+of random letters that repeat themselves, from which it learns to continue what it has seen before (Olsson et al. 2022,
+induction heads); then pages of the book among which some have a number such as #4821# that comes once more, and some such
+rows. So does the continued training, at its own length. Retrieval beyond L is thus not asked of a model that could not do it
+within L, but neither is it what a model learns from books.
+
+theta makes seven tenths of the pairs of features turn at least once within L, as in Llama 2; with the usual 10,000 most of
+them never would within so short a context, and there would be little to stretch. YaRN's and by_parts' 32 turns are the
+authors', found for contexts of thousands of tokens: within a short one only the first pairs turn so often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import tyro
+
+from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.training.optimizer import OptimizerSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from llama_jax.data import Corpus
+    from llama_jax.model.params import Llama
+    from llama_jax.tokenizers import Tokenizer
+    from llama_jax.training.batch import Batch
+
+ROOT = Path(__file__).parents[1]
+TEXT = ROOT.parent / "shared" / "data" / "text" / "war-and-peace.txt"
+HEAD_DIM = 32
+TURNING = 0.7  # share of the pairs of features that turn at least once within L: Llama 2's
+DIGITS = 4
+STATEMENT, QUESTION = "#{key}#", "#{key}"
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+SYMBOLS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789#."  # of rows that repeat themselves
+SHARES = {"book": 0.5, "passkey": 0.3, "repetition": 0.2}  # of the rows, but for the first steps
+WARM_UP = 20  # steps of the continued training
+TIE = 0.01  # nats; smaller differences decide nothing
+EQUAL_SHARES = 0.1  # likewise of keys found: two standard errors of a hundred trials
+
+WAYS: dict[str, Callable[[float, int], RopeScaling | None]] = {
+    "none": lambda factor, length: None,
+    "linear": lambda factor, length: RopeScaling("linear", factor),
+    "ntk": lambda factor, length: RopeScaling("ntk", factor),
+    "dynamic": lambda factor, length: RopeScaling("dynamic", 2.0, original_max_seq_len=length),
+    "by_parts": lambda factor, length: RopeScaling("by_parts", factor, original_max_seq_len=length),
+    "yarn": lambda factor, length: RopeScaling("yarn", factor, original_max_seq_len=length),
+}
+STAGES = {"zero-shot": "zero-shot", "continued": "after continued training"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained, and how much is measured.
+
+    Attributes:
+      dim, layers: of the model.
+      length: L.
+      factors: how many times longer the others are.
+      tokens: of a batch.
+      repetition_steps, steps: of the training at L: rows that repeat themselves alone, and all kinds.
+      continued_steps: at each longer length.
+      learning_rate: of the training; the continued one has a third.
+      measured_tokens: of the book, for each loss.
+      trials: of the pass key at each depth; a multiple of ten hides each key as often.
+      rows: that are measured at once.
+      dtype: of the computation in training.
+    """
+
+    dim: int
+    layers: int
+    length: int
+    factors: tuple[int, ...] = (2, 4, 8)
+    tokens: int = 4096
+    repetition_steps: int = 600
+    steps: int = 1800
+    continued_steps: int = 60
+    learning_rate: float = 1e-3
+    measured_tokens: int = 65_536
+    trials: int = 20
+    rows: int = 8
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+SIZES = {
+    "test": Size(
+        32,
+        1,
+        64,
+        factors=(2,),
+        tokens=256,
+        repetition_steps=3,
+        steps=5,
+        continued_steps=2,
+        measured_tokens=1024,
+        trials=2,
+        rows=4,
+    ),
+    "cpu": Size(128, 4, 128),
+    "gpu": Size(
+        512,
+        8,
+        512,
+        tokens=65_536,
+        repetition_steps=1000,
+        steps=6000,
+        continued_steps=200,
+        measured_tokens=262_144,
+        trials=40,
+        rows=16,
+        dtype="bfloat16",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to run."""
+
+    size: Literal["cpu", "gpu", "test"] = "cpu"
+    """How large all is: for two cores, for a GPU, or only to see that it works."""
+    text: Path = TEXT
+    """A book; the last tenth is held back."""
+    seed: int = 0
+    """Of the parameters and of all that is drawn."""
+    workdir: Path = ROOT / "build" / "context_extension"
+    """Of the trained model and what is measured already; each is made once."""
+    output: Path | None = None
+    """Numbers, as JSON; beside it a table, as Markdown, and a picture, as PNG. By default in experiments/results."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured of one way, at one length, at one stage.
+
+    Attributes:
+      way, factor, stage: which.
+      loss: nats per byte in windows of factor * L.
+      last_quarter: likewise, of the last quarter of each window.
+      loss_within: of the same text in windows of L, under the same scaling.
+      by_position: loss over windows of factor * L, mean of every L / 8 positions.
+      passkey: share of the keys that greedy decoding finds at that length.
+      margin: mean logarithm of a key's probability over that of other keys.
+      by_depth: `passkey` by `DEPTHS`.
+      seconds: of it all.
+    """
+
+    way: str
+    factor: int
+    stage: str
+    loss: float
+    last_quarter: float
+    loss_within: float
+    by_position: list[float]
+    passkey: float
+    margin: float
+    by_depth: list[float]
+    seconds: float
+
+
+def config_of(size: Size) -> LlamaConfig:
+    """The model that is trained at L."""
+    from llama_jax.tokenizers.making import BYTE_VOCABULARY
+
+    return LlamaConfig(
+        vocab_size=-(-BYTE_VOCABULARY // 64) * 64,
+        dim=size.dim,
+        n_layers=size.layers,
+        n_heads=size.dim // HEAD_DIM,
+        n_kv_heads=size.dim // HEAD_DIM,
+        hidden_dim=size.dim * 8 // 3 // 8 * 8,
+        max_seq_len=size.length,
+        norm_eps=1e-5,
+        # A pair at share x of all turns L / (2 pi theta ** x) times: once at x = TURNING.
+        rope_theta=round((size.length / (2 * math.pi)) ** (1 / TURNING), 1),
+        tie_embeddings=True,
+    )
+
+
+def extended(config: LlamaConfig, way: str, factor: int) -> LlamaConfig:
+    """The same model for contexts that are `factor` times as long."""
+    scaling = WAYS[way](float(factor), config.max_seq_len)
+    return replace(config, max_seq_len=factor * config.max_seq_len, rope_scaling=scaling)
+
+
+def batches(
+    corpus: Corpus, tokenizer: Tokenizer, rows: int, length: int, steps: range, only_repetition: int, seed: int
+) -> Iterator[Batch]:
+    """Batches of a training: each depends on the seed, the length and the number of the step alone.
+
+    Args:
+      steps: their numbers; those below `only_repetition` have nothing but rows that repeat themselves.
+    """
+    from llama_jax.training.batch import Batch
+
+    kinds, shares = list(SHARES), list(SHARES.values())
+    for step in steps:
+        random = np.random.default_rng([seed, length, step])
+        made = []
+        for _ in range(rows):
+            kind = "repetition" if step < only_repetition else str(random.choice(kinds, p=shares))
+            repeats = kind == "repetition"
+            made.append(repetition(random, length) if repeats else page(random, corpus, tokenizer, length, kind))
+        yield Batch(np.stack([tokens for tokens, _ in made]), mask=np.stack([mask for _, mask in made]))
+
+
+def repetition(random: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Letters by chance, over and over: int32[T + 1], and which are to be predicted: all but the first time."""
+    period = int(random.integers(8, length // 2))
+    symbols = np.frombuffer(SYMBOLS, np.uint8).astype(np.int32) + 3
+    return np.resize(random.choice(symbols, period), length + 1), np.arange(length + 1) >= period
+
+
+def page(
+    random: np.random.Generator, corpus: Corpus, tokenizer: Tokenizer, length: int, kind: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """A piece of the book int32[T + 1], for "passkey" with a number in it that comes once more; all is to be predicted."""
+    first = int(random.integers(corpus.token_count - length))
+    tokens = corpus.tokens[first : first + length + 1].astype(np.int32)
+    if kind == "passkey":
+        key = str(random.integers(10 ** (DIGITS - 1), 10**DIGITS))
+        said = np.array(tokenizer.encode(" " + STATEMENT.replace("{key}", key), bos=False), np.int32)
+        places = np.sort(random.integers(0, length + 2 - 2 * len(said), 2))
+        before, between, behind = np.split(tokens[: length + 1 - 2 * len(said)], places)
+        tokens = np.concatenate([before, said, between, said, behind])
+    return tokens, np.ones(length + 1, bool)
+
+
+def train(
+    config: LlamaConfig,
+    params: Llama,
+    size: Size,
+    settings: OptimizerSettings,
+    steps: int,
+    source: Iterator[Batch],
+    say: Callable[[int, float], None] = lambda step, loss: None,
+) -> Llama:
+    """The parameters after so many steps; an error where the loss was not finite."""
+    import jax
+
+    from llama_jax.training.optimizer import make_optimizer
+    from llama_jax.training.step import init_state, train_step
+
+    optimizer = make_optimizer(settings, steps)
+    step = partial(train_step, config, optimizer, clip_norm=settings.clip_norm, dtype=size.dtype)
+    compiled = jax.jit(step, donate_argnums=0)
+    state = init_state(optimizer, jax.tree.map(jax.numpy.copy, params))
+    for number, batch in enumerate(source, 1):
+        state, metrics = compiled(state, batch)
+        if number % max(steps // 12, 1) == 0:
+            say(number, float(metrics["loss"]))
+    if int(state.skipped):
+        raise SystemExit(f"{int(state.skipped)} steps had no finite gradients; lower the learning rate")
+    return state.params
+
+
+def measure(
+    config: LlamaConfig,
+    params: Llama,
+    size: Size,
+    held: Corpus,
+    tokenizer: Tokenizer,
+    seed: int,
+    way: str,
+    factor: int,
+    stage: str,
+) -> Found:
+    """Loss and retrieval at factor * L."""
+    from llama_jax.runs.lengths import evaluate_lengths
+    from llama_jax.runs.needle import needle
+
+    began = time.perf_counter()
+    lengths = sorted({size.length, factor * size.length})
+    found = evaluate_lengths(config, params, held, lengths, max_tokens=size.measured_tokens, batch=size.rows)
+    keys = needle(
+        config,
+        params,
+        tokenizer,
+        held.tokens,
+        lengths=[lengths[-1]],
+        depths=DEPTHS,
+        trials=size.trials,
+        seed=seed,
+        statement=STATEMENT,
+        question=QUESTION,
+        digits=DIGITS,
+        batch=size.rows,
+    )
+    return Found(
+        way,
+        factor,
+        stage,
+        found[-1].loss,
+        found[-1].last_quarter,
+        found[0].loss,
+        found[-1].by_position.reshape(-1, size.length // 8).mean(axis=1).tolist(),
+        float(keys.grid("exact").mean()),
+        float(keys.grid("margin").mean()),
+        keys.grid("exact")[:, 0].tolist(),
+        time.perf_counter() - began,
+    )
+
+
+def read_book(path: Path, size: Size, tokenizer: Tokenizer) -> tuple[Corpus, Corpus]:
+    """What is trained on, and the last tenth, each in one piece."""
+    from llama_jax.data import Corpus
+
+    if not path.is_file():
+        raise SystemExit(f"--text {path} is not there; give a book as a text file")
+    content = path.read_bytes()
+    tokens = np.array(tokenizer.encode(content.decode("utf-8", "replace"), bos=False), np.uint16)
+    cut = len(tokens) - len(tokens) // 10
+    longest = size.length * max(size.factors)
+    if len(tokens) - cut <= size.measured_tokens + longest:
+        raise SystemExit(
+            f"--text {path} is too short: its last tenth has {len(tokens) - cut:,} bytes, and more than"
+            f" {size.measured_tokens + longest:,} are measured; give a longer one"
+        )
+    digest = hashlib.sha256(content).hexdigest()
+
+    def whole(part: np.ndarray) -> Corpus:
+        return Corpus(part, np.array([0]), np.array([len(part)]), np.array([len(part)]), tokenizer.vocab_size, digest)
+
+    return whole(tokens[:cut]), whole(tokens[cut:])
+
+
+class Notes:
+    """What is measured already, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found = [Found(**one) for one in json.loads(path.read_text())] if path.exists() else []
+
+    def of(self, way: str, factor: int, stage: str) -> Found | None:
+        return next((one for one in self.found if (one.way, one.factor, one.stage) == (way, factor, stage)), None)
+
+    def add(self, one: Found) -> None:
+        self.found.append(one)
+        self.path.write_text(json.dumps([asdict(one) for one in self.found], indent=1))
+
+
+def prepare(arguments: Arguments) -> Path:
+    """The folder of this run; an end where it holds another."""
+    folder = arguments.workdir / arguments.size
+    folder.mkdir(parents=True, exist_ok=True)
+    mine = {"size": asdict(SIZES[arguments.size]), "seed": arguments.seed, "text": str(arguments.text.resolve())}
+    settings = folder / "settings.json"
+    if settings.exists() and json.loads(settings.read_text()) != json.loads(json.dumps(mine)):
+        raise SystemExit(f"{folder} is of another run; remove it, or give another --workdir")
+    settings.write_text(json.dumps(mine, indent=1))
+    return folder
+
+
+def run_all(arguments: Arguments, folder: Path) -> list[Found]:
+    """The model, and all that is measured of it, of which what the folder has is taken from there; a line for each."""
+    import jax
+
+    import llama_jax
+    from llama_jax.tokenizers.making import byte_tokenizer
+
+    size, tokenizer = SIZES[arguments.size], byte_tokenizer()
+    config = config_of(size)
+    corpus, held = read_book(arguments.text, size, tokenizer)
+    notes = Notes(folder / "found.json")
+    make = partial(batches, corpus, tokenizer, seed=arguments.seed)
+
+    base = folder / "model"
+    if base.exists():
+        params = llama_jax.load(base, "float32").params
+    else:
+        print(f"training {llama_jax.parameter_count(config):,} parameters at length {size.length}", flush=True)
+        began, steps = time.perf_counter(), size.repetition_steps + size.steps
+
+        def say(step: int, loss: float) -> None:
+            kind = "repetition alone" if step <= size.repetition_steps else "all kinds of rows"
+            print(f"step {step:>5} of {steps}  loss {loss:.3f}  {kind}  {time.perf_counter() - began:.0f} s", flush=True)
+
+        settings = OptimizerSettings(learning_rate=size.learning_rate, warmup_steps=min(50, steps // 4), b2=0.99)
+        source = make(size.tokens // size.length, size.length, range(steps), size.repetition_steps)
+        trained = train(config, llama_jax.init(config, jax.random.key(arguments.seed)), size, settings, steps, source, say)
+        llama_jax.save(base, config, llama_jax.unstack(trained), None)
+        params = llama_jax.load(base, "float32").params
+    stacked = llama_jax.stack(params)
+
+    print(
+        f"{'way':<10}{'length':>7} {'stage':<11}{'loss':>8}{'end':>8}{'within L':>10}{'keys':>7}{'margin':>8}{'seconds':>9}"
+    )
+    plan = [("none", 1, "zero-shot")] + [(way, f, stage) for f in size.factors for way in WAYS for stage in STAGES]
+    for way, factor, stage in plan:
+        found = notes.of(way, factor, stage)
+        if found is None:
+            longer, measured = extended(config, way, factor), stacked
+            if stage == "continued":
+                first = size.repetition_steps + size.steps  # other batches than those of the training
+                source = make(
+                    max(size.tokens // (factor * size.length), 1),
+                    factor * size.length,
+                    range(first, first + size.continued_steps),
+                    0,
+                )
+                settings = OptimizerSettings(
+                    learning_rate=size.learning_rate / 3,
+                    warmup_steps=min(WARM_UP, size.continued_steps // 2),
+                    b2=0.99,
+                )
+                measured = train(longer, stacked, size, settings, size.continued_steps, source)
+            found = measure(longer, measured, size, held, tokenizer, arguments.seed, way, factor, stage)
+            notes.add(found)
+        print(
+            f"{way:<10}{factor * size.length:>7} {stage:<11}{found.loss:8.3f}{found.last_quarter:8.3f}"
+            f"{found.loss_within:10.3f}{found.passkey:7.0%}{found.margin:8.2f}{found.seconds:9.1f}",
+            flush=True,
+        )
+    return [one for key in plan if (one := notes.of(*key)) is not None]
+
+
+Verdict = tuple[str, str, str]  # the claim, what the numbers say of it, and the numbers
+
+
+def verdicts(size: Size, found: list[Found]) -> list[Verdict]:
+    """What the literature claims, as these numbers have it."""
+    table = {(one.way, one.factor, one.stage): one for one in found}
+    base = table["none", 1, "zero-shot"]
+
+    def at(way: str, factor: int, stage: str = "zero-shot") -> Found:
+        return table[way, factor, stage]
+
+    def judged(claim: str, excess: Callable[[int], float], tie: float, unit: str) -> Verdict:
+        """`excess` says by how much the claim holds at a factor: below 0 it does not."""
+        by_factor = {factor: excess(factor) for factor in size.factors}
+        groups = {
+            "holds": [factor for factor, value in by_factor.items() if value > tie],
+            "undecided": [factor for factor, value in by_factor.items() if abs(value) <= tie],
+            "does not hold": [factor for factor, value in by_factor.items() if not value >= -tie],
+        }
+        if len([one for one in groups.values() if one]) == 1:
+            verdict = next(name for name, factors in groups.items() if factors)
+        else:
+            said = [f"{name} at {', '.join(f'{f}L' for f in factors)}" for name, factors in groups.items() if factors]
+            verdict = "; ".join(said)
+        numbers = ", ".join(f"{value:+.0%}" if unit == "%" else f"{value:+.3f}" for value in by_factor.values())
+        return claim, verdict, f"{numbers}{'' if unit == '%' else ' nats'} at {', '.join(f'{f}L' for f in by_factor)}"
+
+    def lead(way: str, stage: str, value: Callable[[Found], float]) -> Callable[[int], float]:
+        """By how much a way is ahead of the best of the others, of a value that is to be small."""
+        return lambda factor: min(value(at(w, factor, stage)) for w in WAYS if w != way) - value(at(way, factor, stage))
+
+    def loss(one: Found) -> float:
+        return one.loss
+
+    def missed(one: Found) -> float:
+        return 1 - one.passkey
+
+    def within(factor: int) -> float:
+        """Loss of the model as it was trained, in windows of L over the same text."""
+        return at("none", factor).loss_within
+
+    claims = [
+        (
+            "Zero-shot extrapolation is poor: without scaling the loss is higher than within L",
+            lambda f: at("none", f).loss - within(f),
+        ),
+        (
+            "Interpolation loses high frequencies: it has a price within L",
+            lambda f: at("linear", f).loss_within - within(f),
+        ),
+        (
+            "NTK-aware keeps them: its price within L is less than interpolation's",
+            lambda f: at("linear", f).loss_within - at("ntk", f).loss_within,
+        ),
+        ("Zero-shot NTK-aware has less loss than interpolation", lambda f: at("linear", f).loss - at("ntk", f).loss),
+        ("Zero-shot YaRN has the least loss of all", lead("yarn", "zero-shot", loss)),
+        (
+            "Sharper attention helps: zero-shot YaRN has less loss than by_parts",
+            lambda f: at("by_parts", f).loss - at("yarn", f).loss,
+        ),
+        (
+            "A short training repairs interpolation: it then has less loss than the model had within L",
+            lambda f: within(f) - at("linear", f, "continued").loss,
+        ),
+        ("YaRN has the least loss after continued training", lead("yarn", "continued", loss)),
+    ]
+    keys = [
+        ("Without scaling the key is found less often than within L", lambda f: base.passkey - at("none", f).passkey),
+        ("Zero-shot YaRN finds the key more often than all others", lead("yarn", "zero-shot", missed)),
+        ("YaRN finds the key more often than all others after continued training", lead("yarn", "continued", missed)),
+    ]
+    return [judged(claim, excess, TIE, "nats") for claim, excess in claims] + [
+        judged(claim, excess, EQUAL_SHARES, "%") for claim, excess in keys
+    ]
+
+
+def as_markdown(size: Size, found: list[Found], said: list[Verdict]) -> str:
+    """The tables as text."""
+    table = {(one.way, one.factor, one.stage): one for one in found}
+    base = table["none", 1, "zero-shot"]
+    lines = [
+        f"# Context extension from L = {size.length}",
+        "",
+        f"Trained at L: {base.loss:.3f} nats per byte within L, {base.passkey:.0%} of the pass keys found.",
+        "",
+    ]
+    columns: list[tuple[str, Callable[[Found], str]]] = [
+        ("Loss, nats per byte", lambda one: f"{one.loss:.3f}"),
+        ("Loss of the last quarter", lambda one: f"{one.last_quarter:.3f}"),
+        ("Loss within L under the same scaling", lambda one: f"{one.loss_within:.3f}"),
+        ("Pass keys found", lambda one: f"{one.passkey:.0%}"),
+    ]
+    heads = [f"{factor}L {stage}" for stage in STAGES.values() for factor in size.factors]
+    for title, cell in columns:
+        lines += [f"## {title}", "", f"| | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
+        for way in WAYS:
+            cells = [cell(table[way, factor, stage]) for stage in STAGES for factor in size.factors]
+            lines.append(f"| {way} | {' | '.join(cells)} |")
+        lines.append("")
+    lines += ["## What is claimed, and what was found", "", "| claim | verdict | by how much |", "|---|---|---|"]
+    lines += [f"| {' | '.join(verdict)} |" for verdict in said]
+    lines += ["", f"Differences up to {TIE} nats, or {EQUAL_SHARES:.0%} of the keys, decide nothing.", ""]
+    return "\n".join(lines)
+
+
+def draw(size: Size, found: list[Found]) -> Figure:
+    """Loss by position at each length, zero-shot above and after continued training below; right the pass keys found.
+
+    Dotted is L, and the grey line is the loss of the model within L over the same text.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from llama_jax.runs.plot import COLOURS, GREY
+
+    table = {(one.way, one.factor, one.stage): one for one in found}
+    base = table["none", 1, "zero-shot"]
+    wide = len(size.factors)
+    figure = Figure(figsize=(3.4 * (wide + 1), 6.6), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, wide + 1, sharex=False, squeeze=False)
+    lowest = min(value for one in found for value in one.by_position)
+    for axes_of_stage, (stage, title) in zip(grid, STAGES.items(), strict=True):
+        for axes, factor in zip(axes_of_stage, size.factors, strict=False):
+            for way, colour in zip(WAYS, COLOURS, strict=False):
+                losses = np.array(table[way, factor, stage].by_position).reshape(8, -1).mean(axis=1)
+                positions = factor * size.length / 8 * (np.arange(8) + 0.5)
+                axes.plot(positions, losses, ".-", color=colour, lw=1.4, ms=5, label=way)
+            axes.axvline(size.length, color=GREY, lw=1, ls=(0, (1, 2)))
+            axes.axhline(table["none", factor, "zero-shot"].loss_within, color=GREY, lw=0.8)
+            # What is worse than this lies outside: it would hide how the others differ.
+            axes.set(title=f"{factor}L, {title}", xlabel="position", ylim=(lowest - 0.1, base.loss + 1.0))
+        keys = axes_of_stage[-1]
+        for way, colour in zip(WAYS, COLOURS, strict=False):
+            shares = [base.passkey, *(table[way, factor, stage].passkey for factor in size.factors)]
+            keys.plot([1, *size.factors], shares, "o-", color=colour, lw=1.4, ms=4, label=way)
+        keys.set_xscale("log", base=2)
+        keys.set_xticks([1, *size.factors], ["L", *(f"{factor}L" for factor in size.factors)])
+        keys.set(title=f"Pass keys found, {title}", ylim=(-0.03, 1.03))
+    grid[0, 0].set_ylabel("nats per byte", color=GREY)
+    grid[1, 0].set_ylabel("nats per byte", color=GREY)
+    grid[0, -1].legend(frameon=False, fontsize=8)
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#DDDDDD", lw=0.6)
+        axes.title.set(ha="left", x=0, fontsize=10)
+    return figure
+
+
+def main(arguments: Arguments) -> None:
+    import jax
+
+    size = SIZES[arguments.size]
+    output = arguments.output or ROOT / "experiments" / "results" / f"context_extension_{arguments.size}.json"
+    began = time.perf_counter()
+    found = run_all(arguments, prepare(arguments))
+    said = verdicts(size, found)
+    print()
+    for claim, verdict, numbers in said:
+        print(f"{claim}: {verdict} ({numbers})")
+    about = {
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()},
+        "text": arguments.text.name,
+        "seed": arguments.seed,
+        "seconds": round(time.perf_counter() - began),
+        "size": asdict(size),
+        "rope_theta": config_of(size).rope_theta,
+        "verdicts": [dict(zip(("claim", "verdict", "numbers"), one, strict=True)) for one in said],
+        "found": [asdict(one) for one in found],
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(about, indent=1) + "\n")
+    output.with_suffix(".md").write_text(as_markdown(size, found, said))
+    draw(size, found).savefig(output.with_suffix(".png"))
+    print(f"\n{output}, and beside it .md and .png; {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
