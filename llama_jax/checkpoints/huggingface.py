@@ -213,6 +213,11 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         if "factor" not in scaling:
             _require_ratio(context, original)
             scaling["factor"] = context / original
+    if kind == "llama3" and found.get("original_max_position_embeddings"):
+        scaling["original_max_position_embeddings"] = found["original_max_position_embeddings"]
+    if scaling.get("attention_factor") is not None or not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
+        for name in ("mscale", "mscale_all_dim"):  # which transformers then does not read
+            scaling.pop(name, None)
     missing = [name for name in ROPE[kind] if name not in scaling and name not in OPTIONAL]
     if missing:
         raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")

@@ -14,7 +14,7 @@ import tyro
 
 from llama_jax.cli.options import RememberOptions
 from llama_jax.cli.page import columns, printable
-from llama_jax.cli.plot import check_picture
+from llama_jax.cli.plot import check_picture, save_picture
 from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
 from llama_jax.cli.rope import say_beyond, with_rope
 from llama_jax.errors import UserError
@@ -104,6 +104,12 @@ class Eval(TextOptions, RememberOptions):
         else:
             print(as_page(found, facts) if not isinstance(found, tuple) else page_of_lengths(found, facts))
             print(statistics(facts), file=sys.stderr)
+        if self.plot is not None and isinstance(found, tuple):
+            from llama_jax.runs.plot import draw_lengths
+
+            # Last, so that what was measured is not lost where there is no room for a picture.
+            name = f"{self.path} {self.rope}".strip()
+            save_picture(draw_lengths(found, context=config.max_seq_len, title=name), self.plot)
 
     def _check(self) -> tuple[int, ...]:
         """The lengths, or none; UserError for options that do not go together."""
@@ -129,7 +135,8 @@ class Eval(TextOptions, RememberOptions):
         if not lengths:
             return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
         choose_lengths(config, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
-        say_beyond(config, lengths)
+        if self.window is None:  # behind which no distance is longer than the window
+            say_beyond(config, lengths)
         remembered = {"cache": self.cache, "window": self.window, "sinks": self.sinks}
         return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}
 
@@ -150,7 +157,6 @@ class Eval(TextOptions, RememberOptions):
         from tqdm import tqdm
 
         from llama_jax.runs.lengths import evaluate_lengths
-        from llama_jax.runs.plot import draw_lengths
 
         bar = partial(tqdm, desc="evaluating", unit=" pieces", leave=False, disable=None)
         found = evaluate_lengths(
@@ -166,9 +172,6 @@ class Eval(TextOptions, RememberOptions):
         for one in found:
             if not math.isfinite(one.loss):
                 raise self.not_finite(f"loss at length={one.length}", one.loss)
-        if self.plot is not None:
-            name = f"{self.path} {self.rope}".strip()
-            draw_lengths(found, context=config.max_seq_len, title=name).savefig(self.plot)
         return found
 
 
@@ -211,7 +214,8 @@ def as_page(found: Evaluation, facts: dict[str, Any]) -> str:
 
 def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:
     """A line for each length, then the loss by how much context there was, a column for each length."""
-    context = facts["context"]
+    # Through a window no distance is longer than it, however long the text.
+    context = facts["context"] if facts["window"] is None else math.inf
     rows = [["window", "predicted", "loss", "", "perplexity", "last quarter", ""]]
     for one in found:
         error = "" if math.isnan(one.standard_error) else f"± {one.standard_error:.2g}"
@@ -231,4 +235,8 @@ def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:
     if facts["unknown_tokens"]:
         note += f" {facts['unknown_tokens']:,} tokens of the text are <unk>."
     about = printable(facts["model"]) + (f", rope {printable(facts['rope'])}" if facts["rope"] else "")
+    if facts["cache"] != "auto":
+        about += f", cache {facts['cache']}"
+    if facts["window"] is not None:
+        about += f", each token sees {facts['window']:,} back" + (f" and {facts['sinks']} sinks" if facts["sinks"] else "")
     return "\n\n".join([about, *tables, note])

@@ -31,6 +31,8 @@ class Generate(ModelOptions):
     """Tokens to generate at most; by default 256, or less where the model's context ends."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """End where this text appears (it is not printed); may be given several times."""
+    ignore_eos: bool = False
+    """Go on behind the tokens that end a text, until --stop or --max-new-tokens."""
     json: bool = False
     """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
 
@@ -61,6 +63,7 @@ class Generate(ModelOptions):
 
         start_backend()
         config, params, tokenizer = self.load()
+        ends = () if self.ignore_eos else tokenizer.stop_ids
         prompt = tokenizer.encode(self.prompt)
         room = config.max_seq_len - len(prompt)
         if room < 1 and self.window is None:
@@ -74,7 +77,7 @@ class Generate(ModelOptions):
             [prompt],
             max_new_tokens=new,
             sampling=sampling,
-            stop_tokens=tokenizer.stop_ids,
+            stop_tokens=ends,
             cache=options,
         )
         loaded = time.perf_counter()
@@ -89,7 +92,7 @@ class Generate(ModelOptions):
             for piece in pieces:
                 clock.piece(int(piece.valid.sum()))
                 for token, logprob in zip(piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True):
-                    stopped = int(token) in tokenizer.stop_ids
+                    stopped = int(token) in ends
                     if stopped:
                         break
                     tokens.append(int(token))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from llama_jax.cli.page import columns, printable
-from llama_jax.cli.plot import check_picture
+from llama_jax.cli.plot import check_picture, save_picture
 from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
 from llama_jax.cli.rope import say_beyond, with_rope
 
@@ -105,9 +105,6 @@ class Needle(TextOptions):
         for cell in found.cells:
             if not math.isfinite(cell.log_probability):
                 raise self.not_finite(f"log-probability at length={cell.length}", cell.log_probability)
-        if self.plot is not None:
-            name = f"{self.path} {self.rope}".strip()
-            draw_needle(found, context=config.max_seq_len, title=name).savefig(self.plot)
         tokens = sum(cell.length * cell.trials for cell in found.cells)
         facts = {
             "model": str(self.path),
@@ -128,6 +125,9 @@ class Needle(TextOptions):
         else:
             print(as_page(found, facts))
             print(statistics(facts), file=sys.stderr)
+        if self.plot is not None:  # last, so that what was measured is not lost where there is no room for a picture
+            name = f"{self.path} {self.rope}".strip()
+            save_picture(draw_needle(found, context=config.max_seq_len, title=name), self.plot)
 
 
 def text_of(corpus: Corpus, tokenizer: Tokenizer) -> np.ndarray:

@@ -24,7 +24,7 @@ DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
 @dataclass(frozen=True, kw_only=True)
 class RememberOptions:
     cache: Literal["auto", "int8"] = "auto"
-    """Keys and values are kept in the type of the weights, or as 8-bit numbers in about a quarter of float32's bytes."""
+    """Keys and values are kept in the type of the weights, or as 8-bit numbers with 4 bytes more for each head."""
     window: int | None = None
     """See only so many tokens back: the cache then never grows, and the text may become longer than the context."""
     sinks: int = 0

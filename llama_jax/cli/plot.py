@@ -6,11 +6,14 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 from llama_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".pdf", ".svg")
 
@@ -40,7 +43,7 @@ class Plot:
                 numbers = ", ".join(map(str, run.unreadable[:5])) + ", ..." * (len(run.unreadable) > 5)
                 where = folder / METRICS
                 print(f"llama-jax: {where}: passed over what is no whole line (line {numbers})", file=sys.stderr)
-        draw(runs, by=self.by, log=self.log, smoothing=self.smoothing).savefig(output)
+        save_picture(draw(runs, by=self.by, log=self.log, smoothing=self.smoothing), output)
         print(output)
 
     def _output(self) -> Path:
@@ -48,6 +51,19 @@ class Plot:
             return (self.runs[0] if len(self.runs) == 1 else Path()) / "curves.png"
         check_picture("output", self.output)
         return self.output
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a picture that appears whole or not at all; UserError, which names it, where it cannot be written."""
+    beside = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        try:
+            figure.savefig(beside)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
 def check_picture(name: str, path: Path) -> None:

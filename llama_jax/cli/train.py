@@ -8,15 +8,19 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from llama_jax.errors import UserError
 
+if TYPE_CHECKING:
+    from llama_jax.runs.recipe import Recipe
+
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
+REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_seq_len)\b)")  # by what comes with weights
 FLAGS = ("--resume", "--no-resume", "--distributed", "--no-distributed")  # the options that no value follows
 
 
@@ -41,7 +45,8 @@ class Train:
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a model's folder."""
     weights: Path | None = None
-    """A model to go on training (fine-tuning), of any format; its shape and tokenizer replace the recipe's."""
+    """A model to go on training (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend it,
+    change model.max_seq_len and model.rope_scaling.kind, .factor and what else that kind reads."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder, where there is one."""
     mesh: str = ""
@@ -71,9 +76,12 @@ class Train:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
-        replaced = [change for change in self.changes if re.match(r"(model|vocabulary)\b", change)]
+        replaced = [change for change in self.changes if REPLACED.match(change)]
         if self.weights is not None and replaced:
-            raise UserError(f"{replaced[0]} and --weights exclude each other: shape and tokenizer come with the weights")
+            raise UserError(
+                f"{replaced[0]} and --weights exclude each other: shape and tokenizer come with the weights; only"
+                " model.rope_scaling, model.rope_theta and model.max_seq_len may be others"
+            )
         use_compilation_cache()
         from llama_jax.parallel import processes
         from llama_jax.parallel.mesh import MeshSizes, parse_mesh
@@ -85,11 +93,9 @@ class Train:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             start_backend()
             from llama_jax.runs.loop import train
-            from llama_jax.runs.overrides import override
-            from llama_jax.runs.recipes import find
 
             train(
-                override(find(self.recipe), self.changes),
+                self._recipe(),
                 self.workdir,
                 self.data,
                 validation_data=self.validation_data,
@@ -101,6 +107,19 @@ class Train:
                 trace=_steps(self.trace),
                 processes=joined,
             )
+
+    def _recipe(self) -> Recipe:
+        """The recipe with its changes; with the model of the weights, where there are any."""
+        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.runs.overrides import override
+        from llama_jax.runs.recipes import find
+
+        recipe = find(self.recipe)
+        if self.weights is None:
+            return override(recipe, self.changes)
+        # The length is set together with the changes: before them it may not fit the context, nor the context it.
+        started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
+        return override(started, [f"length={recipe.length}", *self.changes])
 
 
 def changes_together(arguments: Sequence[str]) -> list[str]:

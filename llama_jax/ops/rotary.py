@@ -43,14 +43,15 @@ def scale_dynamic(
     """`scale_ntk` by what a sequence of this length needs, and not at all within the original context.
 
     Peng et al. 2023, section 3.3, have length / original there; this is transformers' factor * length / original -
-    (factor - 1), which is the same where `factor` is 1. Without a length it is that of the original context.
+    (factor - 1), which is the same where `factor` is 1, written so that a large one leaves digits. Without a length it is
+    that of the original context.
     """
     if isinstance(length, jax.Array):
         longer_by = jnp.maximum(length.astype(jnp.float32) / original_max_seq_len, 1.0)[..., None]
         share = _share(len(plain)).astype(np.float32)
-        return plain.astype(np.float32) * (factor * longer_by - (factor - 1)) ** -share, 1.0
+        return plain.astype(np.float32) * (1 + factor * (longer_by - 1)) ** -share, 1.0
     longer = np.maximum(np.asarray(0 if length is None else length) / original_max_seq_len, 1.0)[..., None]
-    return plain * (factor * longer - (factor - 1)) ** -_share(len(plain)), 1.0
+    return plain * (1 + factor * (longer - 1)) ** -_share(len(plain)), 1.0
 
 
 def scale_by_parts(

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.model.forward import Attend, rope_lengths_of
+from llama_jax.ops.attention import announce
 from llama_jax.ops.attention.blockwise import MIXED, backward_part, forward_part, merge
 from llama_jax.ops.attention.seen import Seen
 from llama_jax.ops.keeping import keep, restore
@@ -137,6 +138,7 @@ def ring_attention(mesh: Mesh) -> Attend:
         """As `ops.attention`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
         if query_positions is not None or key_positions is not None:
             raise MeshError("a sequence is divided over context where it is read whole; read it without a cache")
+        announce("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
         return _ring((mesh, scale, window), queries, keys, values, segments)
 
     return attend

@@ -228,6 +228,11 @@ def empty_cache(
     return _init_cache(config, batch, capacity, dtype, stacked=stacked, **ring)
 
 
+def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:
+    """A window that is as long as the text, and would only take room, left out."""
+    return options if options.window is None or options.window < length else CacheOptions(dtype=options.dtype)
+
+
 def _measure(
     config: LlamaConfig,
     params: Llama,
@@ -242,7 +247,7 @@ def _measure(
     by_position = np.zeros(plan.pieces * plan.piece)
     by_window = np.zeros(plan.windows)
     capacity = plan.pieces * plan.piece
-    cache = empty_cache(config, params, plan.batch, capacity, options, plan.piece)
+    cache = empty_cache(config, params, plan.batch, capacity, without_needless_window(options, plan.length), plan.piece)
 
     def collect(first: int, begin: int, nats: jax.Array) -> None:
         found = np.asarray(nats, np.float64)[: plan.windows - first]

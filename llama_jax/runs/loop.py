@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from llama_jax.checkpoints import load
 from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
+from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, open_corpus, split, training_batches
 from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
@@ -90,7 +91,8 @@ def train(
       data: files or folders, see `data.open_corpus`.
       validation_data: likewise; without it a share of the documents of `data` is kept apart.
       tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
-      weights: a model to go on training, of any format; its shape and tokenizer replace the recipe's.
+      weights: a model to go on training, of any format; its shape and tokenizer replace the recipe's. Where the recipe's
+        model is that model but for rope scaling, theta and context, these are the recipe's: an extension.
       resume: go on from the newest checkpoint in `workdir`, where there is one.
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
@@ -114,7 +116,8 @@ def train(
     folder = Path(workdir)
     start = load(weights, "float32") if weights is not None else None
     if start is not None:
-        recipe = replace(recipe, model=start.config, vocabulary="given")
+        model = recipe.model if _is_extended(recipe.model, start.config) else start.config
+        recipe = replace(recipe, model=model, vocabulary="given")
     if folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
     if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
@@ -156,6 +159,13 @@ def train(
             run = _Run(recipe, folder, program, snapshots, vocabulary, prompts, corpora, log, stopping, trace, processes)
             run.announce(state, resumed=note is not None)
             return run.go_on(state, note)
+
+
+def _is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
+    """Whether two models differ at most in how far they read: the parameters of one fit the other."""
+    return original == replace(
+        model, rope_scaling=original.rope_scaling, rope_theta=original.rope_theta, max_seq_len=original.max_seq_len
+    )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from llama_jax.tokenizers import Tokenizer
 
 STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is {key}"
+MOST_KEYS = 10_000  # each is tried as the answer of every prompt
 DIGITS = 5
 FARTHEST = 64  # tokens that the needle is moved back at most, to stand between words
 
@@ -239,6 +240,9 @@ def _check(
     for name, value in (("trials", trials), ("wrong_keys", wrong_keys), ("digits", digits), ("batch", batch)):
         if value is not None and value < 1:
             raise UserError(f"{name}={value} must be at least 1")
+    for name, value, most in (("digits", digits, 18), ("wrong_keys", wrong_keys, MOST_KEYS)):
+        if value > most:
+            raise UserError(f"{name}={value} are too many; give at most {most:,}")
     if wrong_keys >= 9 * 10 ** (digits - 1):
         raise UserError(f"wrong_keys={wrong_keys} are more than there are other numbers of digits={digits}; give fewer")
     if seed < 0:

@@ -100,6 +100,9 @@ def test_what_transformers_takes_where_config_json_is_silent():
     assert read(rope_type="dynamic", factor=2.0) == RopeScaling("dynamic", 2.0, original_max_seq_len=256)
     outside = config_to_dict(CONFIG) | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
     assert config_from_dict(outside | {"original_max_position_embeddings": 64}) == CONFIGS["yarn"]
+    # One of the two alone, or a nought, transformers does not read.
+    assert read(rope_type="yarn", factor=2.0, mscale=1.0) == read(rope_type="yarn", factor=2.0)
+    assert read(rope_type="yarn", factor=2.0, mscale=0.0, mscale_all_dim=1.0) == read(rope_type="yarn", factor=2.0)
     for scaling, message in (
         ({"rope_type": "longrope"}, "'longrope' has no short_factor"),
         ({"rope_type": "dynamic"}, "'dynamic' has no factor"),
@@ -107,7 +110,6 @@ def test_what_transformers_takes_where_config_json_is_silent():
             {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
             "with original_max_position_embeddings=64",
         ),
-        ({"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}, "mscale=1.0 and mscale_all_dim=None go together"),
         ({"rope_type": "yarn", "original_max_position_embeddings": "x"}, "original_max_position_embeddings='x' must be"),
         ({"rope_type": "ntk", "factor": 2.0}, "'ntk' is not supported; 'default', 'linear', 'dynamic', 'yarn', "),
     ):

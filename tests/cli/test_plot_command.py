@@ -1,5 +1,6 @@
 """`llama-jax plot` as a user meets it."""
 
+import errno
 import json
 
 import pytest
@@ -89,3 +90,20 @@ def test_mistakes(run, folders, tmp_path, arguments, message):
 def test_a_folder_that_cannot_be_written_to(run, folders):
     with pytest.raises(UserError, match=r"output=nowhere/curves.png: there is no folder nowhere; make it"):
         run(folders[0], "--output", "nowhere/curves.png")
+
+
+def test_a_picture_appears_whole_or_not_at_all(tmp_path):
+    """A full disk is said with the picture's name, and what was there before stays."""
+    from llama_jax.cli.plot import save_picture
+
+    class Figure:
+        def savefig(self, path):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"older")
+    with pytest.raises(UserError, match=r"a\.png cannot be written: No space left on device"):
+        save_picture(Figure(), picture)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    assert picture.read_bytes() == b"older"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 
 import llama_jax
 from llama_jax.cli import main
-from llama_jax.cli.train import changes_together
+from llama_jax.cli.train import Train, changes_together
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.lock import locked
 from llama_jax.runs.metrics import Metrics
@@ -241,6 +242,8 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data text.txt --tokenizer recipes.py", "makes a vocabulary of its own (byte); add vocabulary=given"),
         ("SMALL --data text.txt vocabulary=given", "needs a tokenizer; give one with --tokenizer"),
         ("SMALL --data text.txt --weights missing", "missing does not exist"),
+        ("SMALL --data text.txt --weights missing model.dim=8", "model.dim=8 and --weights exclude each other"),
+        ("SMALL --data text.txt --weights missing model.rope_scaling.kind=yarn", "missing does not exist"),
         ("SMALL --data text.txt length=65", "length=65 is above the model's context"),
     ],
 )
@@ -469,3 +472,16 @@ def test_two_runs_in_one_folder(start, run, tmp_path):
     process.communicate(timeout=60)
     assert f"is in use by another run, process {process.pid} on " in err
     assert run(SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=2")[0] == 0, "a killed process holds nothing"
+
+
+def test_weights_bring_their_model_and_changes_may_extend_it(hf_folder):
+    """The length is that of the recipe, and is held against the context of the weights, as changed."""
+    arguments = {"recipe": "tiny", "workdir": Path("w"), "data": (Path("d"),), "weights": hf_folder}
+    scaling = ("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=8", "model.rope_scaling.original_max_seq_len=64")
+    recipe = Train(**arguments, changes=("model.max_seq_len=512", *scaling))._recipe()
+    before = llama_jax.checkpoints.open_checkpoint(hf_folder).config
+    longer = llama_jax.RopeScaling("yarn", 8.0, original_max_seq_len=64)
+    assert recipe.model == replace(before, max_seq_len=512, rope_scaling=longer)
+    assert recipe.length == find("tiny").length
+    with pytest.raises(llama_jax.UserError, match=r"length=\d+ is above the model's context, max_seq_len=64"):
+        Train(**arguments)._recipe()

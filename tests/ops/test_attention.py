@@ -63,6 +63,7 @@ def ascending(draw, length, most):
 def packed_ragged_rows(draw):
     """Documents packed into rows whose ends are padding."""
     segments = np.stack([ascending(draw, LENGTH, 3) for _ in range(2)])[:, None].astype(np.int32)
+    segments -= draw(st.sampled_from([0, 1, 7]))  # any whole numbers will do
     lengths = np.array([[draw(st.integers(0, LENGTH))] for _ in range(2)], np.int32)
     return {"segments": (segments, segments), "lengths": lengths}
 
@@ -222,7 +223,7 @@ class TestMemory:
 
 class TestChoice:
     def test_long_rows_are_computed_by_blocks_and_the_log_says_so_once(self, caplog):
-        ops.attention.__globals__["_announce"].cache_clear()
+        ops.attention.__globals__["announce"].cache_clear()
         arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(0, (1, 1, 1024, 1, 2)))
         short = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(0, (1, 1, 512, 1, 2)))
         with caplog.at_level(logging.INFO, "llama_jax.attention"):
@@ -245,7 +246,7 @@ class TestChoice:
             ops.attention(*operands(), scale=1.0, backend=backend)
 
     def test_a_kernel_that_refuses_leaves_its_reason_in_the_log(self, caplog, monkeypatch):
-        ops.attention.__globals__["_announce"].cache_clear()
+        ops.attention.__globals__["announce"].cache_clear()
         monkeypatch.setattr(jax, "devices", lambda: [H100])
         with caplog.at_level(logging.INFO, "llama_jax.attention"):
             ops.attention(*operands(), scale=1.0)
@@ -265,9 +266,24 @@ class TestChoice:
         assert "128" in splash_refuses(queries[:, :, :100], True, TPU)
         assert "one device" in splash_refuses(queries, True, TPU)
 
-    def test_a_window_of_nothing(self):
-        with pytest.raises(ConfigError, match=r"window=0 must be at least 1"):
-            ops.attention(*operands(), scale=1.0, window=0)
+    @pytest.mark.parametrize(
+        ("told", "message"),
+        [
+            ({"window": 0}, r"window=0 must be a whole number from 1"),
+            ({"window": 1.5}, r"window=1.5 must be a whole number"),
+            ({"window": 2**40}, r"must be a whole number from 1"),
+            ({"segments": (jnp.zeros((2, 1, LENGTH), jnp.int32), None)}, r"of queries and of keys, or not at all"),
+            ({"lengths": jnp.zeros(2, jnp.int32)}, r"lengths \[2\] must have the batch axes"),
+        ],
+    )
+    def test_nonsense(self, told, message):
+        with pytest.raises(ConfigError, match=message):
+            ops.attention(*operands(), scale=1.0, **told)
+
+    def test_nothing_at_all(self):
+        queries, keys, values = operands()
+        with pytest.raises(ConfigError, match=r"must not be empty"):
+            ops.attention(queries, keys[..., :0, :], values[..., :0, :], scale=1.0)
 
 
 class TestKernels:

@@ -245,6 +245,18 @@ def test_going_on_from_weights(whole, text, tmp_path):
     assert lines(tmp_path, "train")[0]["loss"] == pytest.approx(whole[1].validation.loss, rel=0.1)
 
 
+def test_weights_are_extended_by_a_recipe_that_differs_in_that_alone(whole, text, tmp_path):
+    """Its rope scaling and context are the recipe's, and the first loss shows that the parameters came along."""
+    scaling = llama_jax.RopeScaling("yarn", 2.0, original_max_seq_len=CONFIG.max_seq_len)
+    longer = dataclasses.replace(CONFIG, max_seq_len=2 * CONFIG.max_seq_len, rope_scaling=scaling)
+    length = CONFIG.max_seq_len + 8
+    recipe = dataclasses.replace(RECIPE, steps=1, log_every=1, model=longer, length=length, optimizer=OptimizerSettings())
+    train(recipe, tmp_path, [text], weights=whole[0], log=StopAt())
+    assert llama_jax.load(tmp_path).config == longer
+    random = np.log(CONFIG.vocab_size)
+    assert lines(tmp_path, "train")[0]["loss"] < (random + whole[1].validation.loss) / 2
+
+
 def test_a_loss_that_stays_infinite_ends_the_run(text, tmp_path):
     recipe = dataclasses.replace(
         RECIPE, skip_limit=3, optimizer=OptimizerSettings(learning_rate=1e30, clip_norm=0, schedule="constant")

@@ -68,8 +68,7 @@ def attention(
     Raises:
       ConfigError: an unknown backend, or one that cannot compute this; a window of nothing.
     """
-    if window is not None and window < 1:
-        raise ConfigError(f"window={window} must be at least 1: a token sees itself")
+    _check(queries, keys, segments, lengths, window)
     ordered = query_positions is None and key_positions is None and queries.shape[-3] == keys.shape[-2]
     seen = places(queries, keys, query_positions, key_positions, segments, lengths)
     backend = _choose(queries, keys, seen, ordered, backend)
@@ -86,6 +85,24 @@ def attention(
     if lengths is None:
         return mixed
     return jnp.where((jnp.arange(queries.shape[-3]) < lengths[..., None])[..., None, None], mixed, 0)
+
+
+def _check(
+    queries: jax.Array,
+    keys: jax.Array | Quantized,
+    segments: tuple[jax.Array, jax.Array] | None,
+    lengths: jax.Array | None,
+    window: int | None,
+) -> None:
+    """Raise ConfigError for what no backend could compute, or would compute as something else."""
+    if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
+        raise ConfigError(f"window={window!r} must be a whole number from 1, a token sees itself, to 2**31 - 1")
+    if not queries.size or 0 in keys.shape:
+        raise ConfigError(f"queries {list(queries.shape)} and keys {list(keys.shape)} must not be empty")
+    if segments is not None and None in segments:
+        raise ConfigError("segments must be given of queries and of keys, or not at all")
+    if lengths is not None and lengths.ndim != keys.ndim - 2:
+        raise ConfigError(f"lengths {list(lengths.shape)} must have the batch axes of the keys {list(keys.shape)}")
 
 
 def attention_with_sinks(
@@ -108,7 +125,7 @@ def attention_with_sinks(
       sink_queries: [*batch, T, G, H], the queries as the sinks are to see them: turned for a position within the cache.
       sinks: slots at the front, which hold the positions before `sinks`.
     """
-    _announce("blockwise", "with sinks")
+    announce("blockwise", "with sinks")
     seen = places(queries, keys, query_positions, key_positions, None, None)
     first = seen.key_positions < sinks  # also of a cache that is not a ring
 
@@ -144,17 +161,17 @@ def _choose(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, ordered
     many = new >= MANY_QUERIES and new * slots >= MANY_SCORES
     plain: Backend = "blockwise" if many or (quantized and slots >= MANY_QUANTIZED) else "rows"
     if new == 1 or quantized or platform not in KERNELS:
-        _announce(plain, f"on {platform}")
+        announce(plain, f"on {platform}")
         return plain
     kernel = KERNELS[platform]
     refusal = refusals[kernel]
-    _announce(plain if refusal else kernel, refusal or f"on {platform}")
+    announce(plain if refusal else kernel, refusal or f"on {platform}")
     return plain if refusal else kernel
 
 
 @functools.lru_cache(maxsize=256)
-def _announce(backend: str, why: str) -> None:
-    """Say which way was taken, once."""
+def announce(backend: str, why: str) -> None:
+    """Say to the log, once, which way of computing attention was taken, and why."""
     _TAKEN.append(backend)
     logging.getLogger("llama_jax.attention").info("attention: %s (%s)", backend, why)
 

@@ -199,13 +199,13 @@ class _Blocks:
         indices = self.start(i) + jnp.arange(self.size)
         return jnp.where(indices >= i * self.size, self.cut(x, i, -1), other)
 
-    def ends(self, x: jax.Array, absent: int) -> tuple[jax.Array, jax.Array]:
+    def ends(self, x: jax.Array, absent: int | None = None) -> tuple[jax.Array, jax.Array]:
         """The smallest and the largest of each block of the last axis, int32[count] each, `absent` left out."""
 
         blocks = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)
 
         def reduced(fill: int, reduce: Callable[..., jax.Array]) -> jax.Array:
-            known = jnp.where(x == absent, fill, x).reshape(-1, self.total)
+            known = (x if absent is None else jnp.where(x == absent, fill, x)).reshape(-1, self.total)
             return reduce(known[:, blocks], axis=(0, 2))
 
         return reduced(2**31 - 1, jnp.min), reduced(-(2**31), jnp.max)
@@ -243,7 +243,7 @@ def _reach(seen: Seen, window: int | None, rows: _Blocks, columns: _Blocks) -> t
         # As key > query - window: the positions of a block without any are the ends of int32, and a sum would overflow.
         needed &= (farthest > jnp.maximum(earliest, 0)[:, None] - window) & (latest[:, None] >= 0)
     if seen.query_segments is not None and seen.key_segments is not None:
-        (low, high), (lowest, highest) = rows.ends(seen.query_segments, -1), columns.ends(seen.key_segments, -1)
+        (low, high), (lowest, highest) = rows.ends(seen.query_segments), columns.ends(seen.key_segments)
         needed &= (lowest <= high[:, None]) & (low[:, None] <= highest)
     some = jnp.any(needed, axis=1)
     first, behind = jnp.argmax(needed, axis=1), columns.count - jnp.argmax(needed[:, ::-1], axis=1)
