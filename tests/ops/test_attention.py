@@ -185,7 +185,7 @@ class TestMemory:
 
     def test_blocks_fit_the_cache_of_a_cpu(self):
         sides = [SIDE(heads, "cpu") for heads in (1, 4, 8, 16, 48, 4096)]
-        assert sides == [512, 512, 256, 256, 128, 128]
+        assert sides == [512, 512, 512, 256, 128, 128]
         assert SIDE(48, "gpu") == 1024
 
     @staticmethod

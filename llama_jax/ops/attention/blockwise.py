@@ -27,7 +27,7 @@ from llama_jax.ops.quantized import Quantized, over_rows
 
 # On a CPU the scores of a block, of all rows and heads, stay in its cache; elsewhere a block is worth starting its kernels.
 # Measured on a CPU by experiments/bench_long_context.py; on no GPU yet.
-SCORES_IN_CACHE = 2**20
+SCORES_IN_CACHE = 2**21
 SMALLEST_SIDE, LARGEST_SIDE, LARGEST_SIDE_ELSEWHERE = 128, 512, 1024
 FEW_ROWS, MORE_KEYS = 16, 2048
 Carry = TypeVar("Carry")
