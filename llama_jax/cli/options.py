@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from llama_jax.cli.rope import with_rope
 from llama_jax.errors import GenerationError
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class ModelOptions(RememberOptions):
     """Start of the random stream; by default taken from the clock and printed."""
     dtype: DTYPES = "auto"
     """Of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
+    rope: str = ""
+    """Another rope scaling than the model's own: KIND:FACTOR, as in yarn:4, also lengthens the context; none leaves it out."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
 
@@ -104,6 +107,8 @@ class ModelOptions(RememberOptions):
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         path = bundled() if self.model is None else self.model
+        if self.rope:  # that it cannot be is said before minutes go into loading
+            with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
         config, params, tokenizer = llama_jax.load(
             path, dtype, tokenizer=self.tokenizer, mesh=self.mesh_sizes(), progress=loading_bar
         )
@@ -119,4 +124,4 @@ class ModelOptions(RememberOptions):
                 f"{self.tokenizer} has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
                 " give the model's own"
             )
-        return config, params, tokenizer
+        return with_rope(config, self.rope), params, tokenizer

@@ -73,6 +73,19 @@ def test_generate_streams_text_and_statistics(run, stories_folder):
         assert word in done.stderr
 
 
+@pytest.mark.slow
+def test_generate_beyond_the_context(run, stories_folder):
+    """By another rope scaling, or through a window; neither ends at the model's context of 512, and the end is ignored."""
+    arguments = ["generate", "Once upon a time", "--model", stories_folder, "--temperature", 0, "--max-new-tokens", 560]
+    for options in (["--rope", "yarn:2"], ["--window", 64, "--sinks", 4, "--cache", "int8"]):
+        done = run(*arguments, *options, "--ignore-eos", "--json")
+        assert done.returncode == 0, done.stderr
+        assert len(json.loads(done.stdout)["tokens"]) == 560
+    refused = run(*arguments, "--rope", "yawn:2")
+    assert refused.returncode == 2
+    assert "must be none, or KIND:FACTOR as in yarn:4" in refused.stderr
+
+
 def test_generate_as_json(run, stories_folder):
     arguments = ["generate", "Once", "--model", stories_folder / "stories260K.bin", "--max-new-tokens", 9, "--json"]
     done = run(*arguments, "--seed", 3, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--repetition-penalty", 1.1)
