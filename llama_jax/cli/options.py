@@ -60,7 +60,8 @@ class ModelOptions(RememberOptions):
     dtype: DTYPES = "auto"
     """Of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
     rope: str = ""
-    """Another rope scaling than the model's own: KIND:FACTOR, as in yarn:4, also lengthens the context; none leaves it out."""
+    """Another rope scaling than the model's own: KIND:FACTOR, as in yarn:4, also lengthens the context; none leaves the
+    model's out."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
 
