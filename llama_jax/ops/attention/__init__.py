@@ -99,7 +99,7 @@ def _check(
         raise ConfigError(f"window={window!r} must be a whole number from 1, a token sees itself, to 2**31 - 1")
     if not queries.size or 0 in keys.shape:
         raise ConfigError(f"queries {list(queries.shape)} and keys {list(keys.shape)} must not be empty")
-    if segments is not None and None in segments:
+    if segments is not None and any(x is None for x in segments):
         raise ConfigError("segments must be given of queries and of keys, or not at all")
     if lengths is not None and lengths.ndim != keys.ndim - 2:
         raise ConfigError(f"lengths {list(lengths.shape)} must have the batch axes of the keys {list(keys.shape)}")
