@@ -90,6 +90,7 @@ def forward(
         "embedded" and "residual", both [B, T, D], as they were looked up and the residual stream between layers. See
         `parallel.specs`.
       attend: mixes the values; `partial(ops.attention, backend=...)` chooses how, `parallel.ring` divides the sequence.
+        A cache with sinks is read by `ops.attention_with_sinks` whatever this is.
       wrap_layer: changes the function of one layer, as `jax.checkpoint` does for training.
 
     Returns:

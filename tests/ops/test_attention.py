@@ -18,6 +18,7 @@ from llama_jax.ops.attention.blockwise import backward_part, forward_part, merge
 from llama_jax.ops.attention.kernels import cudnn, cudnn_refuses, splash, splash_refuses
 from llama_jax.ops.attention.rows import mean_of
 from llama_jax.ops.attention.seen import NO_KEY, Seen, places
+from llama_jax.ops.quantized import quantize
 
 blockwise = sys.modules["llama_jax.ops.attention.blockwise"]
 SIDE = blockwise._side
@@ -279,6 +280,11 @@ class TestChoice:
     def test_nonsense(self, told, message):
         with pytest.raises(ConfigError, match=message):
             ops.attention(*operands(), scale=1.0, **told)
+
+    def test_the_definition_reads_no_quantized_values(self):
+        queries, keys, values = operands()
+        with pytest.raises(ConfigError, match=r"backend='reference' reads no quantized keys and values"):
+            ops.attention(queries, keys, quantize(values), scale=1.0, backend="reference")
 
     def test_nothing_at_all(self):
         queries, keys, values = operands()

@@ -71,7 +71,8 @@ def attention(
     _check(queries, keys, segments, lengths, window)
     ordered = query_positions is None and key_positions is None and queries.shape[-3] == keys.shape[-2]
     seen = places(queries, keys, query_positions, key_positions, segments, lengths)
-    backend = _choose(queries, keys, seen, ordered, backend)
+    quantized = isinstance(keys, Quantized) or isinstance(values, Quantized)
+    backend = _choose(queries, keys, seen, ordered, quantized, backend)
     if backend == "blockwise":
         return blockwise(queries, keys, values, seen, scale, window)
     if backend == "rows" or isinstance(keys, Quantized) or isinstance(values, Quantized):
@@ -138,13 +139,14 @@ def attention_with_sinks(
     return mixed.astype(queries.dtype)
 
 
-def _choose(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, ordered: bool, backend: Backend) -> Backend:
+def _choose(
+    queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, ordered: bool, quantized: bool, backend: Backend
+) -> Backend:
     """The backend to take for "auto", the given one otherwise."""
     if backend not in get_args(Backend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(Backend))}")
-    quantized = isinstance(keys, Quantized)
     if quantized and backend not in ("auto", "rows", "blockwise"):
-        raise ConfigError(f"attention backend={backend!r} reads no quantized keys; rows and blockwise do")
+        raise ConfigError(f"attention backend={backend!r} reads no quantized keys and values; rows and blockwise do")
     if backend in ("reference", "rows", "blockwise"):
         return backend
     device = jax.devices()[0]
