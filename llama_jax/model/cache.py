@@ -15,6 +15,7 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops.attention.seen import NO_KEY
+from llama_jax.ops.cpu import keep, restore
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized
@@ -54,6 +55,9 @@ class KVCache(struct.PyTreeNode):
       length: int32[B], tokens that each row has read. Rows may have different lengths.
       window: how many positions back a token sees, or None for all. Then the slots are a ring: see `slots_of`.
       sinks: with a window, the first so many tokens are seen for ever (Xiao et al. 2023, section 3.2, attention sinks).
+      fresh: nothing has been read, and who made the cache says so for certain: the first tokens then attend to their own
+        keys and values as whole rows, without a look at the slots. `forward` returns a cache that is not. It is part of
+        the tree's structure, so that programs for the two differ; a loop must carry a cache that is not fresh.
 
     Without a window slots [0, length) of each row are valid, slot s holding the token at position s; what lies behind has
     weight zero in every product. The capacity S is also what a step reads and pays for. It is therefore kept close to the
@@ -65,6 +69,7 @@ class KVCache(struct.PyTreeNode):
     length: Any  # each an array, or what stands for one in a tree of the same form: a shape, a partition spec
     window: int | None = struct.field(pytree_node=False, default=None)
     sinks: int = struct.field(pytree_node=False, default=0)
+    fresh: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def capacity(self) -> int:
@@ -81,6 +86,7 @@ def init_cache(
     stacked: bool = False,
     window: int | None = None,
     sinks: int = 0,
+    fresh: bool = False,
 ) -> KVCache:
     """An empty cache for `batch` rows of at most `capacity` tokens; `stacked` to match stacked blocks.
 
@@ -89,6 +95,7 @@ def init_cache(
       window: positions that a token sees back; rows may then have any length. Of the capacity, `sinks` slots and those of
         the window are taken, and the rest is how many tokens, less one, can be read at once.
       sinks: of the first tokens of each row, which are seen from everywhere.
+      fresh: see `KVCache`.
     """
     for name, value in (("batch", batch), ("capacity", capacity)):
         if not isinstance(value, int) or value < 1:
@@ -108,7 +115,7 @@ def init_cache(
     def buffers() -> Buffer | tuple[Buffer, ...]:
         return zeros(config.n_layers, *shape) if stacked else tuple(zeros(*shape) for _ in range(config.n_layers))
 
-    return KVCache(k=buffers(), v=buffers(), length=jnp.zeros((batch,), jnp.int32), window=window, sinks=sinks)
+    return KVCache(buffers(), buffers(), jnp.zeros((batch,), jnp.int32), window, sinks, fresh)
 
 
 def check_window(window: int | None, sinks: int) -> None:
@@ -185,104 +192,45 @@ def key_positions(cache: KVCache, new: int) -> jax.Array | None:
     return jnp.where(slots < cache.sinks, jnp.where(slots <= last, slots, NO_KEY), held)
 
 
-def write(buffer: Buffer, rows: jax.Array, slots: jax.Array, layer: jax.Array | None = None) -> Buffer:
+def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | None = None) -> Buffer:
     """Put T new tokens of each row into a buffer of keys or values, in place where XLA owns the buffer.
 
-    No gradient flows into the cache. Positions are not checked here (`forward` does where it can): of an update that does
-    not fit nothing good can come, XLA moves it to fit or drops it.
+    No gradient flows into the cache. Positions are not checked here (`forward` does where it can): XLA moves an update that
+    does not fit so that it fits.
 
     Args:
-      buffer: [B, K, S, H]; or [K, S, H] for a single row, see `drop_batch`; or [L, B, K, S, H] with `layer`.
-      rows: [B, K, T, H].
+      buffer: [B, K, S, H], or [L, B, K, S, H] with `layer`.
+      new: [B, K, T, H].
       slots: int32[B], the slot of each row's first new token; or int32[B, T], of each token.
       layer: int32[], which layer of a stacked buffer.
     """
-    rows = lax.stop_gradient(rows)
-    put = _write_each if slots.ndim == 2 else _write_together
-    if not isinstance(buffer, Quantized):
-        return put(buffer, rows.astype(buffer.dtype), slots, layer, 1)
-    new = quantize(rows)
-    # Not by `over_rows`: XLA for CPU would copy all factors to give them an axis more.
-    return Quantized(put(buffer.values, new.values, slots, layer, 1), put(buffer.scales, new.scales, slots, layer, 0))
+    new = lax.stop_gradient(new)
+    if isinstance(buffer, Quantized):
+        short = quantize(new)
+        return Quantized(
+            _put(buffer.values, short.values, slots, layer), _put(buffer.scales, short.scales, slots, layer)
+        )
+    # Short floats as bits: XLA for CPU scatters them by way of float32, the whole buffer there and back.
+    put = jax.tree.map(lambda buffer, new: _put(buffer, new, slots, layer), keep(buffer), keep(new.astype(buffer.dtype)))
+    return restore(put)
 
 
-def _write_together(buffer: jax.Array, rows: jax.Array, slots: jax.Array, layer: jax.Array | None, behind: int) -> jax.Array:
-    """New tokens of a row behind one another; `behind` is the number of axes behind that of the slots."""
-    batch = rows.shape[0]
-    zero = jnp.zeros((), slots.dtype)
-    rest = [zero] * behind
-    if buffer.ndim == 2 + behind:
-        return lax.dynamic_update_slice(buffer, rows[0], (zero, slots[0], *rest))
-    layers = [] if layer is None else [layer.astype(slots.dtype)]
-    if batch == 1:
-        new = rows.reshape(*[1] * len(layers), *rows.shape)
-        return lax.dynamic_update_slice(buffer, new, (*layers, zero, zero, slots[0], *rest))
-    return _scatter(buffer, rows, slots, layer, update_window_dims=(1, 2, 3)[: 2 + behind], inserted=())
+def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """Of [(L,) B, K, S, ...] and [B, K, T, ...]."""
+    zero, rest = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3)
+    layers = () if layer is None else (layer.astype(slots.dtype),)
+    if slots.ndim == 1 and new.shape[0] == 1:  # one row needs no scatter
+        start = (*layers, zero, zero, slots[0], *(zero for _ in rest))
+        return lax.dynamic_update_slice(buffer, new.reshape(*(1 for _ in layers), *new.shape), start)
 
+    def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) K, S, ...], [K, T, ...], [] or [T]
+        if slots.ndim == 0:
+            start = (*layers, zero, slots, *(zero for _ in rest))
+            return lax.dynamic_update_slice(row, new.reshape(*(1 for _ in layers), *new.shape), start)
+        one_head = lambda row, new: row.at[(*layers, slots)].set(new, unique_indices=True, mode="promise_in_bounds")
+        return jax.vmap(one_head, in_axes=(len(layers), 0), out_axes=len(layers))(row, new)
 
-def _write_each(buffer: jax.Array, rows: jax.Array, slots: jax.Array, layer: jax.Array | None, behind: int) -> jax.Array:
-    """Every new token at a slot of its own."""
-    if buffer.ndim == 2 + behind:
-        return _write_each(buffer[None], rows, slots, layer, behind)[0]
-    return _scatter(buffer, rows, slots, layer, update_window_dims=(1, 3)[: 1 + behind], inserted=(2,))
-
-
-def _scatter(
-    buffer: jax.Array,
-    rows: jax.Array,
-    slots: jax.Array,
-    layer: jax.Array | None,
-    *,
-    update_window_dims: tuple[int, ...],
-    inserted: tuple[int, ...],
-) -> jax.Array:
-    layers = [] if layer is None else [layer.astype(slots.dtype)]
-    row_axis = len(layers)
-    # XLA for CPU scatters 16-bit floats by way of float32, the whole buffer there and back; bits as they are.
-    bits = {2: jnp.uint16}.get(buffer.dtype.itemsize, buffer.dtype)
-    written = lax.scatter(
-        lax.bitcast_convert_type(buffer, bits),
-        jnp.stack([*(jnp.broadcast_to(layer, slots.shape) for layer in layers), slots], axis=-1),
-        lax.bitcast_convert_type(rows, bits),
-        # Rows are said to be a batch: of numbers, XLA would not know that each device has those of its own rows.
-        lax.ScatterDimensionNumbers(
-            update_window_dims=update_window_dims,
-            inserted_window_dims=(*range(row_axis), *(row_axis + axis for axis in inserted)),
-            scatter_dims_to_operand_dims=(*range(row_axis), row_axis + 2),
-            operand_batching_dims=(row_axis,),
-            scatter_indices_batching_dims=(0,),
-        ),
-        indices_are_sorted=slots.ndim == 1,
-        unique_indices=True,
-        mode=lax.GatherScatterMode.FILL_OR_DROP,
-    )
-    return lax.bitcast_convert_type(written, buffer.dtype)
-
-
-def read(buffer: Buffer, layer: jax.Array | None = None) -> Buffer:
-    """One layer of a buffer of keys or values: [B, K, S, H], or [K, S, H] where the batch axis was dropped."""
-    if layer is None:
-        return buffer
-    return over_rows(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), buffer)
-
-
-def drop_batch(cache: KVCache) -> KVCache:
-    """A cache of one row without its batch axis; every other cache as it is.
-
-    XLA for CPU merges the batch and head axes for the product with a query. Given [1, K, S, H] it fuses that reshape with
-    the write of the new token, needs the written buffer twice, and copies the whole layer at every step; given [K, S, H]
-    it writes in place and copies nothing.
-    """
-    if isinstance(cache.k, tuple) and cache.k[0].ndim == 4 and cache.length.shape[0] == 1:
-        return over_buffers(lambda buffer: buffer[0], cache)
-    return cache
-
-
-def restore_batch(cache: KVCache) -> KVCache:
-    """Undo `drop_batch`."""
-    if isinstance(cache.k, tuple) and cache.k[0].ndim == 3:
-        return over_buffers(lambda buffer: buffer[None], cache)
-    return cache
+    return jax.vmap(put_row, in_axes=(len(layers), 0, 0), out_axes=len(layers))(buffer, new, slots)
 
 
 def bucket(length: int, smallest: int) -> int:

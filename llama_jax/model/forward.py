@@ -13,19 +13,13 @@ from jax import lax
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError, GenerationError
-from llama_jax.model.cache import KVCache, key_positions, read, slots_of, write
-from llama_jax.model.params import Block, Llama
+from llama_jax.errors import ConfigError, GenerationError, MeshError
+from llama_jax.model.cache import KVCache, key_positions, slots_of, write
+from llama_jax.model.options import Attend, Compute, Layout, Places, identity
+from llama_jax.model.params import Block, Llama, check_params
+from llama_jax.model.remat import rematerialise
+from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.rotary import BY_LENGTH, SCALINGS, Frequencies, Length
-
-Constrain = Callable[[jax.Array, str], jax.Array]
-Attend = Callable[..., jax.Array]  # with the signature of `ops.attention`
-
-
-def unconstrained(x: jax.Array, where: str) -> jax.Array:
-    """Leave it to XLA where an activation lies."""
-    return x
-
 
 def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Frequencies, float]:
     """How far each pair of features turns per position, and what cosine and sine are multiplied by.
@@ -55,14 +49,9 @@ def forward(
     tokens: jax.Array,
     cache: KVCache | None = None,
     *,
-    lengths: jax.Array | None = None,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    rope_lengths: jax.Array | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    constrain: Constrain = unconstrained,
-    attend: Attend = ops.attention,
-    wrap_layer: Callable[[Callable], Callable] = lambda layer: layer,
+    places: Places = Places(),
+    compute: Compute = Compute(),
+    layout: Layout = Layout(),
 ) -> tuple[jax.Array, Any]:
     """Run the layers over `tokens` (Touvron et al. 2023, section 2.2) and return the normalised residual stream.
 
@@ -74,24 +63,10 @@ def forward(
         position beyond `config.max_seq_len`, which `generate` refuses.
       cache: what the rows have read before; None starts at position 0 and keeps nothing. Its form follows that of
         `params.blocks`: a tuple for a tuple, stacked for stacked.
-      lengths: int32[B], how many of the T tokens of each row are real; all when None. Only the cache's length uses it, and
-        a rope scaling that depends on the length.
-      positions: int32[B, T], each token's position in its document, for the rotary embedding; its place in the row and the
-        cache when None. Without a cache only.
-      segment_ids: int32[B, T], which of the documents packed into a row each token is of: attention does not cross them.
-        Without a cache only.
-      rope_lengths: int32[B], or int32[B, T] for each token, how long each row is when it has been read whole, for a rope
-        scaling that depends on the length ("dynamic" or "longrope"; others are the same at every length). None takes what
-        the row has so far, each document of a packed row for itself. What lies in the cache stays as it was turned when it
-        was read: a prompt that is read in pieces needs its whole length from the first, and while a row grows in decoding,
-        its older keys keep the frequencies of when it was shorter, as they do in transformers.
-      dtype: of the computation, to which parameters are cast where they are used; None takes that of the embedding.
-      constrain: told where in the model an activation is, lays it out over the devices: "tokens" [B, T], to be looked up;
-        "embedded" and "residual", both [B, T, D], as they were looked up and the residual stream between layers. See
-        `parallel.specs`.
-      attend: mixes the values; `partial(ops.attention, backend=...)` chooses how, `parallel.ring` divides the sequence.
-        A cache with sinks is read by `ops.attention_with_sinks` whatever this is.
-      wrap_layer: changes the function of one layer, as `jax.checkpoint` does for training.
+      places: where the tokens stand, where it is not one after the other from what the cache holds.
+      compute: dtype, rematerialisation, attention.
+      layout: over which devices. `constrain` is told "tokens" [B, T], to be looked up; "embedded" and "residual", both
+        [B, T, D], as they were looked up and the residual stream between layers.
 
     Returns:
       hidden [B, T, D] in the dtype of the computation, to be given to `unembed` where logits are wanted; and the cache with
@@ -100,172 +75,231 @@ def forward(
     Raises:
       ConfigError: the parameters are not those of the configuration.
       GenerationError: the tokens are not int[B, T], or do not fit into the cache, or its form is not that of the blocks;
-        positions, segments or lengths for rope of another shape, or packed rows together with a cache.
-        Under `jit` the filled length is not known, and only tokens that an empty cache could not take are noticed: count
-        as `generate` does.
+        places of another shape, or packed rows together with a cache. Under `jit` the filled length is not known, and only
+        tokens that an empty cache could not take are noticed: count as `generate` does.
     """
+    with layout.context():
+        hidden, cache, _ = _run(config, params, tokens, cache, _Options(places, compute, layout))
+    return hidden, cache
+
+
+def observe(
+    config: LlamaConfig,
+    params: Llama,
+    tokens: jax.Array,
+    tap: Tap,
+    *,
+    places: Places = Places(),
+    compute: Compute = Compute(),
+    layout: Layout = Layout(),
+) -> tuple[jax.Array, Any]:
+    """`forward` without a cache, with what `tap` takes from every layer as a second result.
+
+    Args:
+      tap: from a `Layer` to a tree of arrays; under `jit` XLA computes nothing else for it.
+
+    Returns:
+      hidden [B, T, D], and the trees of all layers as one, with an axis L before those of every array.
+    """
+    with layout.context():
+        hidden, _, taken = _run(config, params, tokens, None, _Options(places, compute, layout), tap)
+    return hidden, taken
+
+
+class Layer(NamedTuple):
+    """What can be seen of a layer as it runs.
+
+    Attributes:
+      before, after: [B, T, D], the residual stream.
+      keys, values: [B, K, T, H], of the new tokens, as they go into a cache.
+    """
+
+    before: jax.Array
+    after: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+Tap = Callable[[Layer], Any]
+
+
+class _Options(NamedTuple):
+    places: Places
+    compute: Compute
+    layout: Layout
+
+
+class _Step(NamedTuple):
+    """What all layers of a pass share.
+
+    Attributes:
+      turn: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2].
+      seen: which keys each query sees.
+      slots: where the new tokens are written, see `slots_of`; None without a cache.
+      lengths: int32[B], slots of a row that then hold keys; None without a cache or where slots are a ring.
+      sink_turn: as `turn`, of the queries as the sinks see them; None without sinks.
+    """
+
+    turn: tuple[jax.Array, jax.Array]
+    seen: Seen
+    slots: jax.Array | None = None
+    lengths: jax.Array | None = None
+    sink_turn: tuple[jax.Array, jax.Array] | None = None
+
+
+def _run(
+    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: _Options, tap: Tap | None = None
+) -> tuple[jax.Array, Any, Any]:
+    """Hidden states, the cache, and what was tapped."""
+    places, compute, layout = options
     tokens = jnp.asarray(tokens)
-    _check_arguments(config, params, tokens)
-    batch, new = tokens.shape
-    _check_packing(tokens, cache, positions, segment_ids)
-    if rope_lengths is not None and rope_lengths.shape not in ((batch,), tokens.shape):
-        raise GenerationError(f"rope_lengths are {list(rope_lengths.shape)}; int[{batch}], one for each row, is needed")
-    if cache is None:
-        slots = jnp.broadcast_to(jnp.arange(new, dtype=jnp.int32), tokens.shape)
-    else:
-        _check_cache(config, params, cache, batch, new)
-        slots = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
-    if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and rope_lengths is None:
-        rope_lengths = rope_lengths_of(slots, lengths, positions, segment_ids)
-    frequencies, attention_factor = rotary_frequencies(config, rope_lengths)
-    if frequencies.ndim == 2:  # of each row, for all of its positions
-        frequencies = frequencies[:, None]
-    turn = partial(ops.rotary_table, frequencies=frequencies, attention_factor=attention_factor)
-    cos, sin = turn(slots if positions is None else positions)
-    lookup = None if cache is None else _lookup(cache, new, turn)
-    embedded = params.embedding[constrain(tokens, "tokens")].astype(dtype or params.embedding.dtype)
-    hidden = constrain(constrain(embedded, "embedded"), "residual")
-    block_step = wrap_layer(partial(_block, config, segment_ids=segment_ids, attend=attend, lookup=lookup))
+    _check_arguments(config, params, tokens, cache, places)
+    mix = _mixing_of(config, compute, layout, cache)
+    step = _step_of(config, tokens, cache, places)
+    embedded = params.embedding[layout.constrain(tokens, "tokens")].astype(compute.dtype or params.embedding.dtype)
+    hidden = layout.constrain(layout.constrain(embedded, "embedded"), "residual")
 
-    if isinstance(params.blocks, tuple):
-        layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))
-        for i, block in enumerate(params.blocks):
-            hidden, layers[i] = block_step(block, hidden, layers[i], slots, cos, sin)
-            hidden = constrain(hidden, "residual")
-        buffers: Any = None if cache is None else tuple(zip(*layers, strict=True))
-    else:
+    def run_layer(block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array | None = None) -> Any:
+        heads = _project_heads(config, block, hidden, step)
+        buffers, view = _view_of(cache, buffers, heads, step, index)
+        mixed = mix(heads, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
+        after = hidden + ops.project(mixed, block.attention.out)
+        normed = ops.rms_norm(after, block.ffn_norm, config.norm_eps)
+        after = after + _feed_forward(block, normed)
+        after = layout.constrain(after, "residual")
+        return after, buffers, None if tap is None else tap(Layer(hidden, after, heads.keys, heads.values))
 
-        def layer_step(carry, layer):
-            hidden, buffers = carry
-            block, index = layer
-            hidden, buffers = block_step(block, hidden, buffers, slots, cos, sin, index)
-            return (constrain(hidden, "residual"), buffers), None
+    stacked = isinstance(params.blocks, Block)
+    run_layer = rematerialise(compute.remat, run_layer, stacked=stacked)
+    if stacked:
+
+        def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
+            hidden, buffers, taken = run_layer(layer[0], *carry, step, layer[1])
+            return (hidden, buffers), taken
 
         # The cache rides in the carry: as input and output of the scan it would be copied whole at every call.
         buffers = None if cache is None else (cache.k, cache.v)
-        (hidden, buffers), _ = lax.scan(layer_step, (hidden, buffers), (params.blocks, jnp.arange(config.n_layers)))
+        (hidden, buffers), taken = lax.scan(scan_layer, (hidden, buffers), (params.blocks, jnp.arange(config.n_layers)))
+    else:
+        layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))
+        each = []
+        for i, block in enumerate(params.blocks):
+            hidden, layers[i], found = run_layer(block, hidden, layers[i], step)
+            each.append(found)
+        buffers = None if cache is None else tuple(zip(*layers, strict=True))
+        taken = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
 
     hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps)
     if cache is None:
-        return hidden, None
+        return hidden, None, taken
     k, v = buffers
-    return hidden, cache.replace(k=k, v=v, length=cache.length + (new if lengths is None else lengths))
+    new = tokens.shape[1] if places.lengths is None else places.lengths
+    return hidden, cache.replace(k=k, v=v, length=cache.length + new, fresh=False), taken
 
 
-class _Lookup(NamedTuple):
-    """How every layer writes the new tokens into the cache and reads what is there.
+def _mixing_of(
+    config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | None
+) -> Callable[[_Heads, View, Seen], jax.Array]:
+    """Attention of one layer, [B, K, T, G, H], with all that is the same in every layer bound."""
+    if compute.attend is not None and layout.arrange is not identity:
+        raise MeshError("an attention of one's own cannot be divided over context: only ring attention knows those rows")
+    attend = compute.attend or layout.attend or ops.attend
+    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": None if cache is None else cache.window}
 
-    Attributes:
-      slots: see `slots_of`.
-      key_positions: see `key_positions`; with an axis for the heads.
-      window, sinks: of the cache.
-      sink_turn: cosine and sine of the queries as the sinks see them.
-    """
+    def mix(heads: _Heads, view: View, seen: Seen) -> jax.Array:
+        if heads.sink_queries is None or cache is None:
+            return attend(heads.queries, view, seen, **options)
+        return ops.attend_with_sinks(heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, **options)
 
-    slots: jax.Array
-    key_positions: jax.Array | None
-    window: int | None
-    sinks: int
-    sink_turn: tuple[jax.Array, jax.Array] | None
-
-    def turned_for_sinks(self, queries: jax.Array) -> jax.Array | None:
-        """Queries [B, K, T, G, H] that are not turned yet, as the sinks see them; None without sinks."""
-        if self.sink_turn is None:
-            return None
-        cos, sin = self.sink_turn
-        return ops.apply_rotary(queries, cos[:, None, :, None], sin[:, None, :, None])
+    return mix
 
 
-def _lookup(cache: KVCache, new: int, turn: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> _Lookup:
+def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> _Step:
+    new = tokens.shape[1]
+    order = jnp.arange(new, dtype=jnp.int32)
+    slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order
+    rope_lengths = places.rope_lengths
+    if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and rope_lengths is None:
+        rope_lengths = rope_lengths_of(slots, places)
+    frequencies, attention_factor = rotary_frequencies(config, rope_lengths)
+    if frequencies.ndim == 2:  # of each row, for all of its positions
+        frequencies = frequencies[:, None]
+
+    def turn(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cos, sin = ops.rotary_table(positions, frequencies, attention_factor)  # [B, T, H/2]
+        return cos[:, None, :, None], sin[:, None, :, None]
+
+    own = turn(slots if places.positions is None else places.positions)
+    if cache is None or cache.fresh:
+        segments = places.segment_ids
+        seen = Seen(order[None], order[None], segments, segments, ordered=True)
+        return _Step(own, seen) if cache is None else _Step(own, seen, slots_of(cache, new))
     held = key_positions(cache, new)
-    if cache.window is None or not cache.sinks:
-        sink_turn = None
-    else:
+    sink_turn = None
+    if cache.sinks and cache.window is not None:
         # A sink stays as near as the start of the window is: positions within the cache, and not within the text
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
-        positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
-        sink_turn = turn(jnp.minimum(positions, cache.sinks + cache.window - 1))
-    return _Lookup(slots_of(cache, new), None if held is None else held[:, None], cache.window, cache.sinks, sink_turn)
+        sink_turn = turn(jnp.minimum(slots, cache.sinks + cache.window - 1))
+    if held is None:
+        seen = Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None])
+        return _Step(own, seen, slots_of(cache, new), cache.length + new)
+    return _Step(own, Seen(slots, held), slots_of(cache, new), sink_turn=sink_turn)
 
 
-def rope_lengths_of(
-    slots: jax.Array, lengths: jax.Array | None, positions: jax.Array | None, segment_ids: jax.Array | None
-) -> jax.Array:
+def rope_lengths_of(slots: jax.Array, places: Places) -> jax.Array:
     """How long each row is so far, int32[B]; or the document that each token of a packed row is of, int32[B, T]."""
     batch, new = slots.shape
+    lengths, positions, segment_ids, _ = places
     if positions is None and segment_ids is None:
         return slots[:, 0] + (jnp.full(batch, new, jnp.int32) if lengths is None else lengths)
-    places = slots if positions is None else positions
+    positions = slots if positions is None else positions
     if segment_ids is None:
-        return jnp.max(places, axis=1) + 1
+        return jnp.max(positions, axis=1) + 1
 
-    def of_row(places: jax.Array, segments: jax.Array) -> jax.Array:
+    def of_row(positions: jax.Array, segments: jax.Array) -> jax.Array:
         numbers = jnp.searchsorted(jnp.sort(segments), segments)  # below T, and different where the segments are
-        return jax.ops.segment_max(places, numbers, num_segments=new)[numbers] + 1
+        return jax.ops.segment_max(positions, numbers, num_segments=new)[numbers] + 1
 
-    return jax.vmap(of_row)(places, segment_ids)
+    return jax.vmap(of_row)(positions, segment_ids)
 
 
-def _block(
-    config: LlamaConfig,
-    block: Block,
-    hidden: jax.Array,
-    kv: tuple[Any, Any] | None,
-    slots: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    layer: jax.Array | None = None,
-    *,
-    segment_ids: jax.Array | None = None,
-    attend: Attend = ops.attention,
-    lookup: _Lookup | None = None,
-) -> tuple[jax.Array, tuple[Any, Any] | None]:
-    """One layer: hidden [B, T, D] in and out, and this layer's keys and values with the new tokens written."""
-    batch, new, _ = hidden.shape
+class _Heads(NamedTuple):
+    """Of the new tokens: queries [B, K, T, G, H], also as the sinks see them, keys and values [B, K, T, H]."""
+
+    queries: jax.Array
+    sink_queries: jax.Array | None
+    keys: jax.Array
+    values: jax.Array
+
+
+def _project_heads(config: LlamaConfig, block: Block, hidden: jax.Array, step: _Step) -> _Heads:
     normed = ops.rms_norm(hidden, block.attention_norm, config.norm_eps)
-    qkv = ops.linear(normed, block.attention.qkv).swapaxes(1, 2)  # [B, K, T, G + 2, H]
+    qkv = ops.project(normed, block.attention.qkv).swapaxes(1, 2)  # [B, K, T, G + 2, H]
     # Split and not indexed: the gradients of the parts are then joined, where those of slices are filled up and added.
     groups = config.queries_per_kv_head
     unturned, values = jnp.split(qkv, [groups + 1], axis=-2)
-    turned = ops.apply_rotary(unturned, cos[:, None, :, None], sin[:, None, :, None])
-    queries, keys = jnp.split(turned, [groups], axis=-2)
-    keys, values = keys.squeeze(-2), values.squeeze(-2)
-
-    scale = config.head_dim**-0.5
-    if lookup is None or kv is None:
-        segments = None if segment_ids is None else (segment_ids[:, None], segment_ids[:, None])
-        mixed = attend(queries, keys, values, scale=scale, segments=segments)
-    else:
-        kv = write(kv[0], keys, lookup.slots, layer), write(kv[1], values, lookup.slots, layer)
-        held = read(kv[0], layer), read(kv[1], layer)
-        sink_queries = lookup.turned_for_sinks(unturned[..., :groups, :])
-        mixed = _attend_to_cache(queries, sink_queries, held, slots, lookup, attend=attend, scale=scale)
-    mixed = mixed.reshape(batch, config.n_kv_heads, new, -1).swapaxes(1, 2).reshape(batch, new, -1)
-    hidden = hidden + ops.linear(mixed, block.attention.out)
-
-    normed = ops.rms_norm(hidden, block.ffn_norm, config.norm_eps)
-    return hidden + ops.feed_forward(normed, block.feed_forward.gate_up, block.feed_forward.down), kv
+    queries, keys = jnp.split(ops.apply_rotary(unturned, *step.turn), [groups], axis=-2)
+    sink_queries = None
+    if step.sink_turn is not None:
+        sink_queries = ops.apply_rotary(unturned[..., :groups, :], *step.sink_turn)
+    return _Heads(queries, sink_queries, keys.squeeze(-2), values.squeeze(-2))
 
 
-def _attend_to_cache(
-    queries: jax.Array,
-    sink_queries: jax.Array | None,
-    held: tuple[Any, Any],
-    positions: jax.Array,
-    lookup: _Lookup,
-    *,
-    attend: Attend,
-    scale: float,
-) -> jax.Array:
-    """Attention of the new tokens to all that one layer of the cache holds, themselves among it."""
-    told = queries, sink_queries, positions[:, None], lookup.key_positions
-    if held[0].ndim == 3:  # a single row whose batch axis was dropped
-        told = jax.tree.map(lambda x: x[0], told)
-    queries, sink_queries, positions, key_positions = told
-    options: dict[str, Any] = {"scale": scale, "key_positions": key_positions, "window": lookup.window}
-    if sink_queries is None:
-        return attend(queries, *held, positions, **options)
-    return ops.attention_with_sinks(queries, sink_queries, *held, positions, sinks=lookup.sinks, **options)
+def _view_of(
+    cache: KVCache | None, buffers: tuple[Any, Any] | None, heads: _Heads, step: _Step, layer: jax.Array | None
+) -> tuple[tuple[Any, Any] | None, View]:
+    """The buffers of a layer with the new tokens, and what its queries may read."""
+    fresh = View.of(heads.keys, heads.values)
+    if cache is None or buffers is None or step.slots is None:
+        return None, fresh
+    buffers = write(buffers[0], heads.keys, step.slots, layer), write(buffers[1], heads.values, step.slots, layer)
+    return buffers, fresh if cache.fresh else View(*buffers, layer, step.lengths)
+
+
+def _feed_forward(block: Block, normed: jax.Array) -> jax.Array:
+    """The feed-forward layer that the block has."""
+    weights = block.feed_forward
+    return ops.feed_forward(normed, weights.gate, weights.up, weights.down)
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
@@ -278,7 +312,7 @@ def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
     """
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     head = head_of(config, params)
-    logits = ops.linear(hidden, head, out_dtype=wide)
+    logits = ops.project(hidden, head, out_dtype=wide)
     if head.shape[0] == config.vocab_size:
         return logits
     return jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, logits, -jnp.inf)
@@ -324,25 +358,16 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str 
         )
 
 
-def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array) -> None:
+def _check_arguments(
+    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places
+) -> None:
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise GenerationError(
             f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"
         )
-    stacked = not isinstance(params.blocks, tuple)
-    layers = params.blocks.attention_norm.shape[0] if isinstance(params.blocks, Block) else len(params.blocks)
-    first = params.blocks if isinstance(params.blocks, Block) else params.blocks[0]
-    c = config
-    found = first.attention.qkv.shape[stacked:], first.feed_forward.down.shape[stacked:], layers
-    needed = (c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim), (c.dim, c.hidden_dim), c.n_layers
-    if found != needed:
-        raise ConfigError(f"parameters with qkv, down and layers {found} are not those of the configuration: {needed}")
-
-
-def _check_packing(
-    tokens: jax.Array, cache: KVCache | None, positions: jax.Array | None, segment_ids: jax.Array | None
-) -> None:
-    for name, value in (("positions", positions), ("segment_ids", segment_ids)):
+    check_params(config, params)
+    batch, new = tokens.shape
+    for name, value in (("positions", places.positions), ("segment_ids", places.segment_ids)):
         if value is None:
             continue
         if cache is not None:
@@ -350,6 +375,16 @@ def _check_packing(
         if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
             kind = f"{value.dtype}{list(value.shape)}"
             raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
+    lengths, rope_lengths = places.lengths, places.rope_lengths
+    if rope_lengths is not None and rope_lengths.shape not in ((batch,), tokens.shape):
+        raise GenerationError(f"rope_lengths are {list(rope_lengths.shape)}; int[{batch}], one for each row, is needed")
+    if lengths is not None:
+        if jnp.shape(lengths) != (batch,):
+            raise GenerationError(f"lengths are {list(jnp.shape(lengths))}; int[{batch}], one for each row, is needed")
+        if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= new)).all():
+            raise GenerationError(f"lengths={np.asarray(lengths).tolist()} must be from 0 to the {new} tokens of a row")
+    if cache is not None:
+        _check_cache(config, params, cache, batch, new)
 
 
 def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:

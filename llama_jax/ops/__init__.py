@@ -7,7 +7,7 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, V v
 from llama_jax.ops.attention import attention, attention_with_sinks
 from llama_jax.ops.cross_entropy import cross_entropy
 from llama_jax.ops.feed_forward import feed_forward
-from llama_jax.ops.linear import linear
+from llama_jax.ops.linear import project
 from llama_jax.ops.norm import rms_norm
 from llama_jax.ops.rotary import apply_rotary, half_from_interleaved, inverse_frequencies, rotary_table
 
@@ -19,7 +19,7 @@ __all__ = [
     "feed_forward",
     "half_from_interleaved",
     "inverse_frequencies",
-    "linear",
+    "project",
     "rms_norm",
     "rotary_table",
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.linear import linear, sum_of_outer
+from llama_jax.ops.linear import project, sum_of_outer
 
 Lay = Callable[[jax.Array, str], jax.Array]
 Settings = tuple[int, float, int, int, Lay]  # chunk, z_loss, vocab_size, shares, constrain
@@ -58,11 +58,12 @@ def cross_entropy(
         [V, D], which are gathered between the two, "logits" [B, chunk, V], "head_gradient"
         [shares, D, V].
     """
-    found = _sums((chunk, z_loss, vocab_size or head.shape[0], shares, constrain), hidden, head, targets, weights)
+    settings = (chunk, z_loss, vocab_size or head.shape[0], shares, constrain)
+    found = _sums(settings, hidden, head, targets, weights)
     return Surprise(found.loss, lax.stop_gradient(found.nll))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sums(settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> Surprise:
     cast = _gathered(head, hidden.dtype, settings[-1])
 
@@ -74,18 +75,32 @@ def _sums(settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.A
     return Surprise(*map(jnp.sum, found))
 
 
-def _sums_and_gradients(settings, hidden, head, targets, weights):
+@_sums.defjvp
+def _sums_and_tangents(settings: Settings, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Surprise, Surprise]:
+    """The loss changes by the inner products of its gradients with the tangents, of which reverse mode is the transpose."""
+    found, gradients = _sums_and_gradients(settings, *primals)
+    change = sum(_inner(gradient, tangent) for gradient, tangent in zip(gradients, tangents[:2], strict=True))
+    return found, Surprise(change, jnp.zeros_like(found.nll))  # the likelihood has no gradient, see `cross_entropy`
+
+
+def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
+    return jnp.sum(gradient * tangent, dtype=jnp.promote_types(gradient.dtype, jnp.float32))
+
+
+def _sums_and_gradients(
+    settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[Surprise, tuple[jax.Array, jax.Array]]:
     chunk, _, _, shares, constrain = settings
     cast = _gathered(head, hidden.dtype, constrain)
 
-    def add(carry: tuple[Surprise, jax.Array], part: tuple[jax.Array, ...]):
+    def add(carry: tuple[Surprise, jax.Array], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         total, of_head = carry
         sums, of_logits = _chunk_sums(settings, cast, *part)
         of_logits = of_logits.astype(cast.dtype)
         rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
         of_head = constrain(of_head + sum_of_outer(rows, of_rows, of_head.dtype), "head_gradient")
-        of_hidden = lax.dot_general(of_logits, cast, (((2,), (0,)), ((), ())), preferred_element_type=of_head.dtype)
-        return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden.astype(hidden.dtype)
+        of_hidden = project(of_logits, cast.T)
+        return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden
 
     # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
     start = _zeros(hidden), constrain(jnp.zeros((shares, *head.shape[::-1]), head.dtype), "head_gradient")
@@ -93,15 +108,6 @@ def _sums_and_gradients(settings, hidden, head, targets, weights):
     batch, length = targets.shape
     of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
     return Surprise(*map(jnp.sum, total)), (of_hidden, jnp.sum(of_head, axis=0).T)
-
-
-def _scaled(settings, gradients, cotangents):
-    of_hidden, of_head = gradients
-    scale = cotangents.loss  # the likelihood's is always 0: `cross_entropy` stops it
-    return (of_hidden * scale).astype(of_hidden.dtype), (of_head * scale).astype(of_head.dtype), None, None
-
-
-_sums.defvjp(_sums_and_gradients, _scaled)
 
 
 def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Lay) -> jax.Array:
@@ -114,8 +120,9 @@ def _chunk_sums(
     """The sums of one chunk for each row, [B], and the gradient of its loss with respect to its logits [B, chunk, V]."""
     _, z_loss, vocab_size, _, constrain = settings
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = constrain(linear(hidden, head, out_dtype=wide), "logits")
+    logits = constrain(project(hidden, head, out_dtype=wide), "logits")
     columns = jnp.arange(head.shape[0], dtype=targets.dtype)
+    targets = jnp.where(weights != 0, targets, 0)  # what does not count may be anything, -100 say
     if vocab_size < head.shape[0]:
         logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
     chosen = columns == targets[..., None]

@@ -31,7 +31,7 @@ from llama_jax.model.forward import Attend, rope_lengths_of
 from llama_jax.ops.attention import announce
 from llama_jax.ops.attention.blockwise import MIXED, backward_part, forward_part, merge
 from llama_jax.ops.attention.seen import Seen
-from llama_jax.ops.keeping import keep, restore
+from llama_jax.ops.cpu import keep, restore
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.batch import Shifted
 

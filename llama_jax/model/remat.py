@@ -1,0 +1,47 @@
+"""Rematerialisation: what of a layer is saved for the backward pass (Chen et al. 2016)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from llama_jax.errors import ConfigError
+from llama_jax.model.options import Remat
+from llama_jax.ops.attention.blockwise import MIXED
+
+LAYER_INPUT = "layer_input"
+
+
+def rematerialise(remat: Remat, layer: Callable[..., Any], *, stacked: bool) -> Callable[..., Any]:
+    """The function of one layer, whose first two arguments are its parameters and the residual stream.
+
+    Raises:
+      ConfigError: another `remat`, see `Compute`.
+    """
+    if remat not in get_args(Remat):
+        raise ConfigError(f"remat={remat!r} must be one of {', '.join(get_args(Remat))}")
+    if remat == "none":
+        return layer
+    policies = jax.checkpoint_policies
+    policy = {
+        # Attention by blocks takes longest of all where rows are long, and what is saved of it is no more than one matmul.
+        "dots": policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(MIXED)
+        ),
+        "full": policies.nothing_saveable,
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }[remat]
+
+    def named(block: Any, hidden: jax.Array, *rest: Any) -> Any:
+        return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
+
+    # Nothing of a scan can be merged with the forward pass: the barrier that prevents it would only cost.
+    return jax.checkpoint(named, prevent_cse=not stacked, policy=policy)

@@ -1,0 +1,152 @@
+"""All that XLA for CPU wants otherwise, and why; on other platforms none of it is traced.
+
+The other files of this room are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
+another form to be fast, the plain function is decorated with `for_cpu` and its variant stands here. A variant gives what
+the plain function gives and is tested against it. The reasons:
+
+- A matmul of 16-bit numbers without a float32 result converts both operands, whole weights, to float32: 10 to 18 times
+  slower than one with it (K = 2,048, N = 4,096, 1 to 256 rows).
+- Kernels for 16-bit and 8-bit matmuls exist from two rows on: for a single row the whole weight is converted, 15 ms
+  instead of 0.7; so a row of zeros is added.
+- No kernel contracts the first axis of both operands, as a weight's gradient does: a transposed copy of the smaller one is
+  two to three times faster than what XLA does.
+- A slice of a bfloat16 array, such as a scan makes of stacked residuals, first converts the whole stack to float32; a slice
+  of the same bits as integers does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from llama_jax.ops.platform import lowering_platform
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def for_cpu(variant: Callable[..., Any]) -> Callable[[F], F]:
+    """Where a program is made for a CPU, call `variant` with the decorated function and its arguments in its place."""
+
+    def decorate(plain: F) -> F:
+        @functools.wraps(plain)
+        def chosen(*args: Any, **options: Any) -> Any:
+            return variant(plain, *args, **options) if lowering_platform() == "cpu" else plain(*args, **options)
+
+        return chosen  # type: ignore[return-value]
+
+    return decorate
+
+
+def is_short(*arrays: Any) -> bool:
+    """Whether one of them is an array of 16-bit floating-point numbers."""
+    return any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 for x in arrays)
+
+
+# --- matmuls -------------------------------------------------------------------------------------------------------------
+
+
+def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+    """`linear.multiply`: for 16-bit numbers by float32 results, with two rows at least."""
+    if not is_short(x):
+        return plain(x, weight, out_dtype)
+    if math.prod(x.shape[:-1]) > 1:
+        return _multiply_short(x, weight).astype(out_dtype)
+    rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
+    return _multiply_short(rows, weight)[:1].reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
+
+
+@jax.custom_vjp
+def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[..., D] by [*out, D]: float32[..., *out]; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
+    # As a matrix: given a weight of more axes, XLA for CPU transposes a copy of it at every matmul.
+    found = _by_rows(_flat(x), _flat(weight.astype(x.dtype)))
+    return found.reshape(*x.shape[:-1], *weight.shape[:-1])
+
+
+def _multiply_short_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = restore(residuals)
+    rows = _flat(gradient.astype(x.dtype).reshape(*x.shape[:-1], -1))
+    matrix = _flat(weight.astype(x.dtype))
+    of_x = lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    of_weight = _outer_short(rows, _flat(x), jnp.float32)
+    return of_x.reshape(x.shape).astype(x.dtype), of_weight.reshape(weight.shape).astype(weight.dtype)
+
+
+_multiply_short.defvjp(lambda x, weight: (_multiply_short(x, weight), keep((x, weight))), _multiply_short_backward)
+
+
+def sum_of_outer(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
+    """`linear.sum_of_outer`, for 16-bit numbers."""
+    if not is_short(a, b):
+        return plain(a, b, out_dtype)
+    return _outer_short(a, b, out_dtype or jnp.promote_types(a.dtype, jnp.float32))
+
+
+def _outer_short(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
+    """The smaller one transposed: XLA merges the transpose into the matmul again, unless a row of zeros is added to it."""
+    if a.shape[-1] > b.shape[-1]:
+        return _outer_short(b, a, out_dtype).swapaxes(-1, -2)
+    batch = tuple(range(a.ndim - 2))
+    turned = jnp.pad(a.swapaxes(-1, -2), [*[(0, 0)] * len(batch), (0, 1), (0, 0)])
+    dimensions = (((a.ndim - 1,), (a.ndim - 2,)), (batch, batch))
+    return lax.dot_general(turned, b, dimensions, preferred_element_type=out_dtype)[..., :-1, :]
+
+
+def _by_rows(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    return lax.dot_general(rows, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """[..., D] as a matrix [rows, D]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+# --- residuals -----------------------------------------------------------------------------------------------------------
+
+
+class Bits(struct.PyTreeNode):
+    """An array of 16-bit floating-point numbers as integers of the same bits."""
+
+    bits: jax.Array
+    dtype: Any = struct.field(pytree_node=False)
+
+
+def keep(tree: Any) -> Any:
+    """On a CPU the same tree with 16-bit floating-point arrays as `Bits`, to be undone by `restore`; both cost nothing."""
+    if lowering_platform() != "cpu":
+        return tree
+
+    def packed(x: jax.Array) -> Any:
+        return Bits(lax.bitcast_convert_type(x, jnp.uint16), x.dtype) if is_short(x) else x
+
+    return jax.tree.map(packed, tree)
+
+
+def restore(tree: Any) -> Any:
+    """What was given to `keep`."""
+
+    def unpacked(x: Any) -> jax.Array:
+        return lax.bitcast_convert_type(x.bits, x.dtype) if isinstance(x, Bits) else x
+
+    return jax.tree.map(unpacked, tree, is_leaf=lambda x: isinstance(x, Bits))
+
+
+def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`jax.checkpoint` of a function of arrays, whose residuals, its arguments, are kept as `Bits` where they are short."""
+
+    @jax.custom_vjp
+    def run(*args: jax.Array) -> jax.Array:
+        return function(*args)
+
+    def backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+        return jax.vjp(function, *restore(residuals))[1](gradient)
+
+    run.defvjp(lambda *args: (function(*args), keep(args)), backward)
+    return run
