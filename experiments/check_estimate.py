@@ -8,7 +8,7 @@ what it held without any array). That is compared with the estimate, which is ma
 
 glibc keeps freed memory for itself; MALLOC_MMAP_THRESHOLD_ makes every buffer a mapping of its own, so that the process
 holds what is alive. Two ratios to what was held are given: that of the estimate, and that of XLA's plan alone, without the
-scratch that YNNPACK's kernels allocate beside it (llama_jax/parallel/scratch.py).
+scratch that YNNPACK's kernels allocate beside it (llama_jax/analysis/scratch.py).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _measure(case: Case) -> dict[str, Any]:
     import jax.numpy as jnp
 
     import llama_jax
-    from llama_jax.parallel.memory import decode_programs, train_programs
+    from llama_jax.analysis.memory import decode_programs, train_programs
 
     config, mesh = llama_jax.preset(case.preset), make_mesh(sizes)
     if case.program == "train step":

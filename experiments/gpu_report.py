@@ -57,10 +57,10 @@ import numpy as np
 
 import llama_jax
 from llama_jax import ops
+from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.errors import ConfigError
 from llama_jax.inference import generate as library
-from llama_jax.parallel.hardware import find_hardware
 from llama_jax.training import flops
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -84,7 +84,7 @@ FORMULAS = {
     "attention_tflop": "2 * N * H * B * T**2 forward: two products, of which causality needs half; 3.5 times that with"
     " backward, which has five, the scores again among them (Dao 2023, section 4.1)",
     "tflop_per_step": flops.FORMULA,
-    "mfu": "tflop_per_step / seconds per step / the device's published dense bfloat16 rate (llama_jax/parallel/hardware.py)",
+    "mfu": "tflop_per_step / seconds per step / the device's published dense bfloat16 rate (llama_jax/analysis/hardware.py)",
     "mfu_of_matrix": "tflop_per_step / seconds per step / matrix_tflops, measured as `matrix` in the same process",
     "plan_gb": "XLA's plan of the step: arguments, results that are not updated in place, and temporaries",
     "peak_gb": "the allocator's peak of the process, where this candidate raised it",

@@ -43,11 +43,11 @@ class Arguments:
 def look(model: str, mesh_sizes: str, length: int, hardware: tuple[str, ...]) -> dict[str, Any]:
     """Compile one step and bound its time on every hardware."""
     from llama_jax import preset
-    from llama_jax.parallel.collectives import add_up, find_collectives
-    from llama_jax.parallel.hardware import named_hardware
-    from llama_jax.parallel.memory import train_programs
+    from llama_jax.analysis.collectives import add_up, find_collectives
+    from llama_jax.analysis.hardware import named_hardware
+    from llama_jax.analysis.memory import train_programs
+    from llama_jax.analysis.roofline import least_traffic, training_roofline
     from llama_jax.parallel.mesh import make_mesh, parse_mesh
-    from llama_jax.parallel.roofline import least_traffic, training_roofline
 
     config, sizes = preset(model), parse_mesh(mesh_sizes)
     batch, mesh = sizes.devices, make_mesh(sizes)

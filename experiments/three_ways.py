@@ -35,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama_jax
-from llama_jax.parallel.collectives import add_up, find_collectives
+from llama_jax.analysis.collectives import add_up, find_collectives
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
 from llama_jax.parallel.specs import step_over

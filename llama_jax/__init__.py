@@ -71,6 +71,7 @@ _HOME = {
     "load_tokenizer": "tokenizers",
 }
 _ROOMS = (
+    "analysis",
     "checkpoints",
     "config",
     "data",

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import llama_jax
-from llama_jax.parallel.hardware import find_hardware
+from llama_jax.analysis.hardware import find_hardware
 
 SCRIPT = Path(__file__).parents[1] / "experiments" / "gpu_report.py"
 

@@ -14,12 +14,12 @@ import tyro
 from llama_jax.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
+    from llama_jax.analysis.collectives import Collective
+    from llama_jax.analysis.hardware import Hardware
+    from llama_jax.analysis.memory import Memory, Program
+    from llama_jax.analysis.roofline import Exchange, Roofline
     from llama_jax.config import LlamaConfig
-    from llama_jax.parallel.collectives import Collective
-    from llama_jax.parallel.hardware import Hardware
-    from llama_jax.parallel.memory import Memory, Program
     from llama_jax.parallel.mesh import MeshSizes
-    from llama_jax.parallel.roofline import Exchange, Roofline
 
 LABELS = {
     "parameters": "parameters",
@@ -62,13 +62,13 @@ class Estimate:
 
     def run(self) -> None:
 
+        from llama_jax.analysis.collectives import find_collectives
+        from llama_jax.analysis.hardware import named_hardware
+        from llama_jax.analysis.roofline import exchange_seconds
         from llama_jax.cli.runtime import use_compilation_cache
         from llama_jax.model.cache import cache_bytes
         from llama_jax.model.params import parameter_count
-        from llama_jax.parallel.collectives import find_collectives
-        from llama_jax.parallel.hardware import named_hardware
         from llama_jax.parallel.mesh import make_mesh, parse_mesh
-        from llama_jax.parallel.roofline import exchange_seconds
 
         started = time.perf_counter()
         hardware = None if self.hardware is None else named_hardware(self.hardware)
@@ -121,7 +121,7 @@ class Estimate:
 
     def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[Exchange]:
         """The least that the strategy exchanges; of training only."""
-        from llama_jax.parallel.roofline import least_traffic
+        from llama_jax.analysis.roofline import least_traffic
 
         if self._remat is None:
             return []
@@ -137,7 +137,7 @@ class Estimate:
         least: list[Exchange],
     ) -> dict[str, Roofline]:
         """The rooflines of the compiled program and, when training, of one with the least exchanges."""
-        from llama_jax.parallel.roofline import decoding_roofline, training_roofline
+        from llama_jax.analysis.roofline import decoding_roofline, training_roofline
 
         if self._remat is None:
             resident = found["decode"].parameters * sizes.columns + found["decode"].cache
@@ -165,9 +165,9 @@ class Estimate:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; take less")
 
     def _programs(self, config: LlamaConfig, sizes: MeshSizes) -> list[Program]:
+        from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
         from llama_jax.model.cache import bucket
-        from llama_jax.parallel.memory import decode_programs, train_programs
         from llama_jax.parallel.mesh import make_mesh
 
         mesh = make_mesh(sizes)
@@ -214,7 +214,7 @@ def as_json(
     bounds: dict[str, Roofline],
 ) -> str:
     """One object: what was asked, for each program the bytes per device and what is exchanged, and the bounds."""
-    from llama_jax.parallel.collectives import add_up
+    from llama_jax.analysis.collectives import add_up
 
     programs = {name: asdict(memory) | {"total": memory.total} for name, memory in found.items()}
     peak = max(memory.total for memory in found.values())

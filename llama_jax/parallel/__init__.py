@@ -1,1 +1,1 @@
-"""One program on many devices: the mesh, which device holds what, and how much memory that takes."""
+"""One program on many devices: the mesh, and which device holds what."""

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints import load
 from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
 from llama_jax.config import LlamaConfig
@@ -25,7 +26,6 @@ from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama, parameter_count
 from llama_jax.ops.attention import backends_taken
-from llama_jax.parallel.hardware import find_hardware
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError

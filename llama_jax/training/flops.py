@@ -60,7 +60,7 @@ def flops_utilization(flops: float, seconds: float, devices: int, peak: float | 
     """MFU, the share of the devices' peak that a step of so many FLOPs and seconds reaches.
 
     Args:
-      peak: FLOP/s of one device, see `parallel.hardware`; None where none is published, as for a CPU, and then there is no
+      peak: FLOP/s of one device, see `analysis.hardware`; None where none is published, as for a CPU, and then there is no
         MFU.
     """
     return None if peak is None else flops / seconds / (devices * peak)

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 import llama_jax
 from llama_jax import LlamaConfig, RopeScaling, Sampling
+from llama_jax.analysis.collectives import find_collectives
+from llama_jax.analysis.memory import train_programs
 from llama_jax.errors import MeshError
 from llama_jax.inference import generate
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.seen import Seen
-from llama_jax.parallel.collectives import find_collectives
 from llama_jax.parallel.fit import fit, fitted
-from llama_jax.parallel.memory import train_programs
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.prompts import prefill_over
 from llama_jax.parallel.ring import check_length, divide, divide_over, join, positions_of, ring_attention

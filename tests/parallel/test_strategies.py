@@ -10,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import llama_jax
 from llama_jax import LlamaConfig
+from llama_jax.analysis.collectives import find_collectives
+from llama_jax.analysis.memory import bytes_per_device, train_programs
+from llama_jax.analysis.roofline import least_traffic
 from llama_jax.model.params import parameter_count
-from llama_jax.parallel.collectives import find_collectives
-from llama_jax.parallel.memory import bytes_per_device, train_programs
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.roofline import least_traffic
 from llama_jax.parallel.specs import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw

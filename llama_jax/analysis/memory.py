@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from llama_jax.analysis.scratch import kernel_scratch
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.inference.generate import LARGEST_PREFILL, DecodeState, Request, decode, prefill
@@ -25,7 +26,6 @@ from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.prompts import prefill_over
 from llama_jax.parallel.ring import check_length
-from llama_jax.parallel.scratch import kernel_scratch
 from llama_jax.parallel.specs import (
     BATCH,
     batch_spec,

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 from llama_jax import cache_bytes, parameter_count, preset
+from llama_jax.analysis.memory import Memory, decode_programs, train_programs
+from llama_jax.analysis.scratch import kernel_scratch
 from llama_jax.errors import MeshError
-from llama_jax.parallel.memory import Memory, decode_programs, train_programs
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
-from llama_jax.parallel.scratch import kernel_scratch
 
 CONFIG = preset("stories-260k")
 WEIGHTS = 4 * parameter_count(CONFIG)

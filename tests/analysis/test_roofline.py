@@ -6,13 +6,10 @@ from dataclasses import replace
 import pytest
 
 from llama_jax import parameter_count, preset
-from llama_jax.errors import MeshError
-from llama_jax.inference.generate import CHUNK
-from llama_jax.parallel.collectives import Collective, find_collectives
-from llama_jax.parallel.hardware import Hardware, named_hardware
-from llama_jax.parallel.memory import train_programs
-from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.roofline import (
+from llama_jax.analysis.collectives import Collective, find_collectives
+from llama_jax.analysis.hardware import Hardware, named_hardware
+from llama_jax.analysis.memory import train_programs
+from llama_jax.analysis.roofline import (
     Exchange,
     Roofline,
     decoding_roofline,
@@ -20,6 +17,9 @@ from llama_jax.parallel.roofline import (
     least_traffic,
     training_roofline,
 )
+from llama_jax.errors import MeshError
+from llama_jax.inference.generate import CHUNK
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.training.flops import flops_utilization, matrix_parameters, step_flops
 
 SMALL = replace(preset("stories-260k"), tie_embeddings=False)

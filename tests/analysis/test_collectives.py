@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llama_jax import parameter_count, preset
-from llama_jax.parallel.collectives import add_up, find_collectives, ring_bytes
-from llama_jax.parallel.memory import decode_programs, train_programs
+from llama_jax.analysis.collectives import add_up, find_collectives, ring_bytes
+from llama_jax.analysis.memory import decode_programs, train_programs
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
 CONFIG = preset("stories-260k")

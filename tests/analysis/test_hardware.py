@@ -3,8 +3,8 @@
 import jax
 import pytest
 
+from llama_jax.analysis.hardware import BY_DEVICE_KIND, BY_NAME, GIB, find_hardware, named_hardware
 from llama_jax.errors import ConfigError
-from llama_jax.parallel.hardware import BY_DEVICE_KIND, BY_NAME, GIB, find_hardware, named_hardware
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from llama_jax.analysis.collectives import Collective, Kind, ring_bytes
+from llama_jax.analysis.hardware import Hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.inference.generate import CHUNK
-from llama_jax.parallel.collectives import Collective, Kind, ring_bytes
-from llama_jax.parallel.hardware import Hardware
 from llama_jax.parallel.mesh import AXES, MeshSizes
 from llama_jax.training.flops import matrix_parameters, step_flops
 from llama_jax.training.objective import Remat
