@@ -244,7 +244,8 @@ def _block(
     hidden = hidden + ops.linear(mixed, block.attention.out)
 
     normed = ops.rms_norm(hidden, block.ffn_norm, config.norm_eps)
-    return hidden + ops.feed_forward(normed, block.feed_forward.gate_up, block.feed_forward.down), kv
+    weights = block.feed_forward
+    return hidden + ops.feed_forward(normed, weights.gate, weights.up, weights.down), kv
 
 
 def _attend_to_cache(
