@@ -100,7 +100,8 @@ def plan(opened: Opened) -> Llama:
             ),
             ffn_norm=whole("ffn_norm", c.dim, layer=i),
             feed_forward=FeedForward(
-                gate_up=joined((c.hidden_dim, 2, c.dim), {"gate": 1, "up": 1}, i),
+                gate=whole("gate", c.hidden_dim, c.dim, layer=i),
+                up=whole("up", c.hidden_dim, c.dim, layer=i),
                 down=whole("down", c.dim, c.hidden_dim, layer=i),
             ),
         )

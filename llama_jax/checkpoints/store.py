@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Block, Llama, init, unstack
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
+
+Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class _OnHost:
+class OnHost:
     """Asks orbax for an array in the host's memory, by having no sharding."""
 
     shape: tuple[int, ...]
@@ -100,22 +102,104 @@ def open_folder(folder: Path) -> Stored:
 
 
 def describe(folder: Path, name: str) -> dict[str, Array]:
-    """The arrays of what orbax wrote into a folder under a name, by their names there; they are not read.
+    """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them.
 
     Raises:
       CheckpointError: it cannot be read.
     """
+    described = {}
+    for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name)):
+        if not hasattr(leaf, "shape"):
+            continue
+        array, key = Array(tuple(leaf.shape), np.dtype(leaf.dtype)), name_of(path)
+        if key.endswith(JOINED):
+            half = replace(array, shape=(*array.shape[:-2], array.shape[-1]))
+            described |= dict.fromkeys(_parts_of(key), half)
+        else:
+            described[key] = array
+    return described
+
+
+def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
+    """The arrays of what orbax wrote into a folder under a name, placed and cast.
+
+    What was written before gate and up were arrays of their own holds them as one; it is taken apart, wherever it stands:
+    in parameters, in their average and in what an optimizer keeps.
+
+    Args:
+      wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OnHost`, for all that is stored (see `describe`).
+
+    Raises:
+      Exception: whatever orbax raises of damaged files.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    leaves = {name_of(path): leaf for path, leaf in jax.tree.leaves_with_path(wanted)}
+
+    def asked(path: Any, stored: Any) -> Any:
+        key = name_of(path)
+        if not hasattr(stored, "shape"):
+            return stored
+        return _joined(leaves[_parts_of(key)[0]]) if key.endswith(JOINED) else leaves[key]
+
+    asked_for = jax.tree_util.tree_map_with_path(asked, _metadata(folder, name))
+    found = ocp.load(folder.absolute(), asked_for, checkpointable_name=name)
+    arrays: dict[str, Any] = {}
+    for path, array in jax.tree.leaves_with_path(found):
+        key = name_of(path)
+        if key.endswith(JOINED):
+            arrays |= zip(_parts_of(key), _apart(array, leaves[_parts_of(key)[0]]), strict=True)
+        else:
+            arrays[key] = array
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(path)], wanted)
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """The name of an array in a tree: blocks.attention.qkv."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _metadata(folder: Path, name: str) -> Any:
     from orbax.checkpoint import v1 as ocp
 
     where = folder if name == "state" else folder / name
     metadata = asking_orbax(where, lambda: ocp.metadata(folder.absolute(), checkpointable_name=name).metadata)
     if metadata is None:  # how orbax says that it could not read them
         raise CheckpointError(f"{where} is not a whole orbax checkpoint; {_remedy(where)}")
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): Array(tuple(leaf.shape), np.dtype(leaf.dtype))
-        for path, leaf in jax.tree.leaves_with_path(metadata)
-        if hasattr(leaf, "shape")
-    }
+    return metadata
+
+
+JOINED = ".gate_up"  # [..., F, 2, D], as gate and up were kept before
+
+
+def _parts_of(name: str) -> tuple[str, str]:
+    stem = name.removesuffix(JOINED)
+    return f"{stem}.gate", f"{stem}.up"
+
+
+def _joined(half: Any) -> Any:
+    """What to ask of orbax for both, given what is wanted of one."""
+    shape = (*half.shape[:-1], 2, half.shape[-1])
+    place = getattr(half, "sharding", None)
+    if isinstance(place, jax.sharding.SingleDeviceSharding):
+        return jax.ShapeDtypeStruct(shape, half.dtype, sharding=place)
+    if isinstance(place, jax.sharding.NamedSharding):
+        spec = [*place.spec, *[None] * (len(half.shape) - len(place.spec))]
+        spec.insert(-1, None)
+        place = place.update(spec=jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, half.dtype, sharding=place)
+    return OnHost(shape, half.dtype)
+
+
+def _apart(both: Any, half: Any) -> list[Any]:
+    """Gate and up, of which each lies as `half` says; what they were joined in is deleted."""
+    if isinstance(both, np.ndarray):
+        parts = [np.ascontiguousarray(both[..., i, :]) for i in range(2)]
+        return parts if isinstance(half, OnHost) else [jax.device_put(part, half.sharding) for part in parts]
+    cut = jax.jit(lambda both: [both[..., i, :] for i in range(2)], out_shardings=half.sharding)
+    parts = jax.block_until_ready(cut(both))
+    both.delete()
+    return parts
 
 
 def save(folder: Path, config: LlamaConfig, params: Llama) -> None:
@@ -141,8 +225,6 @@ def load_params(
     Raises:
       CheckpointError: a file that is damaged, or an array that is not finite.
     """
-    from orbax.checkpoint import v1 as ocp
-
     shape = _shape(stored)
     target = stored.tensors["embedding"].dtype if dtype is None else jnp.dtype(dtype)  # type: ignore[attr-defined]
     if jax.dtypes.canonicalize_dtype(target) != target:
@@ -150,15 +232,15 @@ def load_params(
     folder, name = stored.arrays
     places = _places(stored.config, shardings)
     if stored.stacked:  # onto the host first: so the devices never hold a stack beside the blocks that are cut from it
-        wanted = jax.tree.map(lambda array: _OnHost(array.shape, target), shape)
+        wanted = jax.tree.map(lambda array: OnHost(array.shape, target), shape)
     else:
         wanted = jax.tree.map(lambda array, place: jax.ShapeDtypeStruct(array.shape, target, sharding=place), shape, places)
-    params = asking_orbax(folder / name, lambda: ocp.load(folder.absolute(), wanted, checkpointable_name=name))
+    params = asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted))
     if stored.stacked:
         params = jax.tree.map(jax.device_put, unstack(params), places)
     for path, array in jax.tree.leaves_with_path(params):
         if not bool(jnp.isfinite(array).all()):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            name = name_of(path)
             raise CheckpointError(f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the file is damaged")
     return params
 
@@ -181,9 +263,7 @@ def _shape(stored: Stored) -> Llama:
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
     shape = _config_shape(config, stacked=stored.stacked)
-    needed = {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)
-    }
+    needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | found.keys()):
         held = list(found[name].shape) if name in found else None
         wanted = list(needed[name]) if name in needed else None

@@ -31,11 +31,12 @@ class FeedForward(struct.PyTreeNode):
     """Projections of one feed-forward layer.
 
     Attributes:
-      gate_up: [F, 2, D], the gate's row and the up projection's row of each feature.
+      gate, up: [F, D]. Not one array: a TPU copies the weights of [F, 2, D] into another order at every call.
       down: [D, F].
     """
 
-    gate_up: Leaf
+    gate: Leaf
+    up: Leaf
     down: Leaf
 
 
@@ -78,19 +79,20 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) ->
     def normal(std: float, *shape: int) -> jax.Array:
         return (std * jax.random.normal(next(keys), shape, jnp.float32)).astype(dtype)
 
+    embedding = normal(0.02, c.vocab_size, c.dim)
+    attention = Attention(
+        qkv=normal(0.02, layers, c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim),
+        out=normal(residual, layers, c.dim, c.n_heads * c.head_dim),
+    )
+    both = normal(0.02, layers, c.hidden_dim, 2, c.dim)  # as one array, so that a seed still gives the same model
+    feed_forward = FeedForward(both[:, :, 0], both[:, :, 1], normal(residual, layers, c.dim, c.hidden_dim))
     return Llama(
-        embedding=normal(0.02, c.vocab_size, c.dim),
+        embedding=embedding,
         blocks=Block(
             attention_norm=jnp.ones((layers, c.dim), dtype),
-            attention=Attention(
-                qkv=normal(0.02, layers, c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim),
-                out=normal(residual, layers, c.dim, c.n_heads * c.head_dim),
-            ),
+            attention=attention,
             ffn_norm=jnp.ones((layers, c.dim), dtype),
-            feed_forward=FeedForward(
-                gate_up=normal(0.02, layers, c.hidden_dim, 2, c.dim),
-                down=normal(residual, layers, c.dim, c.hidden_dim),
-            ),
+            feed_forward=feed_forward,
         ),
         final_norm=jnp.ones((c.dim,), dtype),
         lm_head=None if c.tie_embeddings else normal(0.02, c.vocab_size, c.dim),

@@ -24,7 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from llama_jax.checkpoints import huggingface
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, REST, by_loss, existing_step, read_note, steps_in
-from llama_jax.checkpoints.store import describe, root_cause
+from llama_jax.checkpoints.store import describe, name_of, read_arrays, root_cause
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.tokenizers import Tokenizer
@@ -188,7 +188,7 @@ class Snapshots:
                 raise _DamagedError(f"{folder / name} is missing")
         held = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
         needed = {
-            f"{part}.{jax.tree_util.keystr(path, simple=True, separator='.')}": (leaf.shape, str(leaf.dtype))
+            f"{part}.{name_of(path)}": (leaf.shape, str(leaf.dtype))
             for part in wanted
             for path, leaf in jax.tree.leaves_with_path(wanted[part])
         }
@@ -201,7 +201,7 @@ class Snapshots:
         loaded = {}
         for name, part in wanted.items():
             try:
-                loaded[name] = ocp.load(folder, part, checkpointable_name=name)
+                loaded[name] = read_arrays(folder, name, part)
             except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
                 raise _DamagedError(f"{folder / name} ({root_cause(error)})") from None
         return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note

@@ -131,12 +131,13 @@ def _muon(settings: OptimizerSettings, rates: optax.Schedule) -> optax.GradientT
 
 
 def _matrix_axes(params: Llama) -> Llama:
-    """Which axes of each array are a matrix's input and output; the others, layers and gate or up, count matrices."""
+    """Which axes of each array are a matrix's input and output; the layers count matrices."""
     axes = optax.contrib.MuonDimensionNumbers
     known = {
         "qkv": axes(reduction_axis=-1, output_axis=(-4, -3, -2)),  # [(L,) K, G + 2, H, D]: one product, one matrix
         "out": axes(reduction_axis=-1, output_axis=-2),  # [(L,) D, N * H]
-        "gate_up": axes(reduction_axis=-1, output_axis=-3),  # [(L,) F, 2, D]
+        "gate": axes(reduction_axis=-1, output_axis=-2),  # [(L,) F, D]
+        "up": axes(reduction_axis=-1, output_axis=-2),  # [(L,) F, D]
         "down": axes(reduction_axis=-1, output_axis=-2),  # [(L,) D, F]
     }
     return jax.tree_util.tree_map_with_path(lambda path, _: known[path[-1].name], params)

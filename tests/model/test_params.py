@@ -15,7 +15,8 @@ def test_initialisation():
     for array, std in [
         (params.embedding, 0.02),
         (blocks.attention.qkv, 0.02),
-        (blocks.feed_forward.gate_up, 0.02),
+        (blocks.feed_forward.gate, 0.02),
+        (blocks.feed_forward.up, 0.02),
         (blocks.attention.out, residual),
         (blocks.feed_forward.down, residual),
     ]:

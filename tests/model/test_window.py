@@ -47,7 +47,8 @@ def defined(config, params, tokens, *, window, sinks):
         mixed = jnp.einsum("bktgs,bksh->btkgh", weights, values).reshape(*tokens.shape, -1)
         hidden = hidden + ops.linear(mixed, block.attention.out)
         normed = ops.rms_norm(hidden, block.ffn_norm, config.norm_eps)
-        hidden = hidden + ops.feed_forward(normed, block.feed_forward.gate_up, block.feed_forward.down)
+        weights = block.feed_forward
+        hidden = hidden + ops.feed_forward(normed, weights.gate, weights.up, weights.down)
     return ops.rms_norm(hidden, params.final_norm, config.norm_eps)
 
 

@@ -333,17 +333,17 @@ class TestFeedForward:
         )
         g = (x @ gate.T).astype(np.float64)
         want = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
-        got = ops.feed_forward(x, np.stack([gate, up], axis=1), down)
+        got = ops.feed_forward(x, gate, up, down)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03)])
     def test_gradients(self, dtype, share):
-        _, operands = rounded(normal(0, 2, 3, 6), normal(1, 10, 2, 6), normal(2, 6, 10))
+        _, operands = rounded(normal(0, 2, 3, 6), normal(1, 10, 6), normal(2, 10, 6), normal(3, 6, 10))
 
-        def plain(x, gate_up, down):
-            gate, up = x @ gate_up[:, 0].T, x @ gate_up[:, 1].T
+        def plain(x, gate, up, down):
+            gate, up = x @ gate.T, x @ up.T
             return (gate / (1 + jnp.exp(-gate)) * up) @ down.T
 
         found = gradients(ops.feed_forward, *(jnp.asarray(a, dtype) for a in operands))
-        assert [g.dtype for g in found] == [dtype] * 3
+        assert [g.dtype for g in found] == [dtype] * 4
         assert_close(found, precise_gradients(plain, *operands), share)

@@ -110,12 +110,11 @@ def test_muon_makes_every_layers_matrix_nearly_orthogonal(params, muon_update):
     """The singular values of an update are equal within what five Newton-Schulz steps reach (Jordan et al. 2024)."""
     blocks = muon_update.blocks
     c = CONFIG
-    gate_up = blocks.feed_forward.gate_up
     matrices = {
         "qkv": blocks.attention.qkv.reshape(c.n_layers, -1, c.dim),
         "out": blocks.attention.out,
-        "gate": gate_up[:, :, 0],
-        "up": gate_up[:, :, 1],
+        "gate": blocks.feed_forward.gate,
+        "up": blocks.feed_forward.up,
         "down": blocks.feed_forward.down,
     }
     for name, stack in matrices.items():
