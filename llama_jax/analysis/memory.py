@@ -18,10 +18,12 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.analysis.scratch import kernel_scratch
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import LARGEST_PREFILL, DecodeState, Request, decode, prefill
-from llama_jax.inference.placement import placement_of
+from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.inference.placement import layout_of
 from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.state import Produced, Reading, Request, State, decode, read
 from llama_jax.model.cache import KVCache, grow, init_cache
+from llama_jax.model.options import Compute, Places, Remat
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.prompts import prefill_over
@@ -37,9 +39,9 @@ from llama_jax.parallel.specs import (
     train_state_specs,
 )
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import Remat
+from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import adamw
-from llama_jax.training.step import init_state
+from llama_jax.training.step import StepOptions, init_state
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def train_programs(
     state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     tokens = Batch(_placed(rows, shardings(mesh, batch_spec(sizes, batch, length))))
-    step = partial(step_over(config, mesh), optimizer, dtype=dtype, remat=remat, clip_norm=1.0)
+    options = StepOptions(LossOptions(Compute(dtype, remat)), clip_norm=1.0)
+    step = partial(step_over(config, mesh), optimizer, options=options)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
@@ -168,7 +171,7 @@ def decode_programs(
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, stacked=False, fitted=True)
     params = _placed(param_shapes(held, dtype, stacked=False), shardings(mesh, specs))
-    constrain = placement_of(params)
+    layout = layout_of(params)
 
     def cache_of(capacity: int) -> KVCache:
         kept = jnp.dtype(jnp.int8 if quantized else dtype)
@@ -177,40 +180,41 @@ def decode_programs(
     def per_row(dtype: jax.typing.DTypeLike, *rest: int, sharding: Any = rows) -> Any:
         return jax.ShapeDtypeStruct((batch, *rest), dtype, sharding=sharding)
 
-    def on_all(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
-
     cache, half = cache_of(capacity), cache_of(capacity // 2)
     share = bytes_per_device(params)
     known = Memory(parameters=share, cache=bytes_per_device(cache))
 
     tokens = per_row(jnp.int32, min(capacity, LARGEST_PREFILL))
-    read = jax.jit(partial(prefill, config, constrain=constrain), donate_argnums=1, out_shardings=(placement, rows))
+    places = Places(per_row(jnp.int32), rope_lengths=per_row(jnp.int32))
+    reads = jax.jit(partial(read, config, layout=layout), donate_argnums=1, out_shardings=Reading(placement, rows))
+    read_before = Reading(cache, per_row(dtype, config.dim))
 
     larger = jax.jit(partial(grow, capacity=capacity), out_shardings=placement)
     both = replace(known, cache=known.cache + bytes_per_device(half))
 
-    reading = Program("prefill", read, (params, cache, tokens, per_row(jnp.int32), per_row(dtype, config.dim)), known)
+    reading = Program("prefill", reads, (params, read_before, tokens, places), known)
     if sizes.context > 1:
         check_length(sizes, capacity)
         over = jax.jit(prefill_over(config, mesh), out_shardings=(placement, rows))
         reading = Program("prefill", over, (params, per_row(jnp.int32, capacity), per_row(jnp.int32)), known)
 
     sampling = jax.tree.map(lambda a: per_row(a.dtype, sharding=whole), Sampling().per_row(1))
-    request = Request(sampling, limit=per_row(jnp.int32, sharding=whole), stop=on_all(4))
-    state = DecodeState(
+    limit, stop = per_row(jnp.int32, sharding=whole), per_row(jnp.int32, 4, sharding=whole)
+    state = State(
         cache,
+        Request(sampling, limit, stop),
         token=per_row(jnp.int32, sharding=whole),
         seen=per_row(bool, held.vocab_size, sharding=by_vocabulary),
         count=per_row(jnp.int32),
         done=per_row(bool, sharding=whole),
     )
-    out = jax.tree.map(lambda a: a.sharding, state), whole, whole, whole, whole
-    run = jax.jit(partial(decode, config, constrain=constrain), donate_argnums=2, out_shardings=out)
+    out = jax.tree.map(lambda a: a.sharding, state), whole, Produced(whole, whole, whole)
+    run = jax.jit(partial(decode, config, most=1, layout=layout), donate_argnums=1, out_shardings=out)
+    turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [
         reading,
         Program("grow", larger, (half,), both, beside=share),
-        Program("decode", run, (params, request, state, on_all()), known),
+        Program("decode", run, (params, state, turns), known),
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.model.forward import forward, unembed
+from llama_jax.model.forward import observe, unembed
 from llama_jax.model.params import Block, Llama, unstack
 
 
@@ -76,28 +76,20 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _run(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits [T, V] and streams [L + 1, T, D] of int32[1, T] tokens."""
-    streams: list[jax.Array] = []
-    hidden, _ = forward(config, params, tokens, constrain=partial(_record, streams))
-    return unembed(config, params, hidden)[0], jnp.concatenate(streams)
+    hidden, layers = observe(config, params, tokens, lambda layer: (layer.before[0], layer.after[0]))
+    streams = [layers[0][0], *(after for _, after in layers)]
+    return unembed(config, params, hidden)[0], jnp.stack(streams)
 
 
 @partial(jax.jit, static_argnums=0)
 def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array:
     """What one layer leaves of a stream [T, D]: a model of that layer alone, whose vocabulary is the stream."""
-    streams: list[jax.Array] = []
-    alone = Llama(embedding=stream, blocks=(block,), final_norm=block.ffn_norm, lm_head=None)
-    forward(replace(config, n_layers=1), alone, jnp.arange(len(stream))[None], constrain=partial(_record, streams))
-    return streams[-1][0]
+    alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True)
+    params = Llama(embedding=stream, blocks=(block,), final_norm=block.ffn_norm, lm_head=None)
+    return observe(alone, params, jnp.arange(len(stream))[None], lambda layer: layer.after[0])[1][0]
 
 
 @partial(jax.jit, static_argnums=0)
 def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
     """Logits [T, V] of the stream [T, D] that the last layer leaves."""
     return unembed(config, params, ops.rms_norm(stream, params.final_norm, config.norm_eps))
-
-
-def _record(streams: list[jax.Array], x: jax.Array, where: str) -> jax.Array:
-    """Stands where activations are laid out over devices, and keeps the residual stream."""
-    if where == "residual":
-        streams.append(x)
-    return x

@@ -207,9 +207,7 @@ def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | N
     new = lax.stop_gradient(new)
     if isinstance(buffer, Quantized):
         short = quantize(new)
-        return Quantized(
-            _put(buffer.values, short.values, slots, layer), _put(buffer.scales, short.scales, slots, layer)
-        )
+        return Quantized(_put(buffer.values, short.values, slots, layer), _put(buffer.scales, short.scales, slots, layer))
     # Short floats as bits: XLA for CPU scatters them by way of float32, the whole buffer there and back.
     put = jax.tree.map(lambda buffer, new: _put(buffer, new, slots, layer), keep(buffer), keep(new.astype(buffer.dtype)))
     return restore(put)

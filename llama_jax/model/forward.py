@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +14,12 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.model.cache import KVCache, key_positions, slots_of, write
-from llama_jax.model.options import Attend, Compute, Layout, Places, identity
+from llama_jax.model.options import Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama, check_params
 from llama_jax.model.remat import rematerialise
 from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.rotary import BY_LENGTH, SCALINGS, Frequencies, Length
+
 
 def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Frequencies, float]:
     """How far each pair of features turns per position, and what cosine and sine are multiplied by.
@@ -99,7 +99,8 @@ def observe(
       tap: from a `Layer` to a tree of arrays; under `jit` XLA computes nothing else for it.
 
     Returns:
-      hidden [B, T, D], and the trees of all layers as one, with an axis L before those of every array.
+      hidden [B, T, D], and the trees of all layers: a tuple of them for a tuple of blocks; for stacked blocks one, with an
+      axis L before those of every array.
     """
     with layout.context():
         hidden, _, taken = _run(config, params, tokens, None, _Options(places, compute, layout), tap)
@@ -169,25 +170,24 @@ def _run(
         after = layout.constrain(after, "residual")
         return after, buffers, None if tap is None else tap(Layer(hidden, after, heads.keys, heads.values))
 
-    stacked = isinstance(params.blocks, Block)
-    run_layer = rematerialise(compute.remat, run_layer, stacked=stacked)
-    if stacked:
+    layer_step = rematerialise(compute.remat, run_layer, stacked=isinstance(params.blocks, Block))
+    buffers: Any = None if cache is None else (cache.k, cache.v)
+    if isinstance(params.blocks, Block):
 
         def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            hidden, buffers, taken = run_layer(layer[0], *carry, step, layer[1])
+            hidden, buffers, taken = layer_step(layer[0], *carry, step, layer[1])
             return (hidden, buffers), taken
 
         # The cache rides in the carry: as input and output of the scan it would be copied whole at every call.
-        buffers = None if cache is None else (cache.k, cache.v)
         (hidden, buffers), taken = lax.scan(scan_layer, (hidden, buffers), (params.blocks, jnp.arange(config.n_layers)))
     else:
         layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))
         each = []
         for i, block in enumerate(params.blocks):
-            hidden, layers[i], found = run_layer(block, hidden, layers[i], step)
+            hidden, layers[i], found = layer_step(block, hidden, layers[i], step)
             each.append(found)
         buffers = None if cache is None else tuple(zip(*layers, strict=True))
-        taken = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
+        taken = tuple(each)
 
     hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps)
     if cache is None:
@@ -358,9 +358,7 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str 
         )
 
 
-def _check_arguments(
-    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places
-) -> None:
+def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places) -> None:
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise GenerationError(
             f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"

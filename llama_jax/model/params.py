@@ -123,3 +123,7 @@ def count(params: Llama) -> int:
 def parameter_count(config: LlamaConfig) -> int:
     """How many parameters a Llama of this configuration has, without allocating any."""
     return count(jax.eval_shape(lambda key: init(config, key), jax.random.key(0)))
+
+
+def check_params(config: LlamaConfig, params: Llama) -> None:
+    """TEMPORARY, from the table room."""

@@ -79,7 +79,7 @@ def _sums(settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.A
 def _sums_and_tangents(settings: Settings, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Surprise, Surprise]:
     """The loss changes by the inner products of its gradients with the tangents, of which reverse mode is the transpose."""
     found, gradients = _sums_and_gradients(settings, *primals)
-    change = sum(_inner(gradient, tangent) for gradient, tangent in zip(gradients, tangents[:2], strict=True))
+    change = _inner(gradients[0], tangents[0]) + _inner(gradients[1], tangents[1])
     return found, Surprise(change, jnp.zeros_like(found.nll))  # the likelihood has no gradient, see `cross_entropy`
 
 

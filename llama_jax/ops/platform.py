@@ -1,8 +1,15 @@
-"""Which platform a program is being made for."""
+"""Which platform a program is being made for, and what must be chosen by it beside attention and `cpu`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
+import jax.numpy as jnp
+from jax import lax
+
+Tree = TypeVar("Tree")
 
 
 def lowering_platform() -> str:
@@ -16,7 +23,19 @@ def lowering_platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = getattr(device, "platform", None)
     if platform is None:
-        default = jax.config.jax_default_device
+        default = jax.config.jax_default_device  # type: ignore[attr-defined]
         platform = default if isinstance(default, str) else getattr(default, "platform", None)
     found = platform or jax.default_backend()
     return "gpu" if found in ("cuda", "rocm") else found
+
+
+def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    """`update(tree)` where `condition`, a bool[], holds, and the same tree where it does not.
+
+    On a GPU by a choice between every two arrays: of a branch XLA makes the whole result a second time and copies it into
+    the donated tree (a training step of TinyLlama on an H100: 16.4 GiB of temporaries, 5.4 by a choice). On a TPU and a CPU
+    by a branch, where a choice holds both (TinyLlama over eight v5e: 1.61 GiB by a branch, 2.07 by a choice).
+    """
+    if lowering_platform() == "gpu":
+        return jax.tree.map(lambda new, old: jnp.where(condition, new, old), update(tree), tree)
+    return lax.cond(condition, update, lambda tree: tree, tree)

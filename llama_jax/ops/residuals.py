@@ -24,4 +24,4 @@ def recomputed(function: F) -> F:
         return cpu.recomputed(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
 
     # No common subexpressions to be kept apart: layers are scanned where they are trained.
-    return for_cpu(variant)(jax.checkpoint(function, prevent_cse=False))
+    return for_cpu(variant)(jax.checkpoint(function, prevent_cse=False))  # type: ignore[return-value]

@@ -23,8 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import Generation, Request, capacity_for, complete, continuations, piece_of, prepare
+from llama_jax.inference.generate import Generation, capacity_for, complete, continuations, piece_of
+from llama_jax.inference.requests import prepare
 from llama_jax.inference.sampling import Sampling
+from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
@@ -54,8 +56,8 @@ def pmap_step(
     Must not be called inside `jax.set_mesh` of another mesh, which JAX refuses.
 
     Args:
-      step: `train_step` with all arguments bound but the state, the batch and `axis_name`, which is given here: what a
-        step forgets to sum would otherwise differ from device to device, and nothing would notice.
+      step: `train_step` with all arguments bound but the state, the batch and the layout, which is given here with its
+        `axis_name`: what a step forgets to sum would otherwise differ from device to device, and nothing would notice.
       devices: of this process.
 
     Returns:
@@ -68,7 +70,7 @@ def pmap_step(
     """
     everywhere, shares = _placements(devices)
     mapped = jax.pmap(
-        partial(step, axis_name=AXIS),
+        partial(step, layout=Layout(axis_name=AXIS)),
         axis_name=AXIS,
         in_axes=(None, 0),
         out_axes=None,
@@ -101,7 +103,7 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
     mapped = jax.pmap(
         complete,
         axis_name=AXIS,
-        in_axes=(None, None, None, 0, 0, Request(sampling=0, limit=0, stop=None)),  # type: ignore[arg-type]
+        in_axes=(None, None, None, 0, 0, 0),
         static_broadcasted_argnums=(0, 1),
         devices=devices,
     )
@@ -110,16 +112,15 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
         params: Llama,
         prompts: Sequence[Sequence[int]],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         sampling: Sampling = Sampling(),
         stop_tokens: Sequence[int] = (),
     ) -> list[Generation]:
         _check_replicated("parameters", params, everywhere)
         tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens)
-        rows = _split((tokens, lengths, request.sampling, request.limit), len(tokens), len(devices))
-        tokens, lengths, sampling, limit = jax.device_put(rows, shares)
-        capacity = capacity_for(tokens.shape[-1], int(lengths.max()), max_new_tokens)
-        found = mapped(config, capacity, params, tokens, lengths, Request(sampling, limit, request.stop))
+        capacity = capacity_for(tokens.shape[-1], int(lengths.max()), int(request.limit.max()))
+        rows = _split((tokens, lengths, request), len(tokens), len(devices))
+        found = mapped(config, capacity, params, *jax.device_put(rows, shares))
         piece = piece_of(*(np.asarray(part).reshape(len(prompts), -1) for part in found))
         return continuations([piece], stop_tokens)
 

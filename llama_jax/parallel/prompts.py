@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.cache import KVCache
-from llama_jax.model.forward import forward
-from llama_jax.model.params import Block, Llama, unstack
+from llama_jax.model.forward import Layer, observe
+from llama_jax.model.options import Layout, Places
+from llama_jax.model.params import Block, Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import AXIS, BATCH, PARTS, divide_over, join, positions_of, ring_attention
 from llama_jax.parallel.specs import batch_spec, constrain_over
@@ -41,31 +41,22 @@ def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
     Raises:
       MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).
     """
-    sizes, arrange, ring = MeshSizes(**mesh.shape), divide_over(mesh), ring_attention(mesh)
+    sizes, arrange = MeshSizes(**mesh.shape), divide_over(mesh)
+    gather = partial(join, mesh, axis=2, spec=P("tensor"))
+    layout = Layout(constrain_over(mesh), ring_attention(mesh), mesh=mesh.abstract_mesh)
 
     def read(params: Llama, tokens: jax.Array, lengths: jax.Array) -> tuple[KVCache, jax.Array]:
         batch_spec(sizes, *tokens.shape)
-        kept: list[tuple[jax.Array, jax.Array]] = []
+        whole_row = jnp.broadcast_to(lengths[:, None], tokens.shape)
+        rows = arrange(Shifted(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole_row))
+        places = Places(positions=rows.positions, rope_lengths=rows.rope_lengths)
 
-        def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, *rest: Any, **options: Any) -> jax.Array:
-            whole = partial(join, mesh, axis=2, spec=P("tensor"))
-            kept.append((whole(keys), whole(values)))
-            return ring(queries, keys, values, *rest, **options)
+        def keep(layer: Layer) -> tuple[jax.Array, jax.Array]:
+            return gather(layer.keys), gather(layer.values)
 
-        stacked = isinstance(params.blocks, Block)  # whose layers would run in a loop, out of which nothing is kept
-        whole = jnp.broadcast_to(lengths[:, None], tokens.shape)
-        rows = arrange(Shifted(tokens, tokens, jnp.ones(tokens.shape, bool), rope_lengths=whole))
-        hidden, _ = forward(
-            config,
-            unstack(params) if stacked else params,
-            rows.tokens,
-            positions=rows.positions,
-            rope_lengths=rows.rope_lengths,
-            constrain=constrain_over(mesh),
-            attend=attend,
-        )
-        k, v = zip(*kept, strict=True)
-        cache = KVCache(k=jnp.stack(k), v=jnp.stack(v), length=lengths) if stacked else KVCache(k, v, lengths)
+        hidden, kept = observe(config, params, rows.tokens, keep, places=places, layout=layout)
+        k, v = kept if isinstance(params.blocks, Block) else zip(*kept, strict=True)
+        cache = KVCache(k, v, lengths)
         return cache, _last_of_rows(mesh, hidden, lengths)
 
     return read

@@ -26,7 +26,9 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.cache import KVCache
+from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama, init, unstack
+from llama_jax.ops.attention import Division, attend
 from llama_jax.ops.quantized import Quantized
 from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
@@ -215,15 +217,15 @@ def constrain_over(mesh: Mesh) -> Callable[[jax.Array, str], jax.Array]:
     return constrain
 
 
-def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """`train_step` for a state that lies as `train_state_specs` says: the configuration and the layout are bound.
+def layout_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
+    """The layout of training over a mesh, and the configuration of the model as the mesh holds it.
 
     Raises:
       MeshError: a dimension that cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
     if sizes.devices == 1:
-        return partial(train_step, config)
+        return config, Layout(mesh=mesh.abstract_mesh)
     specs = shardings(mesh, param_specs(config, sizes, fitted=True))
     changed = _fitted_arrays(config, sizes)
 
@@ -236,16 +238,26 @@ def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState
             params = fit.changed(params, lambda table: table, gather)
         return lax.with_sharding_constraint(fit.fit(config, sizes, params), specs)
 
-    step = partial(
-        train_step,
-        fit.fitted(config, sizes),
-        shares=sizes.rows * sizes.context,
+    ring = sizes.context > 1
+    layout = Layout(
         constrain=constrain_over(mesh),
+        attend=ring_attention(mesh) if ring else partial(attend, division=Division(BATCH, ("tensor",))),
+        arrange=divide_over(mesh) if ring else identity,
         fit=fit_params,
+        shares=sizes.rows * sizes.context,
+        mesh=mesh.abstract_mesh,
     )
-    if sizes.context == 1:
-        return step
-    return partial(step, attend=ring_attention(mesh), arrange=divide_over(mesh))
+    return fit.fitted(config, sizes), layout
+
+
+def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """`train_step` for a state that lies as `train_state_specs` says: the configuration and the layout are bound.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    config, layout = layout_over(config, mesh)
+    return partial(train_step, config, layout=layout)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

@@ -15,7 +15,8 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
-from llama_jax.model.forward import Constrain, forward, unconstrained, unembed
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
 from llama_jax.runs.windows import Rows, Windows, cut_windows, lay_rows, pack
 
@@ -149,23 +150,23 @@ def token_nats(
     params: Llama,
     rows: Rows,
     *,
-    dtype: jax.typing.DTypeLike | None = None,
+    compute: Compute = Compute(),
     chunk: int = CHUNK,
-    constrain: Constrain = unconstrained,
+    layout: Layout = Layout(),
 ) -> jax.Array:
     """Negative log-likelihood of each target in nats: float32[B, T], 0 where there is none.
 
     Args:
-      dtype: of the computation; None takes that of the parameters. Logits and their sum are float32 at least.
+      compute: of the forward pass. Logits and their sum are float32 at least.
       chunk: positions of each row whose logits [B, chunk, V] are held at a time; those of chunks without a target, which
         are context alone, are not computed.
-      constrain: see `forward`; here it is told of "hidden", what `forward` gave, and of "logits", [B, chunk, V].
+      layout: see `forward`; here `constrain` is told of "hidden", what `forward` gave, and of "logits", [B, chunk, V].
     """
     tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
-    hidden, _ = forward(
-        config, params, tokens, positions=positions, segment_ids=segment_ids, dtype=dtype, constrain=constrain
-    )
-    return nats_of(config, params, constrain(hidden, "hidden"), targets, chunk=chunk, constrain=constrain)
+    places = Places(positions=positions, segment_ids=segment_ids)
+    hidden, _ = forward(config, params, tokens, places=places, compute=compute, layout=layout)
+    hidden = layout.constrain(hidden, "hidden")
+    return nats_of(config, params, hidden, targets, chunk=chunk, constrain=layout.constrain)
 
 
 def nats_of(

@@ -17,6 +17,7 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.cache import CacheOptions, KVCache, init_cache
 from llama_jax.model.forward import forward
+from llama_jax.model.options import Places
 from llama_jax.model.params import Llama
 from llama_jax.runs.evaluate import nats_of
 
@@ -208,7 +209,7 @@ def piece_nats(
       The cache, and float32[B, T] as `nats_of` gives it.
     """
     batch, new = tokens.shape
-    hidden, cache = forward(config, params, tokens, cache, rope_lengths=jnp.full(batch, length, jnp.int32))
+    hidden, cache = forward(config, params, tokens, cache, places=Places(rope_lengths=jnp.full(batch, length, jnp.int32)))
     return cache, nats_of(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
 
 

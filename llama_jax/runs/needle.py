@@ -15,6 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward import check_tokens, forward, unembed
+from llama_jax.model.options import Places
 from llama_jax.model.params import Llama
 from llama_jax.runs.lengths import Progress, cut_pieces, empty_cache, rows_at_once
 from llama_jax.tokenizers import Tokenizer
@@ -324,7 +325,7 @@ def read_piece(
 ) -> KVCache:
     """The cache with T more tokens int32[B, T] of each prompt, of which int32[B] are real; for `length` see
     `answer_scores`."""
-    return forward(config, params, tokens, cache, lengths=new, rope_lengths=_whole(tokens, length))[1]
+    return forward(config, params, tokens, cache, places=Places(new, rope_lengths=_whole(tokens, length)))[1]
 
 
 def _whole(tokens: jax.Array, length: int) -> jax.Array:
@@ -351,8 +352,9 @@ def answer_scores(
     def score(cache: KVCache, answer: jax.Array) -> tuple[KVCache, tuple[jax.Array, jax.Array]]:
         before = jnp.broadcast_to(jnp.maximum(answer[:-1], 0), (len(last), len(answer) - 1))
         read = jnp.concatenate([last[:, None], before], axis=1)
+        places = Places(rope_lengths=_whole(read, length))
         # Each answer is written over the one before: the cache is never copied.
-        hidden, cache = forward(config, params, read, cache.replace(length=filled), rope_lengths=_whole(read, length))
+        hidden, cache = forward(config, params, read, cache.replace(length=filled), places=places)
         logits = unembed(config, params, hidden)  # [B, A, V]
         chosen = jnp.take_along_axis(logits, jnp.maximum(answer, 0)[None, :, None], axis=-1)[..., 0]
         found = jnp.where(answer >= 0, chosen - jax.nn.logsumexp(logits, axis=-1), 0).sum(axis=-1)

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
+from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama, init, stack
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
@@ -24,8 +25,9 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Measure, token_nats
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.batch import Batch
+from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import make_optimizer
-from llama_jax.training.step import TrainState, init_state, train_step
+from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
 Backend = Literal["jit", "pmap"]
 Metrics = dict[str, jax.Array]
@@ -75,14 +77,17 @@ def _step(recipe: Recipe, step: Callable[..., tuple[TrainState, Metrics]]) -> Ca
     return partial(
         step,
         make_optimizer(recipe.optimizer, recipe.steps),
-        dtype=recipe.dtype,
-        remat=recipe.remat,
-        chunk=recipe.chunk,
-        accumulate=recipe.accumulate,
-        z_loss=recipe.z_loss,
-        clip_norm=recipe.optimizer.clip_norm,
-        ema_decay=recipe.ema_decay,
+        options=StepOptions(
+            LossOptions(_compute(recipe), recipe.chunk, recipe.z_loss),
+            accumulate=recipe.accumulate,
+            clip_norm=recipe.optimizer.clip_norm,
+            ema_decay=recipe.ema_decay,
+        ),
     )
+
+
+def _compute(recipe: Recipe) -> Compute:
+    return Compute(recipe.dtype, recipe.remat)
 
 
 def _start(recipe: Recipe, params: Llama) -> TrainState:
@@ -182,7 +187,7 @@ def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> Program:
 
 
 def _measure(recipe: Recipe, out_shardings: NamedSharding | None = None) -> Measure:
-    return jax.jit(partial(token_nats, recipe.model, dtype=recipe.dtype), out_shardings=out_shardings)
+    return jax.jit(partial(token_nats, recipe.model, compute=_compute(recipe)), out_shardings=out_shardings)
 
 
 def _share(rows: NamedSharding, batch: int) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,16 @@ import optax
 from flax import struct
 from jax import lax
 
-from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import Attend, Constrain, unconstrained
+from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
+from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.ops.platform import update_if
 from llama_jax.training.batch import Batch, predicted
-from llama_jax.training.objective import CHUNK, Arrange, Remat, as_it_is, total_loss
+from llama_jax.training.objective import LossOptions, total_loss
 
+Loss = Callable[[LlamaConfig, Llama, Batch, LossOptions, Layout], Surprise]
 Kept = tuple[Llama, Any, Llama | None]  # parameters, what the optimizer keeps, and the average
 
 
@@ -50,25 +53,34 @@ def init_state(optimizer: optax.GradientTransformation, params: Llama, *, ema: b
     return TrainState(zero(), params, optimizer.init(params), average, zero(), zero())
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """What decides a step, beside the optimizer.
+
+    Attributes:
+      loss: how the loss is computed. With float32 parameters and `Compute("bfloat16")` updates smaller than bfloat16 can
+        tell are not lost (Micikevicius et al. 2018, section 3.1).
+      accumulate: parts into which the rows are divided, one after the other, so that the activations of only one part are
+        alive; the gradients are summed in the parameters' dtype.
+      clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
+        0 leaves them.
+      ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
+    """
+
+    loss: LossOptions = LossOptions()
+    accumulate: int = 1
+    clip_norm: float = 0.0
+    ema_decay: float = 0.0
+
+
 def train_step(
     config: LlamaConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,
     batch: Batch,
-    *,
-    dtype: jax.typing.DTypeLike | None = None,
-    remat: Remat = "none",
-    chunk: int = CHUNK,
-    accumulate: int = 1,
-    z_loss: float = 0.0,
-    clip_norm: float = 0.0,
-    ema_decay: float = 0.0,
-    axis_name: str | None = None,
-    shares: int = 1,
-    constrain: Constrain = unconstrained,
-    attend: Attend = ops.attention,
-    arrange: Arrange = as_it_is,
-    fit: Callable[[Llama], Llama] = lambda params: params,
+    options: StepOptions = StepOptions(),
+    layout: Layout = Layout(),
+    loss: Loss = total_loss,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Update the parameters once, to make `batch` more probable. Meant for `jax.jit` with the state donated.
 
@@ -76,17 +88,7 @@ def train_step(
 
     Args:
       batch: B rows; every predicted token of them counts the same, however they are spread over rows and devices.
-      dtype: of the computation: with float32 parameters and "bfloat16", updates smaller than bfloat16 can tell are not
-        lost (Micikevicius et al. 2018, section 3.1). None takes that of the parameters.
-      accumulate: parts into which the rows are divided, one after the other, so that the activations of only one part are
-        alive; the gradients are summed in the parameters' dtype.
-      clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
-        0 leaves them.
-      ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
-      axis_name: of the mapped axis when this runs per device, under `jax.pmap` or `shard_map`: sums are then over all of
-        its devices, which have the same state and each their own rows.
-      remat, chunk, z_loss, shares, constrain, attend, arrange: see `total_loss`.
-      fit: makes of the parameters those of `config`, where the state keeps them in another shape.
+      loss: a loss of one's own, with the arguments and the result of `total_loss`: sums over the predicted tokens.
 
     Returns:
       The next state, and the metrics of this step before the update: "loss", nats per predicted token; "grad_norm", the
@@ -97,55 +99,85 @@ def train_step(
     Raises:
       ConfigError: rows that cannot be divided by `accumulate`.
     """
-    batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
-    count = _over(axis_name, jnp.sum(predicted(batch), dtype=jnp.float32))
-    total = partial(
-        total_loss,
-        config,
-        dtype=dtype,
-        remat=remat,
-        chunk=chunk,
-        z_loss=z_loss,
-        shares=shares,
-        constrain=constrain,
-        attend=attend,
-        arrange=arrange,
-    )
+    with layout.context():
+        batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
+        nll, gradients, count = _gradients(config, state.params, batch, options, layout, loss)
+        norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(nll) & jnp.isfinite(norm)
+        state = _updated(optimizer, state, gradients, norm, finite, options)
+    counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+    return state, {"loss": nll, "grad_norm": norm, "tokens": count, **counters}
 
-    def loss_of(params: Llama, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        loss, nll = total(fit(params), batch)
-        share = 1 / jnp.maximum(count, 1)
-        return loss * share, nll * share
 
-    differentiate = jax.value_and_grad(loss_of, has_aux=True)
+def _gradients(
+    config: LlamaConfig, params: Llama, batch: Batch, options: StepOptions, layout: Layout, loss: Loss
+) -> tuple[jax.Array, Llama, jax.Array]:
+    """Mean negative log-likelihood, its gradients, and the number of predicted tokens, over all devices."""
+    over = identity if layout.axis_name is None else partial(lax.psum, axis_name=layout.axis_name)
+    if layout.axis_name is not None:  # each device differentiates its own share; they are summed once, at the end
+        params = _as_varying(params, layout.axis_name)
+    count = over(jnp.sum(predicted(batch), dtype=jnp.float32))
+
+    def share_of(params: Llama, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        found = loss(config, layout.fit(params), batch, options.loss, layout)
+        return found.loss / jnp.maximum(count, 1), found.nll / jnp.maximum(count, 1)
+
+    differentiate = jax.value_and_grad(share_of, has_aux=True)
 
     def add(sums: Any, part: Batch) -> tuple[Any, None]:
-        (_, nll), gradients = differentiate(state.params, part)
+        (_, nll), gradients = differentiate(params, part)
         return jax.tree.map(jnp.add, sums, (nll, gradients)), None
 
-    if accumulate == 1:
-        (_, loss), gradients = differentiate(state.params, batch)
+    if options.accumulate == 1:
+        (_, nll), gradients = differentiate(params, batch)
     else:
-        start = jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, state.params)
-        (loss, gradients), _ = lax.scan(add, start, _parts(batch, accumulate))
-    loss, gradients = _over(axis_name, (loss, gradients))
+        parts = _parts(batch, options.accumulate)
+        shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
+        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0][1], shapes[1]))
+        if layout.axis_name is not None:
+            start = _as_varying(start, layout.axis_name)
+        (nll, gradients), _ = lax.scan(add, start, parts)
+    return *over((nll, gradients)), count
 
-    norm = optax.tree.norm(gradients)
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+def _as_varying(tree: Any, axis_name: str) -> Any:
+    """The same values, of which each device along the axis is taken to have its own.
+
+    Where `jax.shard_map` checks what varies, gradients of what is the same on all devices would be summed at once.
+    """
+
+    def varying(x: jax.Array) -> jax.Array:
+        return x if axis_name in jax.typeof(x).vma else lax.pcast(x, axis_name, to="varying")
+
+    return jax.tree.map(varying, tree)
+
+
+def _updated(
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    gradients: Llama,
+    norm: jax.Array,
+    finite: jax.Array,
+    options: StepOptions,
+) -> TrainState:
+    """The next state; where the gradients are not finite, the same but for the counters."""
 
     def update(kept: Kept) -> Kept:
         params, opt_state, ema = kept
-        # Here and not before: a scaled copy of all gradients would be as large as the parameters.
-        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else 1.0
-        clipped = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients) if clip_norm else gradients
+        clipped = gradients
+        if options.clip_norm:
+            # Here and not before: a scaled copy of all gradients would be as large as the parameters.
+            scale = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-30))
+            clipped = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
         updates, opt_state = optimizer.update(clipped, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return params, opt_state, ema if ema is None else _average(ema, params, state.step - state.skipped, ema_decay)
+        if ema is not None:
+            ema = _average(ema, params, state.step - state.skipped, options.ema_decay)
+        return params, opt_state, ema
 
-    # A branch and not a choice between two results: both would be in memory.
-    params, opt_state, ema = lax.cond(finite, update, lambda kept: kept, (state.params, state.opt_state, state.ema))
+    params, opt_state, ema = update_if(finite, update, (state.params, state.opt_state, state.ema))
     skipped = 1 - finite.astype(jnp.int32)
-    state = TrainState(
+    return TrainState(
         step=state.step + 1,
         params=params,
         opt_state=opt_state,
@@ -153,12 +185,6 @@ def train_step(
         skipped=state.skipped + skipped,
         skipped_in_a_row=(state.skipped_in_a_row + 1) * skipped,
     )
-    counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
-    return state, {"loss": loss, "grad_norm": norm, "tokens": count, **counters}
-
-
-def _over(axis_name: str | None, values: Any) -> Any:
-    return values if axis_name is None else lax.psum(values, axis_name)
 
 
 def _parts(batch: Batch, parts: int) -> Batch:

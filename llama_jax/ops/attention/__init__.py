@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention.blockwise import blockwise, forward_part, merge
 from llama_jax.ops.attention.kernels import cudnn, cudnn_refuses, splash, splash_refuses
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
-from llama_jax.ops.attention.seen import NO_KEY, Seen, places
+from llama_jax.ops.attention.seen import NO_KEY, OldSeen, Seen, places
 from llama_jax.ops.quantized import Quantized, over_rows
 
 Backend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
@@ -181,3 +182,60 @@ def announce(backend: str, why: str) -> None:
 def backends_taken() -> tuple[str, ...]:
     """What "auto" has chosen in this process so far, in the order in which it first did; for reports."""
     return tuple(dict.fromkeys(_TAKEN))
+
+
+class View(struct.PyTreeNode):
+    keys: Any
+    values: Any
+    layer: Any = None
+    lengths: Any = None
+
+    @classmethod
+    def of(cls, keys, values):
+        return cls(keys, values)
+
+    def read(self):
+        if self.layer is None:
+            return self.keys, self.values
+        f = lambda x: jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
+        return over_rows(f, self.keys), over_rows(f, self.values)
+
+
+def attend(queries, view, seen, *, scale, window=None, backend="auto", division=None):
+    keys, values = view.read()
+    e = lambda x: None if x is None else x[:, None]
+    segs = None if seen.query_segments is None else (e(seen.query_segments), e(seen.key_segments))
+    if seen.ordered:
+        return attention(queries, keys, values, scale=scale, segments=segs, window=window, backend=backend)
+    pos, kpos = e(seen.query_positions), e(seen.key_positions)
+    one = queries.shape[0] == 1
+    if one:
+        queries, pos, kpos = queries[0], pos[0], kpos[0]
+        keys, values = over_rows(lambda x: x[0], keys), over_rows(lambda x: x[0], values)
+    out = attention(
+        queries, keys, values, pos, scale=scale, key_positions=kpos, segments=segs, window=window, backend=backend
+    )
+    return out[None] if one else out
+
+
+def attend_with_sinks(queries, sink_queries, view, seen, *, sinks, scale, window=None):
+    keys, values = view.read()
+    return attention_with_sinks(
+        queries,
+        sink_queries,
+        keys,
+        values,
+        seen.query_positions[:, None],
+        sinks=sinks,
+        window=window,
+        scale=scale,
+        key_positions=seen.key_positions[:, None],
+    )
+
+
+from typing import NamedTuple
+
+
+class Division(NamedTuple):
+    rows: tuple
+    heads: tuple

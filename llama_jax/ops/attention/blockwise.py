@@ -21,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops.attention.products import mix, scores_of
 from llama_jax.ops.attention.rows import gradients_of_block, mean_of
-from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, Seen, visible
+from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, visible
+from llama_jax.ops.attention.seen import OldSeen as Seen
 from llama_jax.ops.cpu import keep, restore
 from llama_jax.ops.quantized import Quantized, over_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from llama_jax.ops.attention.seen import Seen
+from llama_jax.ops.attention.seen import OldSeen as Seen
 
 LANES = 128  # a TPU kernel's blocks are multiples of it
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from llama_jax.ops.attention.seen import Seen, visible
+from llama_jax.ops.attention.seen import OldSeen as Seen
+from llama_jax.ops.attention.seen import visible
 
 
 def reference(

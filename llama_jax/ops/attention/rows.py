@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from llama_jax.ops.attention.products import mix, scores_of
-from llama_jax.ops.attention.seen import Seen, visible
+from llama_jax.ops.attention.seen import OldSeen as Seen
+from llama_jax.ops.attention.seen import visible
 from llama_jax.ops.cpu import keep, restore
 from llama_jax.ops.linear import sum_of_outer
 from llama_jax.ops.quantized import Quantized, over_rows

@@ -13,7 +13,7 @@ from llama_jax.ops.quantized import Quantized
 NO_KEY, NO_QUERY = 2**31 - 1, -1
 
 
-class Seen(NamedTuple):
+class OldSeen(NamedTuple):
     """Where queries and keys stand. Axes of size 1 broadcast against the batch axes of both.
 
     Attributes:
@@ -27,9 +27,9 @@ class Seen(NamedTuple):
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
 
-    def part(self, queries: slice, keys: slice) -> Seen:
+    def part(self, queries: slice, keys: slice) -> OldSeen:
         """The same of some queries and some keys."""
-        return Seen(
+        return OldSeen(
             self.query_positions[..., queries],
             self.key_positions[..., keys],
             None if self.query_segments is None else self.query_segments[..., queries],
@@ -37,7 +37,20 @@ class Seen(NamedTuple):
         )
 
 
-def visible(seen: Seen, window: int | None) -> jax.Array:
+from typing import Any
+
+from flax import struct
+
+
+class Seen(struct.PyTreeNode):
+    query_positions: Any
+    key_positions: Any
+    query_segments: Any = None
+    key_segments: Any = None
+    ordered: bool = struct.field(pytree_node=False, default=False)
+
+
+def visible(seen: OldSeen, window: int | None) -> jax.Array:
     """bool[*batch, T, S]: the key is not after the query, not `window` or more before it, and of its segment."""
     queries, keys = seen.query_positions[..., :, None], seen.key_positions[..., None, :]
     found = keys <= queries
@@ -55,7 +68,7 @@ def places(
     key_positions: jax.Array | None,
     segments: tuple[jax.Array, jax.Array] | None,
     lengths: jax.Array | None,
-) -> Seen:
+) -> OldSeen:
     """What `attention` was told, with nothing left open: slot s is position s, query t at slot t, all rows whole."""
     new, slots, ones = queries.shape[-3], keys.shape[-2], (1,) * (keys.ndim - 2)
     if key_positions is None:
@@ -64,4 +77,4 @@ def places(
         query_positions = jnp.arange(new, dtype=jnp.int32).reshape(*ones, new)
     if lengths is not None:
         query_positions = jnp.where(jnp.arange(new) < lengths[..., None], query_positions, NO_QUERY)
-    return Seen(query_positions, key_positions, *(segments or (None, None)))
+    return OldSeen(query_positions, key_positions, *(segments or (None, None)))

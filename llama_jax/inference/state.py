@@ -1,0 +1,282 @@
+"""The state of a generation, and the pure functions from one to the next: read prompts, start, step, insert.
+
+A `State` has a row for every sequence that is being generated; rows are at different places, have settings and limits of
+their own, and do not know of each other. `inference.generate` reads a batch of prompts, starts it and steps until all rows
+are done; who serves requests as they come has a state of empty rows and inserts into them. All of it runs under `jax.jit`;
+with the state donated the cache is never copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.inference.sampling import Sampling, sample
+from llama_jax.model.cache import CacheOptions, KVCache, grow, init_cache, over_buffers
+from llama_jax.model.forward import forward, head_of, unembed
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Llama
+
+CHUNK = 4  # tokens per turn of the decode loop; early exit happens between turns: few enough that none waits long
+
+
+class Request(struct.PyTreeNode):
+    """What is asked for, row by row.
+
+    Attributes:
+      sampling: arrays [B].
+      limit: int32[B], tokens to generate at most.
+      stop: int32[B, any], token ids that end a row, filled up with -1.
+    """
+
+    sampling: Sampling
+    limit: Any
+    stop: Any
+
+
+class State(struct.PyTreeNode):
+    """What a generation carries from token to token: an immutable tree.
+
+    Attributes:
+      cache: what the model has read.
+      request: what is asked for.
+      token: int32[B], chosen but not yet read.
+      seen: bool[B, rows of the output projection], tokens in the prompt or the continuation, for the repetition penalty.
+      count: int32[B], tokens generated so far.
+      done: bool[B], the row has met a stop token or its limit, or is empty.
+    """
+
+    cache: KVCache
+    request: Request
+    token: jax.Array
+    seen: jax.Array
+    count: jax.Array
+    done: jax.Array
+
+
+class Reading(NamedTuple):
+    """Prompts as far as they have been read: the cache, and the hidden state [B, D] of each row's last token so far."""
+
+    cache: KVCache
+    hidden: jax.Array
+
+
+class Produced(NamedTuple):
+    """Some more tokens of every row.
+
+    Attributes:
+      tokens: int32[B, n].
+      logprobs: float32[B, n], under the model itself, before penalty, temperature and filters.
+      valid: bool[B, n]; False after the end of a row.
+    """
+
+    tokens: Any
+    logprobs: Any
+    valid: Any
+
+
+def empty_reading(
+    config: LlamaConfig,
+    params: Llama,
+    batch: int,
+    capacity: int,
+    options: CacheOptions = CacheOptions(),
+    layout: Layout = Layout(),
+) -> Reading:
+    """An empty cache of the parameters' form and dtype, and the states of no token."""
+    dtype = params.embedding.dtype
+    cache = init_cache(
+        config,
+        batch,
+        capacity,
+        jnp.dtype(options.dtype or dtype),
+        stacked=not isinstance(params.blocks, tuple),
+        window=options.window,
+        sinks=options.sinks,
+        fresh=not options.sinks,  # whose first piece may be longer than the window: sinks are then seen from afar
+    )
+    return Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
+
+
+def read(
+    config: LlamaConfig,
+    params: Llama,
+    reading: Reading,
+    tokens: jax.Array,
+    places: Places,
+    compute: Compute = Compute(),
+    layout: Layout = Layout(),
+) -> Reading:
+    """Read T more tokens of each prompt.
+
+    Args:
+      tokens: int32[B, T], padded on the right.
+      places: `lengths` int32[B], how many of them are real, 0 for a prompt that has ended before; and `rope_lengths`
+        int32[B], the lengths of the whole prompts, which a rope scaling that depends on the length needs from the first
+        piece on.
+    """
+    new_hidden, cache = forward(config, params, tokens, reading.cache, places=places, compute=compute, layout=layout)
+    lengths = places.lengths
+    last = jnp.take_along_axis(new_hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+    hidden = jnp.where((lengths > 0)[:, None], last, reading.hidden)
+    return Reading(lay_out(cache, layout), layout.constrain(hidden, "row"))
+
+
+def start(
+    config: LlamaConfig,
+    params: Llama,
+    reading: Reading,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    request: Request,
+    layout: Layout = Layout(),
+) -> tuple[State, Produced]:
+    """The state after whole prompts, int32[B, T] with `lengths` int32[B], and the first token of every row."""
+    batch, width = tokens.shape
+    real = jnp.arange(width) < lengths[:, None]
+    vocab = head_of(config, params).shape[0]
+    # Padding is sent after the last column, where it is dropped: no id is free to stand for it.
+    columns = jnp.where(real, tokens, vocab)
+    seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
+    state = State(
+        cache=lay_out(reading.cache, layout),
+        request=request,
+        token=jnp.zeros(batch, jnp.int32),
+        seen=layout.constrain(seen, "logits"),
+        count=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+    )
+    with layout.context():
+        state, logprobs = _choose(config, params, state, reading.hidden, layout)
+    token, done, logprobs = (layout.constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
+    produced = Produced(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
+    return state.replace(token=token, done=done), produced
+
+
+def empty_state(config: LlamaConfig, params: Llama, reading: Reading, request: Request, layout: Layout = Layout()) -> State:
+    """A state of rows that are all done, to be inserted into: `reading` has an empty cache of B rows."""
+    batch = reading.hidden.shape[0]
+    return State(
+        cache=lay_out(reading.cache.replace(fresh=False), layout),
+        request=request,
+        token=jnp.zeros(batch, jnp.int32),
+        seen=layout.constrain(jnp.zeros((batch, head_of(config, params).shape[0]), bool), "logits"),
+        count=jnp.zeros(batch, jnp.int32),
+        done=jnp.ones(batch, bool),
+    )
+
+
+def insert(state: State, row: jax.Array, one: State) -> State:
+    """The state with the only row of `one` in the place of its row `row`, whatever that held.
+
+    Args:
+      row: int32[].
+      one: a state of a single row, whose cache has at most as many slots; with a window, as many.
+    """
+
+    def put(whole: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:
+        start = [jnp.zeros((), jnp.int32)] * whole.ndim
+        start[axis] = row
+        return lax.dynamic_update_slice(whole, new.astype(whole.dtype), start)
+
+    stacked = not isinstance(state.cache.k, tuple)
+    buffers = jax.tree.map(
+        lambda whole, new: put(whole, new, int(stacked)), (state.cache.k, state.cache.v), (one.cache.k, one.cache.v)
+    )
+    cache = state.cache.replace(k=buffers[0], v=buffers[1], length=put(state.cache.length, one.cache.length))
+    rest = jax.tree.map(put, state.replace(cache=None), one.replace(cache=None))
+    return rest.replace(cache=cache)
+
+
+def step(
+    config: LlamaConfig, params: Llama, state: State, compute: Compute = Compute(), layout: Layout = Layout()
+) -> tuple[State, Produced]:
+    """Read the token of every row that is not done, and choose its next one: [B, 1]."""
+    state, (token, logprobs, valid) = _step(config, params, state, compute, layout)
+    return state, Produced(token[:, None], logprobs[:, None], valid[:, None])
+
+
+def decode(
+    config: LlamaConfig,
+    params: Llama,
+    state: State,
+    turns: jax.Array,
+    most: int,
+    compute: Compute = Compute(),
+    layout: Layout = Layout(),
+) -> tuple[State, jax.Array, Produced]:
+    """Up to `turns` chunks of steps: a `lax.scan` per chunk, leaving early when every row is done.
+
+    The cache must have room for them: `turns` * CHUNK slots after the longest row.
+
+    Args:
+      turns: int32[], at most `most`.
+      most: what there is room for in the result.
+
+    Returns:
+      The state; the turns taken, int32[]; and what they produced, [B, most * CHUNK], of which the first turns * CHUNK
+      columns are filled.
+    """
+    batch = state.token.shape[0]
+
+    def turn(carry: Any) -> Any:
+        state, taken, out = carry
+        state, new = lax.scan(lambda state, _: _step(config, params, state, compute, layout), state, length=CHUNK)
+        at = (jnp.zeros_like(taken), taken * CHUNK)
+        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
+        return state, taken + 1, out
+
+    def unfinished(carry: Any) -> jax.Array:
+        state, taken, _ = carry
+        return (taken < turns) & ~jnp.all(state.done)
+
+    out = tuple(jnp.zeros((batch, most * CHUNK), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    state, taken, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
+    state = state.replace(cache=lay_out(state.cache, layout), done=layout.constrain(state.done, "everywhere"))
+    return state, taken, Produced(*(layout.constrain(part, "everywhere") for part in out))
+
+
+def _step(
+    config: LlamaConfig, params: Llama, state: State, compute: Compute, layout: Layout
+) -> tuple[State, tuple[jax.Array, jax.Array, jax.Array]]:
+    valid = ~state.done
+    places = Places(lengths=valid.astype(jnp.int32))
+    hidden, cache = forward(config, params, state.token[:, None], state.cache, places=places, compute=compute, layout=layout)
+    with layout.context():
+        state, logprobs = _choose(config, params, state.replace(cache=lay_out(cache, layout)), hidden[:, 0], layout)
+    return state, (state.token, logprobs, valid)
+
+
+def _choose(config: LlamaConfig, params: Llama, state: State, hidden: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+    """The state after one more token, chosen from the hidden states [B, D], and its log-probability float32[B]."""
+    logits = layout.constrain(unembed(config, params, hidden), "logits")
+    token = sample(logits, state.request.sampling, state.seen, state.count)
+    token = jnp.where(state.done, state.token, token)
+    # Row by row, not by pairs of indices: each device then looks at its own rows only.
+    logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
+    seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
+    count = state.count + ~state.done
+    stopped = jnp.any(token[:, None] == state.request.stop, axis=-1)
+    state = state.replace(
+        token=token,
+        seen=layout.constrain(seen, "logits"),
+        count=count,
+        done=state.done | stopped | (count >= state.request.limit),
+    )
+    return state, logprobs
+
+
+def lay_out(cache: KVCache, layout: Layout) -> KVCache:
+    """The same cache where the layout wants it."""
+    placed = over_buffers(lambda buffer: layout.constrain(buffer, "cache"), cache)
+    return placed.replace(length=layout.constrain(cache.length, "row"))
+
+
+def enlarge(cache: KVCache, capacity: int, layout: Layout = Layout()) -> KVCache:
+    """`grow`, laid out."""
+    return lay_out(grow(cache, capacity), layout)
