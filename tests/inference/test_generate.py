@@ -130,11 +130,11 @@ def test_streaming_yields_the_same_tokens_in_pieces(model):
 def test_the_number_of_compilations_is_bounded(model):
     """Prompts of 1 to 60 tokens and any sampling: one prefill per power of two, one decode program for the bucket."""
     config, params = model
-    before = module._prefill._cache_size(), module._decode._cache_size()
+    before = module._read._cache_size(), module._decode._cache_size()
     for length in range(1, 61, 3):
         sampling = Sampling(temperature=length / 30, top_k=length, top_p=0.5 + length / 200, seed=length)
         llama_jax.generate(config, params, [[3] * length], max_new_tokens=3 + length % 4, sampling=sampling)
-    assert module._prefill._cache_size() - before[0] <= 3  # buckets 16, 32, 64
+    assert module._read._cache_size() - before[0] <= 3  # buckets 16, 32, 64
     assert module._decode._cache_size() - before[1] <= 1
 
 

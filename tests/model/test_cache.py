@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax import LlamaConfig, cache_bytes, preset
 from llama_jax.errors import GenerationError
-from llama_jax.inference.generate import DecodeState, Request, decode
 from llama_jax.inference.sampling import Sampling
-from llama_jax.model.cache import bucket, drop_batch, grow, init_cache, restore_batch, write
+from llama_jax.inference.state import Request, State, decode
+from llama_jax.model.cache import bucket, grow, init_cache, write
 
 
 def test_published_sizes():
@@ -31,24 +31,21 @@ def test_bytes_are_those_of_the_arrays(batch, length, dtype, stacked):
     assert cache.capacity == length
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(["rows", "stacked", "dropped"]), st.integers(0, 1000))
-def test_write_puts_rows_where_they_belong_and_nothing_else(batch, new, form, seed):
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 1000))
+def test_write_puts_rows_where_they_belong_and_nothing_else(batch, new, stacked, each, seed):
     rng = np.random.default_rng(seed)
     layers, heads, slots, width = 3, 2, 9, 4
-    batch = 1 if form == "dropped" else batch
     rows = rng.standard_normal((batch, heads, new, width)).astype(np.float32)
     start = rng.integers(0, slots - new + 1, batch).astype(np.int32)
     whole = rng.standard_normal((layers, batch, heads, slots, width)).astype(np.float32)
     want = whole.copy()
     for b in range(batch):
         want[1, b, :, start[b] : start[b] + new] = rows[b]
-    if form == "stacked":
-        got = write(jnp.asarray(whole), rows, jnp.asarray(start), jnp.int32(1))
-        np.testing.assert_array_equal(got, want)
-    elif form == "rows":
-        np.testing.assert_array_equal(write(jnp.asarray(whole[1]), rows, jnp.asarray(start)), want[1])
+    places = jnp.asarray(start[:, None] + np.arange(new, dtype=np.int32) if each else start)
+    if stacked:
+        np.testing.assert_array_equal(write(jnp.asarray(whole), rows, places, jnp.int32(1)), want)
     else:
-        np.testing.assert_array_equal(write(jnp.asarray(whole[1, 0]), rows, jnp.asarray(start)), want[1, 0])
+        np.testing.assert_array_equal(write(jnp.asarray(whole[1]), rows, places), want[1])
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -70,14 +67,6 @@ def test_grow_keeps_what_is_there(stacked):
 def test_impossible_caches_are_refused(arguments, message):
     with pytest.raises(GenerationError, match=message):
         init_cache(preset("stories-260k"), *arguments)
-
-
-def test_dropping_the_batch_axis_is_undone():
-    for batch, stacked in [(1, False), (2, False), (1, True)]:
-        cache = init_cache(preset("stories-260k"), batch, 5, stacked=stacked)
-        back = restore_batch(drop_batch(cache))
-        assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, cache)
-    assert drop_batch(init_cache(preset("stories-260k"), 1, 5)).k[0].ndim == 3
 
 
 @given(st.integers(1, 10_000))
@@ -105,16 +94,16 @@ def decode_program(batch: int, stacked: bool = False, dtype=jnp.float32, slots=8
     params = jax.eval_shape(lambda key: llama_jax.init(config, key), jax.random.key(0))
     if not stacked:
         params = jax.eval_shape(llama_jax.unstack, params)
-    state = DecodeState(
+    state = State(
+        request=Request(Sampling().per_row(batch), np.zeros(batch, np.int32), np.zeros((batch, 4), np.int32)),
         cache=jax.eval_shape(lambda: init_cache(config, batch, slots, dtype, stacked=stacked, **ring)),
         token=jax.ShapeDtypeStruct((batch,), jnp.int32),
         seen=jax.ShapeDtypeStruct((batch, 64), bool),
         count=jax.ShapeDtypeStruct((batch,), jnp.int32),
         done=jax.ShapeDtypeStruct((batch,), bool),
     )
-    request = Request(Sampling().per_row(batch), np.zeros(batch, np.int32), np.zeros(4, np.int32))
-    step = jax.jit(decode, static_argnums=0, donate_argnums=3)
-    return cache_bytes(config, batch, slots, dtype), step.lower(config, params, request, state, np.int32(1)).compile()
+    step = jax.jit(decode, static_argnums=(0, 4), donate_argnums=2)
+    return cache_bytes(config, batch, slots, dtype), step.lower(config, params, state, np.int32(1), 1).compile()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
+from llama_jax.model.options import Places
 
 KINDS = list(make_goldens.KINDS)
 TOKENS = make_goldens.tokens(make_goldens.KINDS["gqa"])
@@ -85,7 +86,7 @@ def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models, stacked):
         row[:n] = text[:n]
         row[n:] = 95  # whatever lies in the padding
     cache = llama_jax.init_cache(config, 3, 16, stacked=stacked)
-    hidden, cache = jit_forward(config, params, padded, cache, lengths=jnp.asarray(lengths))
+    hidden, cache = jit_forward(config, params, padded, cache, places=Places(jnp.asarray(lengths)))
     np.testing.assert_array_equal(cache.length, lengths)
     got = [[unembed(config, params, hidden[i, :n])] for i, n in enumerate(lengths)]
     for step in range(more):
@@ -255,7 +256,7 @@ def test_packed_documents_are_what_they_are_alone(models, stacked):
     segments = np.repeat([1, 2, 3, 0], [*sizes, 2])[None].astype(np.int32)
     positions = np.concatenate([np.arange(n) for n in [*sizes, 2]])[None].astype(np.int32)
     packed = jax.jit(forward, static_argnums=0)
-    hidden, _ = packed(config, params, tokens, positions=positions, segment_ids=segments)
+    hidden, _ = packed(config, params, tokens, places=Places(positions=positions, segment_ids=segments))
     assert np.isfinite(np.asarray(hidden)).all()
     start = 0
     for n in sizes:
@@ -274,6 +275,8 @@ def test_packing_that_does_not_fit_is_named(models, name):
     config, params = models["gqa"]
     tokens = jnp.zeros((2, 4), jnp.int32)
     with pytest.raises(GenerationError, match=rf"{name} are int32\[2, 3\]; int\[2, 4\]"):
-        forward(config, params, tokens, **{name: jnp.zeros((2, 3), jnp.int32)})
+        forward(config, params, tokens, places=Places()._replace(**{name: jnp.zeros((2, 3), jnp.int32)}))
     with pytest.raises(GenerationError, match=rf"{name} are for packed rows"):
-        forward(config, params, tokens, llama_jax.init_cache(config, 2, 8), **{name: jnp.zeros((2, 4), jnp.int32)})
+        forward(
+            config, params, tokens, llama_jax.init_cache(config, 2, 8), places=Places(**{name: jnp.zeros((2, 4), jnp.int32)})
+        )

@@ -14,6 +14,7 @@ from llama_jax import ops
 from llama_jax.errors import GenerationError
 from llama_jax.model.cache import CacheOptions, cache_bytes, grow, init_cache, key_positions, slots_of
 from llama_jax.model.forward import forward
+from llama_jax.model.options import Places
 from llama_jax.model.params import stack
 from llama_jax.ops.attention.seen import NO_KEY
 from llama_jax.ops.quantized import dequantize, quantize
@@ -38,14 +39,14 @@ def defined(config, params, tokens, *, window, sinks):
     hidden = params.embedding[tokens]
     for block in params.blocks:
         normed = ops.rms_norm(hidden, block.attention_norm, config.norm_eps)
-        qkv = ops.linear(normed, block.attention.qkv).swapaxes(1, 2)
+        qkv = ops.project(normed, block.attention.qkv).swapaxes(1, 2)
         queries, keys, values = qkv[..., :-2, :], turned(qkv[..., -2, :], place), qkv[..., -1, :]
         far = jnp.einsum("bktgh,bksh->bktgs", turned(queries, jnp.minimum(place, sinks + window - 1)), keys)
         scores = jnp.einsum("bktgh,bksh->bktgs", turned(queries, place), keys)
         scores = jnp.where(sink[:, None], far, scores) * config.head_dim**-0.5
         weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
         mixed = jnp.einsum("bktgs,bksh->btkgh", weights, values).reshape(*tokens.shape, -1)
-        hidden = hidden + ops.linear(mixed, block.attention.out)
+        hidden = hidden + ops.project(mixed, block.attention.out)
         normed = ops.rms_norm(hidden, block.ffn_norm, config.norm_eps)
         weights = block.feed_forward
         hidden = hidden + ops.feed_forward(normed, weights.gate, weights.up, weights.down)
@@ -104,7 +105,7 @@ def test_ragged_rows(model, tokens):
     for step in range(12):
         lengths = np.minimum([5 if step % 2 else 1, 3 if step % 3 else 0], LENGTH - done)
         new = np.stack([np.pad(row[at : at + n], (0, 5 - n)) for row, at, n in zip(tokens, done, lengths, strict=True)])
-        hidden, cache = read(config, params, jnp.asarray(new), cache, lengths=jnp.asarray(lengths, jnp.int32))
+        hidden, cache = read(config, params, jnp.asarray(new), cache, places=Places(jnp.asarray(lengths, jnp.int32)))
         for row in range(2):
             got, want = hidden[row, : lengths[row]], expected[row, done[row] : done[row] + lengths[row]]
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

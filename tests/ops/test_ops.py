@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llama_jax.ops.project import sum_of_outer
 
 from llama_jax import ops
-from llama_jax.ops.linear import sum_of_outer
 from llama_jax.ops.rotary import SCALINGS
 
 
@@ -55,31 +55,31 @@ class TestLinear:
     @given(sizes, sizes, sizes, seeds)
     def test_is_a_product_with_each_row(self, batch, time, out, seed):
         x, w = normal(seed, batch, time, 6), normal(seed + 1, out, 2, 6)
-        np.testing.assert_allclose(ops.linear(x, w), np.einsum("btd,ocd->btoc", x, w), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(ops.project(x, w), np.einsum("btd,ocd->btoc", x, w), rtol=1e-5, atol=1e-5)
 
     def test_accumulates_in_float32(self):
         x = jnp.full((1, 4096), 1 / 64, jnp.bfloat16)
         w = jnp.full((1, 4096), 1 / 64, jnp.bfloat16)
-        assert ops.linear(x, w) == 1.0  # a bfloat16 sum stops growing at 256 terms
-        assert ops.linear(x, w).dtype == jnp.bfloat16
-        assert ops.linear(x, w, out_dtype=jnp.float32).dtype == jnp.float32
+        assert ops.project(x, w) == 1.0  # a bfloat16 sum stops growing at 256 terms
+        assert ops.project(x, w).dtype == jnp.bfloat16
+        assert ops.project(x, w, out_dtype=jnp.float32).dtype == jnp.float32
 
     def test_leaves_no_copy_of_the_weight(self):
         """A weight of several axes must not be transposed into a copy: that cost half of the decoding speed."""
         weight = jax.ShapeDtypeStruct((512, 2, 256), jnp.float32)
-        program = jax.jit(ops.linear).lower(jax.ShapeDtypeStruct((1, 256), jnp.float32), weight).compile()
+        program = jax.jit(ops.project).lower(jax.ShapeDtypeStruct((1, 256), jnp.float32), weight).compile()
         assert program.memory_analysis().temp_size_in_bytes < 512 * 2 * 256
 
     @pytest.mark.parametrize("rows", [1, 7])
     def test_gradients_of_16_bit_operands(self, rows):
         short, wide = rounded(normal(0, rows, 6), normal(1, 5, 2, 6))
-        found = gradients(ops.linear, *short)
+        found = gradients(ops.project, *short)
         assert [g.dtype for g in found] == [jnp.bfloat16] * 2
         assert_close(found, precise_gradients(lambda x, w: jnp.einsum("rd,fcd->rfc", x, w), *wide), 0.02)
 
     def test_gradients_of_16_bit_operands_are_summed_in_float32(self):
         x, w = jnp.ones((4096, 2), jnp.bfloat16), jnp.ones((3, 2), jnp.bfloat16)
-        of_w = jax.grad(lambda w: jnp.sum(ops.linear(x, w, out_dtype=jnp.float32)))(w)
+        of_w = jax.grad(lambda w: jnp.sum(ops.project(x, w, out_dtype=jnp.float32)))(w)
         assert (of_w == 4096).all()  # a bfloat16 sum stops growing at 256
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig
@@ -50,7 +51,7 @@ def start():
     return init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0)), ema=True)
 
 
-STEP = partial(train_step, CONFIG, OPTIMIZER, chunk=8, ema_decay=0.9)
+STEP = partial(train_step, CONFIG, OPTIMIZER, options=step_options(chunk=8, ema_decay=0.9))
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from training_options import loss_options, step_options
 
 import llama_jax
 from llama_jax import LlamaConfig, RopeScaling, Sampling
 from llama_jax.analysis.collectives import find_collectives
 from llama_jax.analysis.memory import train_programs
 from llama_jax.errors import MeshError
-from llama_jax.inference import generate
+from llama_jax.inference import state
+from llama_jax.inference.requests import prepare
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.seen import Seen
 from llama_jax.parallel.fit import fit, fitted
@@ -194,7 +196,7 @@ def test_a_step_whose_frequencies_depend_on_the_length_is_that_of_one_device():
     found = []
     for sizes in (MeshSizes(), MeshSizes(data=2, context=4)):
         state = init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
-        step = jax.jit(partial(step_over(config, make_mesh(sizes)), optimizer, remat="full", chunk=8))
+        step = jax.jit(partial(step_over(config, make_mesh(sizes)), optimizer, options=step_options(remat="full", chunk=8)))
         state, metrics = step(state, batch)
         found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
@@ -207,7 +209,7 @@ def test_a_16_bit_step_is_close():
     params = llama_jax.init(CONFIG, jax.random.key(0))
     step = jax.jit(partial(step_over(CONFIG, make_mesh(MeshSizes(context=8))), adamw(1e-3), dtype="bfloat16", chunk=8))
     _, metrics = step(init_state(adamw(1e-3), params), batch)
-    wanted = jax.jit(partial(next_token_loss, CONFIG, dtype="bfloat16"))(params, batch)
+    wanted = jax.jit(partial(next_token_loss, CONFIG, options=loss_options(dtype="bfloat16")))(params, batch)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=2e-3)
 
 
@@ -247,12 +249,12 @@ def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
     params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH), np.int32)
     lengths = np.array([LENGTH, 13], np.int32)
-    cache, hidden = jax.jit(generate.begin, static_argnums=(0, 2, 3))(config, params, 2, LENGTH)
-    cache, hidden = jax.jit(partial(generate.prefill, config))(params, cache, tokens, lengths, hidden, rope_lengths=lengths)
+    empty = state.empty_reading(config, params, 2, LENGTH)
+    cache, hidden = jax.jit(partial(state.read, config))(params, empty, tokens, Places(lengths, rope_lengths=lengths))
     held, spread = on_mesh(config, sizes, params)
     mesh = make_mesh(sizes)
-    found, state = jax.jit(prefill_over(held, mesh))(spread, tokens, lengths)
-    np.testing.assert_allclose(state, hidden, atol=1e-5)
+    found, last = jax.jit(prefill_over(held, mesh))(spread, tokens, lengths)
+    np.testing.assert_allclose(last, hidden, atol=1e-5)
     np.testing.assert_array_equal(found.length, lengths)
     specs = cache_specs(held, sizes, 2)
     for mine, theirs, spec in zip((*found.k, *found.v), (*cache.k, *cache.v), (*specs.k, *specs.v), strict=True):
@@ -268,14 +270,13 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
     config, spread = on_mesh(CONFIG, MeshSizes(context=8), params)
     # By itself it generates there too, each device along `context` the same.
     assert [row.tokens for row in llama_jax.generate(config, spread, prompts, max_new_tokens=4)] == [wanted[0].tokens]
-    tokens, lengths, request = generate.prepare(config, prompts, 4, Sampling(), ())
+    tokens, lengths, request = prepare(config, prompts, 4, Sampling(), ())
     read = jax.jit(prefill_over(config, make_mesh(MeshSizes(context=8))))
-    cache, hidden = read(spread, tokens, lengths)
-    state, _ = generate.first_token(config, spread, cache, hidden, tokens, lengths, request)
-    _, _, found, _, valid = jax.jit(partial(generate.decode, config))(
-        spread, request, state.replace(cache=llama_jax.grow(state.cache, 128)), 1
-    )
-    assert [int(state.token[0]), *found[0][np.asarray(valid[0])].tolist()] == wanted[0].tokens
+    reading = state.Reading(*read(spread, tokens, lengths))
+    started, _ = state.start(config, spread, reading, tokens, lengths, request)
+    started = started.replace(cache=llama_jax.grow(started.cache, 128))
+    _, _, found = jax.jit(partial(state.decode, config, most=1))(spread, started, 1)
+    assert [int(started.token[0]), *found.tokens[0][np.asarray(found.valid[0])].tolist()] == wanted[0].tokens
 
 
 @pytest.mark.slow

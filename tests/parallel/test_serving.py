@@ -24,9 +24,9 @@ from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
-from llama_jax.inference.placement import placement_of
+from llama_jax.inference.placement import layout_of
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.forward import unconstrained
+from llama_jax.model.options import Compute, Layout
 from llama_jax.parallel import serving
 from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh, parse_mesh
@@ -155,12 +155,13 @@ def test_stacked_blocks_on_a_mesh(load, alone):
 
 def collectives(config, params, batch):
     """Kind and shape of every collective in the compiled decode loop."""
-    constrain = placement_of(params)
+    layout = layout_of(params)
     prompts = [[1, 2, 3]] * batch
     tokens, lengths, request = module.prepare(config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7])
-    cache, hidden = module._begin(config, params, batch, 256, constrain)
-    state, _ = module._first_token(config, params, cache, hidden, tokens, lengths, request, constrain)
-    lowered = module._decode.lower(config, params, request, state, np.int32(1), constrain=constrain)
+    reading = module._empty_reading(config, params, batch, 256, CacheOptions(), layout)
+    reading = reading._replace(cache=reading.cache.replace(fresh=False))
+    state, _ = module._start(config, params, reading, tokens, lengths, request, layout)
+    lowered = module._decode.lower(config, params, state, np.int32(1), 4, Compute(), layout)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all"
     found = re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", lowered.compile().as_text())
     assert found
@@ -179,9 +180,9 @@ def test_decoding_over_tensor_sums_and_gathers_nothing(load):
 
 
 def test_decoding_over_data_exchanges_nothing_but_what_the_host_reads(load):
-    """The tokens at the end, 256 slots each, and whether all rows are done or any is sampled or filtered."""
+    """The tokens at the end, 16 places each, and whether all rows are done or any is sampled or filtered."""
     found = collectives(*load("data=8"), 8)
-    gathered = {("all-gather", f"{dtype}[8,256]") for dtype in ("f32", "s32", "pred")} | {("all-gather", "pred[8]")}
+    gathered = {("all-gather", f"{dtype}[8,16]") for dtype in ("f32", "s32", "pred")} | {("all-gather", "pred[8]")}
     assert set(found) == gathered | {("all-reduce", "pred[]")}
 
 
@@ -315,20 +316,20 @@ def test_parameters_on_one_device_ask_for_no_layout(params):
     on_the_host = jax.tree.map(np.asarray, params)
     on_a_mesh_of_one = jax.device_put(params, NamedSharding(make_mesh(MeshSizes()), P()))
     for found in (params, on_another, on_the_host, on_a_mesh_of_one):
-        assert placement_of(found) is unconstrained
+        assert layout_of(found) == Layout()
 
 
 def test_any_layout_of_the_parameters_says_where_the_rest_lies(params):
     """Also one with other names: the axes that cut neither heads nor vocabulary cut the rows."""
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), (AxisType.Auto,) * 3)
     found = jax.device_put(params, NamedSharding(mesh, P()))
-    assert placement_of(found).rows == ("x", "y", "z")
+    assert layout_of(found).constrain.rows == ("x", "y", "z")
     block = found.blocks[0]
     heads = jax.device_put(block.attention.qkv, NamedSharding(mesh, P("y")))
     vocabulary = jax.device_put(found.lm_head, NamedSharding(mesh, P("x")))
     table = jax.device_put(found.embedding, NamedSharding(mesh, P(None, ("x", "z"))))
     blocks = (block.replace(attention=block.attention.replace(qkv=heads)), *found.blocks[1:])
-    placement = placement_of(found.replace(blocks=blocks, lm_head=vocabulary, embedding=table))
+    placement = layout_of(found.replace(blocks=blocks, lm_head=vocabulary, embedding=table)).constrain
     assert (placement.rows, placement.heads, placement.vocabulary, placement.width) == (("z",), ("y",), ("x",), ("x", "z"))
     with pytest.raises(ValueError, match="no point of a generation is called 'elsewhere'"):
         placement(found.embedding, "elsewhere")

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig
@@ -38,7 +39,9 @@ def test_muon_over_a_mesh_is_muon_on_one_device():
         sizes, optimizer = parse_mesh(text), make_optimizer(settings, 10)
         placement = shardings(make_mesh(sizes), train_state_specs(CONFIG, sizes, optimizer))
         state = jax.device_put(init_state(optimizer, llama_jax.init(CONFIG, jax.random.key(0))), placement)
-        step = jax.jit(partial(train_step, CONFIG, optimizer, chunk=8), out_shardings=(placement, None))
+        step = jax.jit(
+            partial(train_step, CONFIG, optimizer, options=step_options(chunk=8)), out_shardings=(placement, None)
+        )
         after.append(step(state, batch)[0])
     alone, spread = after
     qkv = spread.params.blocks.attention.qkv

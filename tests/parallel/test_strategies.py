@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig
@@ -71,7 +72,11 @@ def run(sizes, **options):
     placement = shardings(mesh, train_state_specs(CONFIG, sizes, OPTIMIZER))
     rows = shardings(mesh, batch_spec(sizes, ROWS))
     state = jax.jit(lambda: init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0))), out_shardings=placement)()
-    step = partial(step_over(CONFIG, mesh), OPTIMIZER, **{"remat": "full", "chunk": 8, "clip_norm": 1.0, **options})
+    step = partial(
+        step_over(CONFIG, mesh),
+        OPTIMIZER,
+        options=step_options(**{"remat": "full", "chunk": 8, "clip_norm": 1.0, **options}),
+    )
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     losses = []
     for i, batch in enumerate(batches()):

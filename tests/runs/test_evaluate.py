@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax.data import Corpus, DataError, validation_batches
 from llama_jax.model.forward import forward, logits, unembed
+from llama_jax.model.options import Places
 from llama_jax.runs.evaluate import Evaluation, choose_sizes, evaluate, token_nats
 from llama_jax.runs.windows import Rows
 
@@ -107,7 +108,9 @@ def test_without_overlap_it_is_the_packed_loss(models, measure):
 
     @jax.jit
     def packed(tokens, segments, positions):
-        hidden, _ = forward(config, params, tokens[:, :-1], positions=positions[:, :-1], segment_ids=segments[:, :-1])
+        hidden, _ = forward(
+            config, params, tokens[:, :-1], places=Places(positions=positions[:, :-1], segment_ids=segments[:, :-1])
+        )
         found = jax.nn.log_softmax(unembed(config, params, hidden))
         chosen = jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(jnp.where((segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1]), chosen, 0))

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig, preset
@@ -73,7 +74,7 @@ def test_the_compiled_step_does_what_is_counted(tie_embeddings):
     def make() -> object:
         return init_state(optimizer, llama_jax.unstack(llama_jax.init(config, jax.random.key(0))))
 
-    step = jax.jit(partial(train_step, config, optimizer, chunk=length), donate_argnums=0)
+    step = jax.jit(partial(train_step, config, optimizer, options=step_options(chunk=length)), donate_argnums=0)
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     compiled = step.lower(jax.eval_shape(make), Batch(tokens)).compile()
     counted = step_flops(config, batch, length, document_length=2 * length)

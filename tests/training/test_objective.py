@@ -7,6 +7,7 @@ import pytest
 from conftest import as_float64
 from hypothesis import given
 from hypothesis import strategies as st
+from training_options import loss_options
 
 import llama_jax
 from llama_jax.training.batch import Batch, predicted
@@ -48,7 +49,7 @@ def defined(models):
 def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat, stacked):
     config, params, tokens, (loss, gradients) = defined[kind]
     with jax.enable_x64(True):
-        loss_of = partial(next_token_loss, config, batch=Batch(tokens), chunk=chunk, remat=remat)
+        loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(chunk=chunk, remat=remat))
         found = jax.jit(jax.value_and_grad(loss_of))(params if stacked else llama_jax.unstack(params))
         np.testing.assert_allclose(found[0], loss, rtol=1e-12)
         assert found[0].dtype == jnp.float64
@@ -59,7 +60,7 @@ def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, re
 
 def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
     config, _, tokens, (loss, gradients) = defined["gqa"]
-    loss_of = partial(next_token_loss, config, batch=Batch(tokens), dtype=jnp.bfloat16)
+    loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(dtype=jnp.bfloat16))
     found, computed = jax.jit(jax.value_and_grad(loss_of))(llama_jax.stack(models["gqa"][1]))
     assert found.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(computed)} == {jnp.dtype(jnp.float32)}
@@ -71,7 +72,7 @@ def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
 
 @pytest.fixture(scope="module")
 def loss_of_gqa(models):
-    return jax.jit(partial(next_token_loss, models["gqa"][0], chunk=4))
+    return jax.jit(partial(next_token_loss, models["gqa"][0], options=loss_options(chunk=4)))
 
 
 @given(st.integers(0, 2**31 - 1))
@@ -92,7 +93,7 @@ def test_the_logits_never_exist_at_once(models):
     config, params = models["gqa"]
     batch, length, chunk = 3, 40, 8
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-    step = jax.jit(jax.value_and_grad(partial(next_token_loss, config, chunk=chunk)))
+    step = jax.jit(jax.value_and_grad(partial(next_token_loss, config, options=loss_options(chunk=chunk))))
     program = step.lower(params, Batch(tokens)).as_text()
     assert f"tensor<{batch}x{chunk}x{config.vocab_size}xf32>" in program
     sizes = (f"{batch}x{length}x{config.vocab_size}x", f"{batch * length}x{config.vocab_size}x")
@@ -101,7 +102,7 @@ def test_the_logits_never_exist_at_once(models):
 
 def test_another_rematerialisation_is_an_error(models):
     with pytest.raises(llama_jax.ConfigError, match="remat='some' must be one of none, dots, full, offload"):
-        next_token_loss(*models["gqa"], Batch(jnp.ones((2, 3), jnp.int32)), remat="some")
+        next_token_loss(*models["gqa"], Batch(jnp.ones((2, 3), jnp.int32)), options=loss_options(remat="some"))
 
 
 def test_nothing_to_predict_is_an_error(models):
@@ -112,7 +113,7 @@ def test_nothing_to_predict_is_an_error(models):
 @pytest.fixture(scope="module")
 def in_segments(models):
     """Loss and gradients of gqa in chunks of 4, compiled once for rows with segments and positions."""
-    loss_of = partial(next_token_loss, models["gqa"][0], chunk=4)
+    loss_of = partial(next_token_loss, models["gqa"][0], options=loss_options(chunk=4))
     return jax.jit(jax.value_and_grad(loss_of))
 
 
@@ -177,7 +178,7 @@ def test_z_loss_adds_the_square_of_the_normalizer(defined):
 
     with jax.enable_x64(True):
         expected, of_plain = jax.jit(jax.value_and_grad(partial(plain, z_loss=0.3)))(params)
-        loss_of = partial(next_token_loss, config, batch=Batch(tokens), z_loss=0.3, chunk=4)
+        loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(z_loss=0.3, chunk=4))
         loss, gradients = jax.jit(jax.value_and_grad(loss_of))(params)
         np.testing.assert_allclose(loss, expected, rtol=1e-10)
         # The rotary angles are float32, rounded differently by two programs.
@@ -188,7 +189,7 @@ def test_what_a_bfloat16_scan_keeps_of_its_layers_has_no_float32_copy(models):
     """XLA for CPU slices no bfloat16: it made a float32 copy of all that the layers had kept, three times the memory."""
     config, params = models["gqa"]
     tokens = jax.ShapeDtypeStruct((5, 34), jnp.int32)
-    loss_of = partial(next_token_loss, config, dtype=jnp.bfloat16)
+    loss_of = partial(next_token_loss, config, options=loss_options(dtype=jnp.bfloat16))
     step = jax.jit(jax.grad(lambda params, tokens: loss_of(params, Batch(tokens))))
     program = step.lower(llama_jax.stack(params), tokens).compile().as_text()
     assert f"u16[{config.n_layers},5,33,{config.dim}]" in program

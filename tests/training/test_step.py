@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from training_options import step_options
 
 import llama_jax
 from llama_jax import preset
@@ -20,7 +21,7 @@ BATCH = Batch(TOKENS)
 
 @pytest.fixture(scope="module")
 def step():
-    return jax.jit(partial(train_step, CONFIG, OPTIMIZER, remat="full", chunk=16), donate_argnums=0)
+    return jax.jit(partial(train_step, CONFIG, OPTIMIZER, options=step_options(remat="full", chunk=16)), donate_argnums=0)
 
 
 def start(dtype=jnp.float32):
@@ -63,7 +64,9 @@ def test_a_step_is_the_optimizers_update_of_the_gradient(step):
 @pytest.mark.parametrize("master", [jnp.float32, jnp.bfloat16])
 def test_the_state_keeps_its_dtype_whatever_computes(master):
     state = jax.eval_shape(lambda: start(master))
-    after, metrics = jax.eval_shape(partial(train_step, CONFIG, OPTIMIZER, dtype=jnp.bfloat16), state, BATCH)
+    after, metrics = jax.eval_shape(
+        partial(train_step, CONFIG, OPTIMIZER, options=step_options(dtype=jnp.bfloat16)), state, BATCH
+    )
     for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         assert (old.shape, old.dtype) == (new.shape, new.dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype(master)}
@@ -91,7 +94,7 @@ def test_accumulated_parts_are_the_whole_batch(ragged, accumulate):
     batch = jax.tree.map(lambda part: np.concatenate([part, part[::-1, ::-1]]), ragged)
 
     def gradients(**options):
-        step = jax.jit(partial(train_step, CONFIG, optax.sgd(1.0), chunk=16, **options))
+        step = jax.jit(partial(train_step, CONFIG, optax.sgd(1.0), options=step_options(chunk=16, **options)))
         state = init_state(optax.sgd(1.0), llama_jax.init(CONFIG, jax.random.key(0)))
         after, metrics = step(state, batch)
         return jax.tree.map(lambda old, new: np.asarray(old - new), state.params, after.params), metrics
@@ -105,12 +108,12 @@ def test_accumulated_parts_are_the_whole_batch(ragged, accumulate):
 
 def test_rows_that_cannot_be_divided():
     with pytest.raises(llama_jax.ConfigError, match="4 rows cannot be divided into accumulate=3 equal parts"):
-        train_step(CONFIG, OPTIMIZER, start(), BATCH, accumulate=3)
+        train_step(CONFIG, OPTIMIZER, start(), BATCH, options=step_options(accumulate=3))
 
 
 @pytest.fixture(scope="module")
 def averaging_step():
-    return jax.jit(partial(train_step, CONFIG, OPTIMIZER, chunk=16, ema_decay=0.5))
+    return jax.jit(partial(train_step, CONFIG, OPTIMIZER, options=step_options(chunk=16, ema_decay=0.5)))
 
 
 def test_a_step_that_is_not_finite_changes_only_the_counters(averaging_step):
@@ -149,7 +152,8 @@ def test_rematerialisation_trades_memory():
     temporaries, losses = {}, []
     for remat in ("none", "dots", "full", "offload"):
         state = init_state(OPTIMIZER, llama_jax.init(config, jax.random.key(0)))
-        step = jax.jit(partial(train_step, config, OPTIMIZER, remat=remat), donate_argnums=0).lower(state, batch).compile()
+        step = partial(train_step, config, OPTIMIZER, options=step_options(remat=remat))
+        step = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
         temporaries[remat] = step.memory_analysis().temp_size_in_bytes
         losses.append(float(step(state, batch)[1]["loss"]))
     assert temporaries["full"] < 0.7 * temporaries["dots"]
@@ -162,7 +166,8 @@ def test_clipping_scales_all_gradients_together(clip_norm):
     """With a step size of one the update is the clipped gradient."""
     optimizer = optax.sgd(1.0)
     state = init_state(optimizer, llama_jax.init(CONFIG, jax.random.key(0)))
-    after, metrics = jax.jit(partial(train_step, CONFIG, optimizer, chunk=16, clip_norm=clip_norm))(state, BATCH)
+    step = partial(train_step, CONFIG, optimizer, options=step_options(chunk=16, clip_norm=clip_norm))
+    after, metrics = jax.jit(step)(state, BATCH)
     moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, after.params))
     np.testing.assert_allclose(moved, min(clip_norm, float(metrics["grad_norm"])), rtol=1e-3)
 
@@ -175,7 +180,8 @@ def test_skipping_costs_no_memory():
     )  # fmt: skip
     state = jax.eval_shape(lambda: init_state(OPTIMIZER, llama_jax.init(config, jax.random.key(0))))
     batch = Batch(jax.ShapeDtypeStruct((1, 9), jnp.int32))
-    step = jax.jit(partial(train_step, config, OPTIMIZER, remat="full", clip_norm=1.0), donate_argnums=0)
+    step = partial(train_step, config, OPTIMIZER, options=step_options(remat="full", clip_norm=1.0))
+    step = jax.jit(step, donate_argnums=0)
     plan = step.lower(state, batch).compile().memory_analysis()
     gradients = 4 * llama_jax.parameter_count(config)
     assert plan.temp_size_in_bytes < 1.6 * gradients

@@ -9,6 +9,7 @@ import make_goldens
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from training_options import loss_options, step_options
 
 import llama_jax
 from llama_jax.training.batch import Batch
@@ -52,7 +53,8 @@ def test_gradients_are_those_of_transformers(kind, models, tmp_path):
     model = make_goldens.transformers_model(config, make_goldens.random_tensors(config))
     loss = their_loss(model, tokens)
     loss.backward()
-    found, gradients = jax.jit(jax.value_and_grad(partial(next_token_loss, config, batch=Batch(tokens), chunk=8)))(params)
+    loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(chunk=8))
+    found, gradients = jax.jit(jax.value_and_grad(loss_of))(params)
     np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
     llama_jax.save(tmp_path / "gradients", config, gradients, format="safetensors")
     ours = load_file(tmp_path / "gradients" / "model.safetensors")
@@ -75,7 +77,7 @@ def test_twenty_steps_follow_torch(models):
     )
     rates = learning_rates(SETTINGS, STEPS)
     ours = make_optimizer(SETTINGS, STEPS)
-    step = jax.jit(partial(train_step, config, ours, clip_norm=1.0, chunk=8))
+    step = jax.jit(partial(train_step, config, ours, options=step_options(clip_norm=1.0, chunk=8)))
     state = init_state(ours, llama_jax.stack(params))
     clipped = 0
     for i in range(STEPS):

@@ -1,0 +1,13 @@
+"""The nested options of training from flat keywords, for tests."""
+
+from llama_jax.model.options import Compute
+from llama_jax.training.objective import CHUNK, LossOptions
+from llama_jax.training.step import StepOptions
+
+
+def loss_options(dtype=None, remat="none", chunk=CHUNK, z_loss=0.0):
+    return LossOptions(Compute(dtype, remat), chunk, z_loss)
+
+
+def step_options(accumulate=1, clip_norm=0.0, ema_decay=0.0, **loss):
+    return StepOptions(loss_options(**loss), accumulate, clip_norm, ema_decay)
