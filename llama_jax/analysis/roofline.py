@@ -22,9 +22,9 @@ from llama_jax.analysis.hardware import Hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.inference.generate import CHUNK
+from llama_jax.model.options import Remat
 from llama_jax.parallel.mesh import AXES, MeshSizes
 from llama_jax.training.flops import matrix_parameters, step_flops
-from llama_jax.model.options import Remat
 
 FLOAT32 = 4  # bytes
 # Of a parameter AdamW reads value, gradient and two averages and writes all but the gradient, which was written before.

@@ -14,8 +14,9 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
+from llama_jax.ops import cpu
 from llama_jax.ops.attention.seen import NO_KEY
-from llama_jax.ops.cpu import keep, restore
+from llama_jax.ops.cpu import for_cpu, keep, restore
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized
@@ -213,6 +214,7 @@ def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | N
     return restore(put)
 
 
+@for_cpu(cpu.put)
 def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None) -> jax.Array:
     """Of [(L,) B, K, S, ...] and [B, K, T, ...]."""
     zero, rest = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3)

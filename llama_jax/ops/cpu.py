@@ -108,6 +108,23 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+# --- the cache ---------------------------------------------------------------------------------------------------------
+
+
+def put(
+    plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    """`model.cache`'s write of one token of a single row into [1, K, S, ...], by a scatter.
+
+    The batch axis is merged into the heads for the matmul with a query, and XLA fuses that reshape with an update of a
+    slice: the written buffer is then made twice, and a whole layer copied at every step. With a scatter it fuses nothing.
+    """
+    if layer is not None or slots.ndim == 2 or new.shape[0] > 1 or new.shape[2] > 1:
+        return plain(buffer, new, slots, layer)
+    at = jnp.zeros((1, 1), slots.dtype), jnp.arange(buffer.shape[1], dtype=slots.dtype)[None], slots[:, None]
+    return buffer.at[at].set(new[:, :, 0], unique_indices=True, indices_are_sorted=True)
+
+
 # --- residuals -----------------------------------------------------------------------------------------------------------
 
 

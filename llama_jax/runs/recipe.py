@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Reading
-from llama_jax.runs.errors import TrainingError
 from llama_jax.model.options import Remat
+from llama_jax.runs.errors import TrainingError
 from llama_jax.training.objective import CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 

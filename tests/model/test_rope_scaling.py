@@ -42,8 +42,8 @@ def scaled():
 
 def test_every_kind_has_its_fields_and_its_function():
     assert ROPE_FIELDS.keys() == SCALINGS.keys()
-    for kind, read in ROPE_FIELDS.items():
-        assert inspect.signature(SCALINGS[kind]).parameters.keys() - {"plain", "theta", "length", "factor"} == read.keys()
+    for kind, fields in ROPE_FIELDS.items():
+        assert inspect.signature(SCALINGS[kind]).parameters.keys() - {"plain", "theta", "length", "factor"} == fields.keys()
     by_length = {name.partition("-")[0] for name, config in ROPES.items() if len({*_bytes(config)}) > 1}
     assert by_length == BY_LENGTH
 
