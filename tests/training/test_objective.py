@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from training_options import loss_options
 
 import llama_jax
+from llama_jax.ops.cross_entropy import cross_entropy
 from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.objective import next_token_loss
 
@@ -194,3 +195,17 @@ def test_what_a_bfloat16_scan_keeps_of_its_layers_has_no_float32_copy(models):
     program = step.lower(llama_jax.stack(params), tokens).compile().as_text()
     assert f"u16[{config.n_layers},5,33,{config.dim}]" in program
     assert f"f32[{config.n_layers},5,33" not in program
+
+
+@pytest.mark.parametrize("target", [-100, 10**6])
+def test_a_target_that_does_not_count_may_be_anything(models, target):
+    """It was taken along the logits all the same, where there is none NaN, and 0 times NaN is NaN."""
+    _, params = models["gqa"]
+    hidden = jax.random.normal(jax.random.key(0), (1, 3, params.embedding.shape[1]))
+    weights = jnp.array([[1.0, 0.0, 1.0]])
+
+    def loss(hidden, target):
+        return cross_entropy(hidden, params.embedding, jnp.array([[1, target, 2]]), weights, chunk=2).loss
+
+    found, wanted = (jax.value_and_grad(loss)(hidden, x) for x in (target, 5))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)

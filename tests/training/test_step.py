@@ -7,8 +7,12 @@ import optax
 import pytest
 from training_options import step_options
 
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
 import llama_jax
 from llama_jax import preset
+from llama_jax.model.options import Layout
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
@@ -186,3 +190,27 @@ def test_skipping_costs_no_memory():
     gradients = 4 * llama_jax.parameter_count(config)
     assert plan.temp_size_in_bytes < 1.6 * gradients
     assert plan.alias_size_in_bytes > 2.9 * gradients
+
+
+def test_parts_are_accumulated_in_float64_too():
+    with jax.enable_x64(True):
+        state = start(jnp.float64)
+        step = jax.jit(partial(train_step, CONFIG, OPTIMIZER, options=step_options(accumulate=2, chunk=16)))
+        after, metrics = step(state, BATCH)
+        assert metrics["loss"].dtype == jnp.float64
+        assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype(jnp.float64)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_under_shard_map_that_checks_what_varies(accumulate):
+    """`check_vma=True` is the default of `jax.shard_map`: sums over devices are then taken exactly once."""
+    devices = 2
+    mesh = jax.make_mesh((devices,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    options = step_options(accumulate=accumulate, chunk=16, clip_norm=1.0)
+    alone = partial(train_step, CONFIG, OPTIMIZER, options=options)
+    each = partial(alone, layout=Layout(axis_name="rows"))
+    spread = jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P()))
+    (after, metrics), (wanted, expected) = spread(start(), BATCH), jax.jit(alone)(start(), BATCH)
+    for name in expected:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), after.opt_state, wanted.opt_state)

@@ -1,0 +1,69 @@
+"""The loss in forward mode: directional derivatives and curvature beside finite differences, in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import as_float64
+from jax.flatten_util import ravel_pytree
+from training_options import loss_options
+
+import llama_jax
+from llama_jax.training.batch import Batch
+from llama_jax.training.objective import next_token_loss
+
+
+@pytest.fixture(scope="module")
+def problem(models):
+    """(loss of flat parameters, flat parameters, a direction), for packed rows whose logits are made in two chunks."""
+    config, params = models["gqa"]
+    with jax.enable_x64(True):
+        flat, unravel = ravel_pytree(llama_jax.stack(as_float64(params)))
+        rng = np.random.default_rng(0)
+        segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1] * 8], np.int32)
+        places = np.array([[0, 1, 2, 0, 1, 2, 3, 0], list(range(8))], np.int32)
+        batch = Batch(rng.integers(0, config.vocab_size, (2, 8), np.int32), segments, places)
+        loss_of = partial(next_token_loss, config, batch=batch, options=loss_options(chunk=4, z_loss=1e-2))
+        direction = jnp.asarray(rng.standard_normal(flat.shape))
+        yield jax.jit(lambda flat: loss_of(unravel(flat))), flat, direction / jnp.linalg.norm(direction)
+
+
+def test_a_directional_derivative_is_the_difference(problem):
+    loss, at, along = problem
+    step = 1e-5
+    with jax.enable_x64(True):
+        value, found = jax.jvp(loss, (at,), (along,))
+        np.testing.assert_allclose(value, loss(at), rtol=1e-12)
+        np.testing.assert_allclose(found, (loss(at + step * along) - loss(at - step * along)) / (2 * step), rtol=1e-6)
+        np.testing.assert_allclose(found, jax.grad(loss)(at) @ along, rtol=1e-9)
+        again, linear = jax.linearize(loss, at)
+        np.testing.assert_allclose([again, linear(along)], [value, found], rtol=1e-9)
+
+
+def test_a_hessian_vector_product_is_the_difference_of_gradients(problem):
+    loss, at, along = problem
+    step = 1e-5
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(loss))
+        _, found = jax.jvp(gradient, (at,), (along,))
+        wanted = (gradient(at + step * along) - gradient(at - step * along)) / (2 * step)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7 * np.abs(found).max() + 1e-9)
+
+
+def test_a_hessian_is_that_of_finite_differences(problem):
+    """Of the loss in a few directions, which is a small matrix; symmetric, as a Hessian is."""
+    loss, at, _ = problem
+    step = 1e-4
+    with jax.enable_x64(True):
+        few = jnp.linalg.qr(jax.random.normal(jax.random.key(1), (at.size, 3), jnp.float64))[0]
+        part = jax.jit(lambda x: loss(at + few @ x))
+        found = jax.hessian(part)(jnp.zeros(3))
+        np.testing.assert_allclose(found, found.T, rtol=1e-9, atol=1e-12)
+        unit = np.eye(3) * step
+        for i in range(3):
+            for j in range(3):
+                corners = [float(part(jnp.asarray(a * unit[i] + b * unit[j]))) for a in (1, -1) for b in (1, -1)]
+                wanted = (corners[0] - corners[1] - corners[2] + corners[3]) / (4 * step**2)
+                np.testing.assert_allclose(found[i, j], wanted, rtol=1e-4, atol=1e-6)
