@@ -23,22 +23,10 @@ from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.table import names
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-NAMES = {
-    "embedding": "token_embd.weight",
-    "final_norm": "output_norm.weight",
-    "lm_head": "output.weight",
-    "attention_norm": "blk.{}.attn_norm.weight",
-    "q": "blk.{}.attn_q.weight",
-    "k": "blk.{}.attn_k.weight",
-    "v": "blk.{}.attn_v.weight",
-    "out": "blk.{}.attn_output.weight",
-    "ffn_norm": "blk.{}.ffn_norm.weight",
-    "gate": "blk.{}.ffn_gate.weight",
-    "up": "blk.{}.ffn_up.weight",
-    "down": "blk.{}.ffn_down.weight",
-}
+NAMES = names("gguf")
 IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 # Types of tensors by number: name, numbers in a block, bytes of a block.
 TYPES = {

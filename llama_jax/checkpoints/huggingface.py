@@ -19,23 +19,11 @@ from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.table import names
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-# Name in the file, by what it is here. Each maps to one tensor [out, in] or [features].
-NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-    "attention_norm": "model.layers.{}.input_layernorm.weight",
-    "q": "model.layers.{}.self_attn.q_proj.weight",
-    "k": "model.layers.{}.self_attn.k_proj.weight",
-    "v": "model.layers.{}.self_attn.v_proj.weight",
-    "out": "model.layers.{}.self_attn.o_proj.weight",
-    "ffn_norm": "model.layers.{}.post_attention_layernorm.weight",
-    "gate": "model.layers.{}.mlp.gate_proj.weight",
-    "up": "model.layers.{}.mlp.up_proj.weight",
-    "down": "model.layers.{}.mlp.down_proj.weight",
-}
+# Name in the file, by what it is here.
+NAMES = names("huggingface")
 # Name of a setting in the file, by its name here, for messages.
 SETTINGS = {
     "dim": "hidden_size",

@@ -10,9 +10,8 @@ import numpy as np
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.fill import RUN, cast, check
 from llama_jax.checkpoints.tensors import Opened, Tensor
+from llama_jax.model.table import Share, rows
 from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
-
-OF_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,16 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:
     plan(opened)
     config = opened.config
 
-    def piece(part: str, layer: int = 0) -> Piece:
-        name = opened.names[part].format(layer)
-        if part == "embedding" and name not in opened.tensors:
+    def piece(share: Share, layer: int = 0) -> Piece:
+        name = opened.names[share.name].format(layer)
+        if share.name == "embedding" and name not in opened.tensors:
             name = opened.names["lm_head"]  # a tied model that keeps the other name
         tensor = opened.tensors[name]
-        if part in ("q", "k") and opened.interleaved != interleaved:
+        if share.rotary and opened.interleaved != interleaved:
             tensor = Turned(tensor, config.head_dim, interleaved)
-        return Piece(part, layer, tensor, f"{opened.path}: tensor {name!r}")
+        return Piece(share.name, layer, tensor, f"{opened.path}: tensor {name!r}")
 
-    layers = [piece(part, i) for i in range(config.n_layers) for part in OF_LAYER]
-    head = [] if config.tie_embeddings else [piece("lm_head")]
-    return [piece("embedding"), *layers, piece("final_norm"), *head]
+    table = rows(config)
+    layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in row.shares]
+    first, *rest = (piece(share) for row in table if not row.in_blocks for share in row.shares)
+    return [first, *layers, *rest]

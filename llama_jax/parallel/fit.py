@@ -12,12 +12,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Llama
+from llama_jax.model.table import row_at
 from llama_jax.parallel.mesh import MeshSizes
 
 Change: TypeAlias = Callable[[Any], Any]  # of an array, on the host or on devices
@@ -97,15 +99,11 @@ def unfit(config: LlamaConfig, params: Llama) -> Llama:
 def changed(params: Llama, table: Change, qkv: Change) -> Llama:
     """The parameters with a function applied to the arrays of V rows, and one to the projections that have K heads."""
 
-    def changed(block: Block) -> Block:
-        return block.replace(attention=block.attention.replace(qkv=qkv(block.attention.qkv)))
+    def change(path: tuple[Any, ...], array: Any) -> Any:
+        row = row_at(path)
+        return table(array) if row.has_vocabulary else qkv(array) if row.has_groups else array
 
-    blocks = params.blocks
-    return params.replace(
-        embedding=table(params.embedding),
-        blocks=changed(blocks) if isinstance(blocks, Block) else tuple(changed(block) for block in blocks),
-        lm_head=None if params.lm_head is None else table(params.lm_head),
-    )
+    return jax.tree_util.tree_map_with_path(change, params)
 
 
 def pad_rows(table: Any, *, rows: int) -> Any:
