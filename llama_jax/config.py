@@ -123,6 +123,10 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
+class _Following(int):
+    """A head_dim that is dim / n_heads: `dataclasses.replace` with another dim or n_heads computes it anew."""
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """The sizes and constants of one Llama: frozen, hashable (a static argument of ``jax.jit``) and validated.
@@ -133,8 +137,10 @@ class LlamaConfig:
       n_layers: L.
       n_heads: N, query heads.
       n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
-      head_dim: H; dim / n_heads unless a checkpoint says otherwise.
-      hidden_dim: F, width of the gated feed-forward; see `ffn_hidden_dim` for Meta's rule.
+      head_dim: H; dim / n_heads unless a checkpoint says otherwise. Where it is that, it stays so: with another `dim` or
+        `n_heads`, `dataclasses.replace` computes it anew; any other is kept.
+      hidden_dim: F, width of the gated feed-forward, which no rule ties to `dim` (`ffn_hidden_dim` is Meta's): give both to
+        `dataclasses.replace`.
       norm_eps: added to the mean square in RMSNorm.
       rope_theta: base of the rotary frequencies.
       rope_scaling: how the frequencies are stretched, or None.
@@ -163,11 +169,13 @@ class LlamaConfig:
             _require_positive_int(name, getattr(self, name))
         _require_number("norm_eps", self.norm_eps, above=0.0)
         _require_number("rope_theta", self.rope_theta, above=1.0)
-        if self.head_dim == 0:
+        if self.head_dim == 0 or isinstance(self.head_dim, _Following):
             if self.dim % self.n_heads:
                 raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         _require_positive_int("head_dim", self.head_dim)
+        if self.head_dim * self.n_heads == self.dim:
+            object.__setattr__(self, "head_dim", _Following(self.head_dim))
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of features")
         if self.n_heads % self.n_kv_heads:

@@ -1,3 +1,5 @@
+import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -163,6 +165,19 @@ def test_a_config_is_hashable_and_frozen():
 def test_head_dim_follows_from_dim_unless_given():
     assert SMALL.head_dim == 8
     assert replace(SMALL, head_dim=10).head_dim == 10
+
+
+def test_head_dim_follows_another_dim_where_it_followed_the_old_one():
+    """And a configuration that was given the same number explicitly is an equal one, so it does the same."""
+    half = SMALL.dim // 2
+    for config in (SMALL, replace(SMALL, head_dim=8), replace(SMALL, max_seq_len=8)):
+        assert replace(config, dim=half).head_dim == 4
+        assert replace(config, n_heads=SMALL.n_heads * 2).head_dim == 4
+        assert replace(config, dim=half).hidden_dim == SMALL.hidden_dim
+    assert replace(SMALL, head_dim=10, dim=half).head_dim == replace(replace(SMALL, head_dim=10), dim=half).head_dim == 10
+    with pytest.raises(ConfigError, match="dim=33 must be a multiple of n_heads=8, or give head_dim"):
+        replace(SMALL, dim=33)
+    assert (repr(SMALL.head_dim), json.dumps(SMALL.head_dim), SMALL) == ("8", "8", pickle.loads(pickle.dumps(SMALL)))
     assert isinstance(SMALL, LlamaConfig)
 
 
