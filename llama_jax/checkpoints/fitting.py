@@ -71,8 +71,8 @@ class Copied:
     def read(self, start: int, stop: int) -> np.ndarray:
         width = self.head_dim * self.copies  # rows that come of one head
         first, last = start // width, -(-stop // width)
-        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, self.shape[1])
-        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, self.shape[1])
+        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, *self.shape[1:])
+        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, *self.shape[1:])
         return rows[start - first * width : stop - first * width]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,12 +24,14 @@ class Piece:
       layer: of which layer; 0 for what no layer has.
       tensor: its rows.
       label: for messages.
+      expert: which of a layer's, where each is a tensor of its own.
     """
 
     part: str
     layer: int
     tensor: Tensor
     label: str
+    expert: int | None = None
 
     def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The rows in runs, checked and cast."""
@@ -78,9 +81,9 @@ class Turned:
     def read(self, start: int, stop: int) -> np.ndarray:
         first = start - start % self.head_dim
         last = -(-stop // self.head_dim) * self.head_dim
-        heads = self.tensor.read(first, last).reshape(-1, self.head_dim, self.shape[1])
+        heads = self.tensor.read(first, last).reshape(-1, self.head_dim, math.prod(self.shape[1:]))
         turned = interleaved_from_half(heads) if self.interleave else half_from_interleaved(heads)
-        return turned.reshape(-1, self.shape[1])[start - first : stop - first].copy()
+        return turned.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
 
 
 def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:

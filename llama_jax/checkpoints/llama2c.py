@@ -249,7 +249,8 @@ def write_file(path: Path, opened: Opened, *, progress: Callable[[list[Piece]], 
       CheckpointError: the format has no room for something in this model's configuration.
     """
     c = opened.config
-    fixed = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
+    fixed: dict[str, Any] = {"window": None, "qkv_bias": False, "qk_norm": False, "experts": 0}
+    fixed |= {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
     for name, value in fixed.items():
         if getattr(c, name) != value:
             found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -21,14 +20,14 @@ from llama_jax.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Held:
-    """An array [..., columns] whose leading axes are the rows of a tensor; a vector is its own rows."""
+    """An array in the shape of a tensor, whose rows are its leading axes, and which is not copied for it."""
 
     array: np.ndarray
+    seen_as: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *rows, columns = self.array.shape
-        return (math.prod(rows), columns) if rows else (columns,)
+        return self.array.shape if self.seen_as is None else self.seen_as
 
     @property
     def dtype(self) -> np.dtype:
@@ -43,8 +42,12 @@ class Held:
         return self.array.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        rows = np.arange(start, stop)
-        return self.array[np.unravel_index(rows, self.array.shape[:-1])] if self.array.ndim > 1 else self.array[rows]
+        leading = self.array.shape[: self.array.ndim - len(self.shape) + 1]
+        return self.array[np.unravel_index(np.arange(start, stop), leading)]
+
+    def entry(self, index: int) -> Held:
+        """One of the tensors that a tensor with three axes holds."""
+        return Held(self.array[index])
 
 
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None) -> Opened:
@@ -59,7 +62,7 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None)
             if share.width:
                 last = first + shape_of(share.width, config)[0]
                 held, first = array[:, first:last], last
-            tensors[NAMES[share.name].format(layer)] = Held(held)
+            tensors[NAMES[share.name].format(layer)] = Held(held, shape_of(share.axes, config))
 
     for row in rows(config):
         if not row.in_blocks:

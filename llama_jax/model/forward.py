@@ -15,7 +15,7 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.cache import KVCache, key_positions, read, slots_of, write
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Block, Llama, check_params
 from llama_jax.ops.rotary import BY_LENGTH, SCALINGS, Frequencies, Length
 
 Constrain = Callable[[jax.Array, str], jax.Array]
@@ -122,7 +122,7 @@ def forward(
         frequencies = frequencies[:, None]
     turn = partial(ops.rotary_table, frequencies=frequencies, attention_factor=attention_factor)
     cos, sin = turn(slots if positions is None else positions)
-    lookup = None if cache is None else _lookup(cache, new, turn)
+    lookup = None if cache is None else _lookup(config, cache, new, turn)
     embedded = params.embedding[constrain(tokens, "tokens")].astype(dtype or params.embedding.dtype)
     hidden = constrain(constrain(embedded, "embedded"), "residual")
     block_step = wrap_layer(partial(_block, config, segment_ids=segment_ids, attend=attend, lookup=lookup))
@@ -158,7 +158,8 @@ class _Lookup(NamedTuple):
     Attributes:
       slots: see `slots_of`.
       key_positions: see `key_positions`; with an axis for the heads.
-      window, sinks: of the cache.
+      window: of the cache or of the model, the smaller.
+      sinks: of the cache.
       sink_turn: cosine and sine of the queries as the sinks see them.
     """
 
@@ -176,7 +177,10 @@ class _Lookup(NamedTuple):
         return ops.apply_rotary(queries, cos[:, None, :, None], sin[:, None, :, None])
 
 
-def _lookup(cache: KVCache, new: int, turn: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> _Lookup:
+def _lookup(
+    config: LlamaConfig, cache: KVCache, new: int, turn: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+) -> _Lookup:
+    windows = [window for window in (config.window, cache.window) if window is not None]
     held = key_positions(cache, new)
     if cache.window is None or not cache.sinks:
         sink_turn = None
@@ -185,7 +189,8 @@ def _lookup(cache: KVCache, new: int, turn: Callable[[jax.Array], tuple[jax.Arra
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
         positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
         sink_turn = turn(jnp.minimum(positions, cache.sinks + cache.window - 1))
-    return _Lookup(slots_of(cache, new), None if held is None else held[:, None], cache.window, cache.sinks, sink_turn)
+    held = None if held is None else held[:, None]
+    return _Lookup(slots_of(cache, new), held, min(windows, default=None), cache.sinks, sink_turn)
 
 
 def rope_lengths_of(
@@ -223,10 +228,17 @@ def _block(
     """One layer: hidden [B, T, D] in and out, and this layer's keys and values with the new tokens written."""
     batch, new, _ = hidden.shape
     normed = ops.rms_norm(hidden, block.attention_norm, config.norm_eps)
-    qkv = ops.linear(normed, block.attention.qkv).swapaxes(1, 2)  # [B, K, T, G + 2, H]
+    qkv = ops.linear(normed, block.attention.qkv)
+    if block.attention.qkv_bias is not None:
+        qkv = qkv + block.attention.qkv_bias.astype(qkv.dtype)
+    qkv = qkv.swapaxes(1, 2)  # [B, K, T, G + 2, H]
     # Split and not indexed: the gradients of the parts are then joined, where those of slices are filled up and added.
     groups = config.queries_per_kv_head
     unturned, values = jnp.split(qkv, [groups + 1], axis=-2)
+    if block.attention.query_norm is not None:
+        asking, asked = jnp.split(unturned, [groups], axis=-2)
+        asking = ops.rms_norm(asking, block.attention.query_norm, config.norm_eps)
+        unturned = jnp.concatenate([asking, ops.rms_norm(asked, block.attention.key_norm, config.norm_eps)], axis=-2)
     turned = ops.apply_rotary(unturned, cos[:, None, :, None], sin[:, None, :, None])
     queries, keys = jnp.split(turned, [groups], axis=-2)
     keys, values = keys.squeeze(-2), values.squeeze(-2)
@@ -234,7 +246,8 @@ def _block(
     scale = config.head_dim**-0.5
     if lookup is None or kv is None:
         segments = None if segment_ids is None else (segment_ids[:, None], segment_ids[:, None])
-        mixed = attend(queries, keys, values, scale=scale, segments=segments)
+        window = {} if config.window is None else {"window": config.window}
+        mixed = attend(queries, keys, values, scale=scale, segments=segments, **window)
     else:
         kv = write(kv[0], keys, lookup.slots, layer), write(kv[1], values, lookup.slots, layer)
         held = read(kv[0], layer), read(kv[1], layer)
@@ -245,7 +258,10 @@ def _block(
 
     normed = ops.rms_norm(hidden, block.ffn_norm, config.norm_eps)
     weights = block.feed_forward
-    return hidden + ops.feed_forward(normed, weights.gate, weights.up, weights.down), kv
+    matrices = weights.gate, weights.up, weights.down
+    if weights.router is None:
+        return hidden + ops.feed_forward(normed, *matrices), kv
+    return hidden + ops.experts(normed, weights.router, *matrices, per_token=config.experts_per_token), kv
 
 
 def _attend_to_cache(
@@ -330,14 +346,7 @@ def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array) -> N
         raise GenerationError(
             f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"
         )
-    stacked = not isinstance(params.blocks, tuple)
-    layers = params.blocks.attention_norm.shape[0] if isinstance(params.blocks, Block) else len(params.blocks)
-    first = params.blocks if isinstance(params.blocks, Block) else params.blocks[0]
-    c = config
-    found = first.attention.qkv.shape[stacked:], first.feed_forward.down.shape[stacked:], layers
-    needed = (c.n_kv_heads, c.queries_per_kv_head + 2, c.head_dim, c.dim), (c.dim, c.hidden_dim), c.n_layers
-    if found != needed:
-        raise ConfigError(f"parameters with qkv, down and layers {found} are not those of the configuration: {needed}")
+    check_params(config, params)
 
 
 def _check_packing(

@@ -27,10 +27,15 @@ class Attention(struct.PyTreeNode):
     Attributes:
       qkv: [K, G + 2, H, D]: for each key/value head its G query heads, then the key, then the value.
       out: [D, N * H].
+      qkv_bias: [K, G + 2, H], or None.
+      query_norm, key_norm: [H], or None.
     """
 
     qkv: Leaf
     out: Leaf
+    qkv_bias: Leaf | None = None
+    query_norm: Leaf | None = None
+    key_norm: Leaf | None = None
 
 
 class FeedForward(struct.PyTreeNode):
@@ -39,11 +44,13 @@ class FeedForward(struct.PyTreeNode):
     Attributes:
       gate, up: [F, D]. Not one array: a TPU copies the weights of [F, 2, D] into another order at every call.
       down: [D, F].
+      router: [E, D], or None. Where there is one, the others have a leading axis E, the experts.
     """
 
     gate: Leaf
     up: Leaf
     down: Leaf
+    router: Leaf | None = None
 
 
 class Block(struct.PyTreeNode):
@@ -78,11 +85,12 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
     Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by
     1 / sqrt(2 L), so that its variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3).
     """
-    keys = jax.random.split(key, 6)
+    keys = jax.random.split(key, 6)  # of Llama's; what came later has keys of its own, so that these stay the same
 
     @cache
     def drawn(number: int, shape: tuple[int, ...], std: float) -> jax.Array:
-        return (std * jax.random.normal(keys[number], shape, jnp.float32)).astype(dtype)
+        its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
+        return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
 
     def start(row: Row, layer: int) -> jax.Array:
         shape = _stacked(row, config)

@@ -96,15 +96,31 @@ class Row:
         return self.axes.startswith("V")
 
     @property
+    def of_expert(self) -> bool:
+        """Whether each expert has one, of which a token is multiplied with a few."""
+        return self.axes.startswith("E ") and len(self.axes.split()) == 3
+
+    @property
     def has_groups(self) -> bool:
         """Whether it has an entry for each key/value head with its queries, and so may hold heads several times."""
         return self.axes.startswith("K G+2")
+
+    @property
+    def axes_after_groups(self) -> int:
+        """How many axes follow those of heads and what each holds."""
+        return len(self.axes.split()) - 2
 
     def shape(self, config: LlamaConfig) -> tuple[int, ...]:
         """Of one layer."""
         return shape_of(self.axes, config)
 
 
+def _has_experts(config: LlamaConfig) -> bool:
+    return bool(config.experts)
+
+
+_HF = "model.layers.{}"
+# In files of Mixtral each expert is a tensor of its own, "experts.3.w1"; `huggingface` joins and parts them.
 TABLE: tuple[Row, ...] = (
     Row(
         "embedding",
@@ -182,6 +198,34 @@ TABLE: tuple[Row, ...] = (
         outputs=(-4, -3, -2),  # one product, one matrix
     ),
     Row(
+        "blocks.attention.qkv_bias",
+        "K G+2 H",
+        P("tensor"),
+        "zeros",
+        (
+            Share("q_bias", "N*H", f"{_HF}.self_attn.q_proj.bias", "blk.{}.attn_q.bias", width="G", rotary=True),
+            Share("k_bias", "K*H", f"{_HF}.self_attn.k_proj.bias", "blk.{}.attn_k.bias", width="1", rotary=True),
+            Share("v_bias", "K*H", f"{_HF}.self_attn.v_proj.bias", "blk.{}.attn_v.bias", width="1"),
+        ),
+        when=lambda config: config.qkv_bias,
+    ),
+    Row(
+        "blocks.attention.query_norm",
+        "H",
+        P(),
+        "ones",
+        (Share("query_norm", "H", f"{_HF}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight"),),
+        when=lambda config: config.qk_norm,
+    ),
+    Row(
+        "blocks.attention.key_norm",
+        "H",
+        P(),
+        "ones",
+        (Share("key_norm", "H", f"{_HF}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight"),),
+        when=lambda config: config.qk_norm,
+    ),
+    Row(
         "blocks.attention.out",
         "D N*H",
         P("fsdp", "tensor"),
@@ -234,6 +278,7 @@ TABLE: tuple[Row, ...] = (
         ),
         draw=(3, 0),
         outputs=(-2,),
+        when=lambda config: not config.experts,
     ),
     Row(
         "blocks.feed_forward.up",
@@ -253,6 +298,7 @@ TABLE: tuple[Row, ...] = (
         ),
         draw=(3, 1),
         outputs=(-2,),
+        when=lambda config: not config.experts,
     ),
     Row(
         "blocks.feed_forward.down",
@@ -272,6 +318,47 @@ TABLE: tuple[Row, ...] = (
         ),
         draw=(4, None),
         outputs=(-2,),
+        when=lambda config: not config.experts,
+    ),
+    Row(
+        "blocks.feed_forward.router",
+        "E D",
+        P(None, "fsdp"),
+        "normal",
+        (Share("router", "E D", f"{_HF}.block_sparse_moe.gate.weight", "blk.{}.ffn_gate_inp.weight"),),
+        draw=(6, None),
+        outputs=(-2,),
+        when=_has_experts,
+    ),
+    Row(
+        "blocks.feed_forward.gate",
+        "E F D",
+        P(None, "tensor", "fsdp"),
+        "normal",
+        (Share("expert_gate", "E F D", f"{_HF}.block_sparse_moe.experts.w1.weight", "blk.{}.ffn_gate_exps.weight"),),
+        draw=(3, 0),
+        outputs=(-2,),
+        when=_has_experts,
+    ),
+    Row(
+        "blocks.feed_forward.up",
+        "E F D",
+        P(None, "tensor", "fsdp"),
+        "normal",
+        (Share("expert_up", "E F D", f"{_HF}.block_sparse_moe.experts.w3.weight", "blk.{}.ffn_up_exps.weight"),),
+        draw=(3, 1),
+        outputs=(-2,),
+        when=_has_experts,
+    ),
+    Row(
+        "blocks.feed_forward.down",
+        "E D F",
+        P(None, "fsdp", "tensor"),
+        "residual",
+        (Share("expert_down", "E D F", f"{_HF}.block_sparse_moe.experts.w2.weight", "blk.{}.ffn_down_exps.weight"),),
+        draw=(4, None),
+        outputs=(-2,),
+        when=_has_experts,
     ),
     Row(
         "final_norm",
@@ -300,6 +387,7 @@ def sizes(config: LlamaConfig) -> dict[str, int]:
         "V": c.vocab_size,
         "D": c.dim,
         "F": c.hidden_dim,
+        "E": c.experts,
         "K": c.n_kv_heads,
         "G": c.queries_per_kv_head,
         "H": c.head_dim,

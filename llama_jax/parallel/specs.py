@@ -52,7 +52,7 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, 
     def spec(row: Row, layer: int) -> P:
         found = row.mesh
         if row.path in changed:
-            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor"))
+            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor")) if row.axes.endswith("D") else P()
         found = _with_context(found, sizes)
         return P(None, *found) if stacked and row.in_blocks else found
 
@@ -204,13 +204,17 @@ def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState
     specs = shardings(mesh, param_specs(config, sizes, fitted=True))
     changed = _fitted_arrays(config, sizes)
 
+    def gather_heads(row: Row, array: jax.Array) -> jax.Array:
+        if not row.has_groups:
+            return array
+        columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if len(row.mesh) > 1 else None)
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
+
     def fit_params(params: Llama) -> Llama:
         if not changed:
             return params
         if config.n_kv_heads % sizes.tensor:  # else XLA cannot follow the heads to their copies and back
-            columns = _with_context(P(*[None] * 4, "fsdp"), sizes)
-            gather = partial(lax.with_sharding_constraint, shardings=NamedSharding(mesh, columns))
-            params = fit.changed(params, lambda table: table, gather)
+            params = fit.changed(params, gather_heads)
         return lax.with_sharding_constraint(fit.fit(config, sizes, params), specs)
 
     step = partial(

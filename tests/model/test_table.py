@@ -20,7 +20,14 @@ from llama_jax.parallel.specs import param_specs
 
 TIED = preset("stories-260k")
 UNTIED = replace(TIED, tie_embeddings=False)
-each = pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+KINDS = {
+    "tied": TIED,
+    "untied": UNTIED,
+    "qwen2": replace(UNTIED, qkv_bias=True),
+    "qwen3": replace(TIED, qk_norm=True),
+    "mixtral": replace(UNTIED, experts=4, experts_per_token=2),
+}
+each = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 # What was trained and published before there was a table.
 SPECS = {
     "embedding": P("tensor", "fsdp"),
@@ -35,6 +42,8 @@ SPECS = {
     "lm_head": P("tensor", "fsdp"),
 }
 PARTS = {"embedding", "attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down", "final_norm", "lm_head"}
+
+SIBLINGS = {"q_bias", "k_bias", "v_bias", "query_norm", "key_norm", "router", "expert_gate", "expert_up", "expert_down"}
 
 
 def paths_of(tree):
@@ -52,7 +61,7 @@ def test_every_leaf_has_one_row_and_every_row_its_leaf(config, stacked):
     shapes = param_shapes(config, stacked=stacked)
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
     for (path, array), shape in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shapes), strict=True):
-        row = row_at(path)
+        row = {row.path: row for row in rows(config)}[row_at(path).path]
         leading = (config.n_layers,) if stacked and row.in_blocks else ()
         assert array.shape == shape.shape == (*leading, *row.shape(config))
 
@@ -83,11 +92,11 @@ def test_specs_are_those_of_before(stacked):
 @pytest.mark.parametrize("module", [huggingface, gguf, meta, llama2c], ids=lambda module: module.__name__.split(".")[-1])
 def test_every_format_names_every_tensor_of_a_llama(module):
     found = {name for name in module.NAMES if name not in ("cos", "sin")}
-    assert found == PARTS
+    assert found == PARTS | (SIBLINGS if module in (huggingface, gguf) else set())
     assert len(set(module.NAMES.values())) == len(module.NAMES)
     for row in TABLE:
         for share in row.shares:
-            assert ("{}" in module.NAMES[share.name]) == row.in_blocks
+            assert share.name not in found or ("{}" in module.NAMES[share.name]) == row.in_blocks
 
 
 def test_llama2c_stores_all_that_the_table_has():
