@@ -123,6 +123,21 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
+Kind = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral"]
+# What the families of models have that Llama has not.
+KINDS: dict[Kind, set[str]] = {
+    "llama": set(),
+    "mistral": {"window"},
+    "qwen2": {"qkv_bias"},
+    "qwen3": {"qk_norm"},
+    "mixtral": {"window", "experts"},
+}
+
+
+class _Following(int):
+    """A head_dim that is dim / n_heads: `dataclasses.replace` with another dim or n_heads computes it anew."""
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """The sizes and constants of one Llama: frozen, hashable (a static argument of ``jax.jit``) and validated.
@@ -133,13 +148,20 @@ class LlamaConfig:
       n_layers: L.
       n_heads: N, query heads.
       n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
-      head_dim: H; dim / n_heads unless a checkpoint says otherwise.
-      hidden_dim: F, width of the gated feed-forward; see `ffn_hidden_dim` for Meta's rule.
+      head_dim: H; dim / n_heads unless a checkpoint says otherwise. Where it is that, it stays so: with another `dim` or
+        `n_heads`, `dataclasses.replace` computes it anew; any other is kept.
+      hidden_dim: F, width of the gated feed-forward, which no rule ties to `dim` (`ffn_hidden_dim` is Meta's): give both to
+        `dataclasses.replace`.
       norm_eps: added to the mean square in RMSNorm.
       rope_theta: base of the rotary frequencies.
       rope_scaling: how the frequencies are stretched, or None.
       max_seq_len: positions that the model was made for; generation refuses to go beyond. See `RopeScaling` for more.
       tie_embeddings: the output projection is the embedding.
+      window: a token sees itself and the window - 1 tokens before it (Mistral: Jiang et al. 2023, section 2); None for all.
+      qkv_bias: a bias after the projections of queries, keys and values (Qwen2).
+      qk_norm: RMSNorm of every query and key before the rotary embedding (Qwen3).
+      experts: E feed-forwards in the place of one, of which a router chooses `experts_per_token` for each token (Mixtral:
+        Jiang et al. 2024, section 2); 0 for a single one.
 
     Raises:
       ConfigError: a size that cannot be; the message names it.
@@ -157,27 +179,55 @@ class LlamaConfig:
     tie_embeddings: bool
     head_dim: int = 0  # 0 stands for dim // n_heads and is replaced below, so that a reader never sees it
     rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
             _require_positive_int(name, getattr(self, name))
         _require_number("norm_eps", self.norm_eps, above=0.0)
         _require_number("rope_theta", self.rope_theta, above=1.0)
-        if self.head_dim == 0:
+        if self.head_dim == 0 or isinstance(self.head_dim, _Following):
             if self.dim % self.n_heads:
                 raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         _require_positive_int("head_dim", self.head_dim)
+        if self.head_dim * self.n_heads == self.dim:
+            object.__setattr__(self, "head_dim", _Following(self.head_dim))
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of features")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
-        if not isinstance(self.tie_embeddings, bool):
-            raise ConfigError(f"tie_embeddings={self.tie_embeddings!r} must be True or False")
+        for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.window is not None:
+            _require_positive_int("window", self.window)
+        if (self.experts, self.experts_per_token) != (0, 0):
+            for name in ("experts", "experts_per_token"):
+                _require_positive_int(name, getattr(self, name))
+            if self.experts_per_token > self.experts:
+                raise ConfigError(f"experts_per_token={self.experts_per_token} must be at most experts={self.experts}")
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ConfigError(f"rope_scaling={self.rope_scaling!r} must be a RopeScaling or None")
         if self.rope_scaling is not None:
             _check_fits(self.rope_scaling, self.head_dim)
+
+    @property
+    def kind(self) -> Kind:
+        """The first of the families that has all that this model has; what no Llama has tells them apart.
+
+        Raises:
+          ConfigError: none has; such a model can be trained, and no other program could read it.
+        """
+        here = {name for name in ("window", "qkv_bias", "qk_norm", "experts") if getattr(self, name)}
+        for kind, features in KINDS.items():
+            if here <= features:
+                return kind
+        raise ConfigError(f"no family of models has {' and '.join(sorted(here))} together")
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -276,6 +326,65 @@ def _llama3(
     )
 
 
+def _qwen2(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    hidden_dim: int,
+    *,
+    max_seq_len: int = 131_072,
+    norm_eps: float = 1e-5,
+    small: bool = False,
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=151_936 if small else 152_064,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        max_seq_len=max_seq_len,
+        norm_eps=1e-6 if small else norm_eps,
+        rope_theta=1_000_000.0,
+        tie_embeddings=small,
+        qkv_bias=True,
+    )
+
+
+def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, *, tie_embeddings: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=151_936,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        head_dim=128,
+        hidden_dim=hidden_dim,
+        max_seq_len=40_960,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        tie_embeddings=tie_embeddings,
+        qk_norm=True,
+    )
+
+
+_MISTRAL = LlamaConfig(
+    vocab_size=32_000,
+    dim=4096,
+    n_layers=32,
+    n_heads=32,
+    n_kv_heads=8,
+    hidden_dim=14_336,
+    max_seq_len=32_768,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+    window=4096,
+)
+_MIXTRAL = replace(_MISTRAL, window=None, rope_theta=1_000_000.0, experts=8, experts_per_token=2)
+
+
 def _stories(dim: int, n_layers: int, n_heads: int, max_seq_len: int, n_kv_heads: int, vocab_size: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocab_size,
@@ -293,7 +402,8 @@ def _stories(dim: int, n_layers: int, n_heads: int, max_seq_len: int, n_kv_heads
 
 
 # Sizes as published: Llama 1 (Touvron et al. 2023a, table 2), Llama 2 (2023b, table 1), Llama 3 (Grattafiori et al. 2024,
-# table 3) with the params.json of each release; TinyLlama (Zhang et al. 2024, table 1); OpenLLaMA 3B; llama2.c's stories.
+# table 3) with the params.json of each release; TinyLlama (Zhang et al. 2024, table 1); OpenLLaMA 3B; llama2.c's stories. Of
+# Mistral, Mixtral, Qwen2.5 and Qwen3 the config.json of each base model.
 PRESETS: dict[str, LlamaConfig] = {
     "llama-7b": _llama1(4096, 32, 32),
     "llama-13b": _llama1(5120, 40, 40),
@@ -342,6 +452,23 @@ PRESETS: dict[str, LlamaConfig] = {
         rope_theta=10_000.0,
         tie_embeddings=False,
     ),
+    "mistral-7b": _MISTRAL,
+    "mistral-7b-v0.3": replace(_MISTRAL, vocab_size=32_768, window=None, rope_theta=1_000_000.0),
+    "mixtral-8x7b": _MIXTRAL,
+    "mixtral-8x22b": replace(_MIXTRAL, dim=6144, n_layers=56, n_heads=48, hidden_dim=16_384, max_seq_len=65_536),
+    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, max_seq_len=32_768, small=True),
+    "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 8960, small=True),
+    "qwen2.5-3b": _qwen2(2048, 36, 16, 2, 11_008, max_seq_len=32_768, small=True),
+    "qwen2.5-7b": _qwen2(3584, 28, 28, 4, 18_944, norm_eps=1e-6),
+    "qwen2.5-14b": _qwen2(5120, 48, 40, 8, 13_824),
+    "qwen2.5-32b": _qwen2(5120, 64, 40, 8, 27_648),
+    "qwen2.5-72b": _qwen2(8192, 80, 64, 8, 29_568),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tie_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tie_embeddings=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tie_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17_408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25_600),
     "stories-260k": _stories(64, 5, 8, 512, n_kv_heads=4, vocab_size=512),
     "stories-15m": _stories(288, 6, 6, 256, n_kv_heads=6, vocab_size=32_000),
     "stories-42m": _stories(512, 8, 8, 1024, n_kv_heads=8, vocab_size=32_000),

@@ -1,3 +1,5 @@
+import json
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -27,6 +29,23 @@ PUBLISHED = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
     "tinyllama-1.1b": 1_100_048_384,
     "open-llama-3b": 3_426_473_600,
     "stories-260k": 260_032,
@@ -163,6 +182,19 @@ def test_a_config_is_hashable_and_frozen():
 def test_head_dim_follows_from_dim_unless_given():
     assert SMALL.head_dim == 8
     assert replace(SMALL, head_dim=10).head_dim == 10
+
+
+def test_head_dim_follows_another_dim_where_it_followed_the_old_one():
+    """And a configuration that was given the same number explicitly is an equal one, so it does the same."""
+    half = SMALL.dim // 2
+    for config in (SMALL, replace(SMALL, head_dim=8), replace(SMALL, max_seq_len=8)):
+        assert replace(config, dim=half).head_dim == 4
+        assert replace(config, n_heads=SMALL.n_heads * 2).head_dim == 4
+        assert replace(config, dim=half).hidden_dim == SMALL.hidden_dim
+    assert replace(SMALL, head_dim=10, dim=half).head_dim == replace(replace(SMALL, head_dim=10), dim=half).head_dim == 10
+    with pytest.raises(ConfigError, match="dim=33 must be a multiple of n_heads=8, or give head_dim"):
+        replace(SMALL, dim=33)
+    assert (repr(SMALL.head_dim), json.dumps(SMALL.head_dim), SMALL) == ("8", "8", pickle.loads(pickle.dumps(SMALL)))
     assert isinstance(SMALL, LlamaConfig)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ import numpy as np
 from llama_jax.checkpoints.fill import Array, Part, fill
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.errors import CheckpointError
-from llama_jax.model.params import Attention, Block, FeedForward, Llama
+from llama_jax.model.params import Llama, build
+from llama_jax.model.table import Row, shape_of
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
@@ -64,7 +64,7 @@ def plan(opened: Opened) -> Llama:
     c, where = opened.config, opened.path
     unread = set(opened.tensors)
 
-    def part(name: str, shape: tuple[int, ...], columns: slice | None) -> Part:
+    def part(name: str, shape: tuple[int, ...], columns: slice | None, rotary: bool) -> Part:
         if name not in opened.tensors:
             raise CheckpointError(f"{where}: tensor {name!r} is missing; the configuration needs it")
         unread.discard(name)
@@ -75,52 +75,31 @@ def plan(opened: Opened) -> Llama:
             )
         if tensor.dtype not in FLOATS.values():
             raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
-        turned = opened.interleaved and name in turning
-        return Part(f"{where}: tensor {name!r}", tensor, columns, turned)
+        return Part(f"{where}: tensor {name!r}", tensor, columns, rotary and opened.interleaved)
 
-    def whole(what: str, *shape: int, layer: int = 0) -> Array:
-        return Array(shape, (part(opened.names[what].format(layer), shape, None),))
-
-    def joined(shape: tuple[int, ...], widths: dict[str, int], layer: int) -> Array:
-        """An array whose second axis its parts share."""
+    def array(row: Row, layer: int) -> Array:
+        """A parameter; its shares lie side by side along its second axis, where there are several."""
         parts, first = [], 0
-        for what, width in widths.items():
-            rows = math.prod(shape[:-1]) // shape[1] * width
-            parts.append(part(opened.names[what].format(layer), (rows, shape[-1]), slice(first, first + width)))
-            first += width
-        return Array(shape, tuple(parts))
-
-    def block(i: int) -> Block:
-        groups = c.queries_per_kv_head
-        return Block(
-            attention_norm=whole("attention_norm", c.dim, layer=i),
-            attention=Attention(
-                qkv=joined((c.n_kv_heads, groups + 2, c.head_dim, c.dim), {"q": groups, "k": 1, "v": 1}, i),
-                out=whole("out", c.dim, c.n_heads * c.head_dim, layer=i),
-            ),
-            ffn_norm=whole("ffn_norm", c.dim, layer=i),
-            feed_forward=FeedForward(
-                gate=whole("gate", c.hidden_dim, c.dim, layer=i),
-                up=whole("up", c.hidden_dim, c.dim, layer=i),
-                down=whole("down", c.dim, c.hidden_dim, layer=i),
-            ),
-        )
+        for share in row.shares:
+            columns = None
+            if share.width:
+                columns = slice(first, first + shape_of(share.width, c)[0])
+                first = columns.stop
+            name = opened.names[share.name].format(layer)
+            if share.name == "embedding":
+                name = table
+            parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
+        return Array(row.shape(c), tuple(parts))
 
     # Checked by counting before names are made: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):
         raise CheckpointError(f"{where}: the configuration has {c.n_layers} layers, the file {len(opened.tensors)} tensors")
-    turning = {opened.names[what].format(i) for what in ("q", "k") for i in range(c.n_layers)}
     table, head = opened.names["embedding"], opened.names["lm_head"]
     if c.tie_embeddings and head in opened.tensors:
         unread.discard(head)
         if table not in opened.tensors:  # some writers keep the other name of the one tensor
             table = head
-    found = Llama(
-        embedding=Array((c.vocab_size, c.dim), (part(table, (c.vocab_size, c.dim), None),)),
-        blocks=tuple(block(i) for i in range(c.n_layers)),
-        final_norm=whole("final_norm", c.dim),
-        lm_head=None if c.tie_embeddings else whole("lm_head", c.vocab_size, c.dim),
-    )
+    found = build(c, array, stacked=False)
     if unread:
         raise CheckpointError(
             f"{where}: tensor {min(unread)!r} is not part of a Llama of this configuration"

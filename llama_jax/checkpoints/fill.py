@@ -59,8 +59,11 @@ class Array:
             found = part.tensor.read(start * per_entry, stop * per_entry)
             check(found, dtype, part.label)
             hole = out if part.columns is None else out[:, part.columns]
-            found = found.reshape(hole.shape)
-            cast(half_from_interleaved(found) if part.interleaved else found, hole)
+            if part.interleaved:
+                vector = len(part.tensor.shape) == 1
+                found = found.reshape(*hole.shape, 1) if vector else found.reshape(hole.shape)
+                found = half_from_interleaved(found)
+            cast(found.reshape(hole.shape), hole)
         return out
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.tensors import Opened, Tensor
+from llama_jax.model.table import TABLE, rows
 from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes
 
@@ -70,8 +71,8 @@ class Copied:
     def read(self, start: int, stop: int) -> np.ndarray:
         width = self.head_dim * self.copies  # rows that come of one head
         first, last = start // width, -(-stop // width)
-        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, self.shape[1])
-        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, self.shape[1])
+        heads = self.tensor.read(first * self.head_dim, last * self.head_dim).reshape(-1, self.head_dim, *self.shape[1:])
+        rows = np.repeat(heads, self.copies, axis=0).reshape(-1, *self.shape[1:])
         return rows[start - first * width : stop - first * width]
 
 
@@ -87,9 +88,10 @@ def fit_opened(opened: Opened, sizes: MeshSizes) -> Opened:
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
-        tables = {opened.names[part] for part in ("embedding", "lm_head")} & set(tensors)
+        tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in row.shares} & set(tensors)
         tensors |= {name: Padded(tensors[name], target.vocab_size) for name in tables}
     if copies > 1:
-        heads = [opened.names[part].format(i) for i in range(config.n_layers) for part in ("k", "v")]
+        shares = [share.name for row in rows(config) for share in row.shares if share.axes.startswith("K*H")]
+        heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
         tensors |= {name: Copied(tensors[name], config.head_dim, copies) for name in heads}
     return replace(opened, config=target, tensors=tensors)

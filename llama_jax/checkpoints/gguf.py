@@ -11,7 +11,7 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,13 @@ from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.table import names
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-NAMES = {
-    "embedding": "token_embd.weight",
-    "final_norm": "output_norm.weight",
-    "lm_head": "output.weight",
-    "attention_norm": "blk.{}.attn_norm.weight",
-    "q": "blk.{}.attn_q.weight",
-    "k": "blk.{}.attn_k.weight",
-    "v": "blk.{}.attn_v.weight",
-    "out": "blk.{}.attn_output.weight",
-    "ffn_norm": "blk.{}.ffn_norm.weight",
-    "gate": "blk.{}.ffn_gate.weight",
-    "up": "blk.{}.ffn_up.weight",
-    "down": "blk.{}.ffn_down.weight",
-}
+NAMES = names("gguf")
+# The architectures that are read, by kind of model: Mistral and Mixtral go by Llama's name.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+INTERLEAVED = ("llama",)  # of the others llama.cpp turns the halves of a head
 IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 # Types of tensors by number: name, numbers in a block, bytes of a block.
 TYPES = {
@@ -65,7 +56,7 @@ SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True)
 class Quantised:
-    """A tensor [rows, columns] in blocks along the columns; `read` gives float32."""
+    """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` gives float32."""
 
     path: Path
     offset: int
@@ -81,12 +72,18 @@ class Quantised:
     def read(self, start: int, stop: int) -> np.ndarray:
         from gguf import GGMLQuantizationType, quants
 
-        row = self.shape[-1] // self.block[0] * self.block[1]
-        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row).reshape(stop - start, row)
+        blocks = self.shape[-1] // self.block[0] * self.block[1]
+        row = math.prod(self.shape[1:-1]) * blocks
+        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
+        found = found.reshape(stop - start, *self.shape[1:-1], blocks)
         with np.errstate(
             all="ignore"
         ):  # a damaged scale gives infinity or NaN, which is found where all tensors are checked
             return quants.dequantize(found, GGMLQuantizationType[self.kind])
+
+    def entry(self, index: int) -> Quantised:
+        """One of the tensors that a tensor with three axes holds."""
+        return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
 
 
 def is_gguf(path: Path) -> bool:
@@ -128,7 +125,7 @@ def open_file(path: Path) -> Opened:
         config=config,
         tensors={name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)},
         names=NAMES,
-        interleaved=True,
+        interleaved=fields["general.architecture"] in INTERLEAVED,
         tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
     )
 
@@ -247,20 +244,21 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
       ConfigError: a model that is not a Llama, or a setting that is missing or not supported.
     """
     architecture = fields.get("general.architecture")
-    if architecture != "llama":
-        raise ConfigError(f"general.architecture={architecture!r:.60} is not supported; llama_jax reads 'llama'")
+    if architecture not in ARCHITECTURES.values():
+        known = ", ".join(sorted(set(ARCHITECTURES.values())))
+        raise ConfigError(f"general.architecture={architecture!r:.60} is not supported; llama_jax reads {known}")
 
     def need(key: str) -> Any:
-        if f"llama.{key}" not in fields:
-            raise ConfigError(f"llama.{key} is missing")
-        return fields[f"llama.{key}"]
+        if f"{architecture}.{key}" not in fields:
+            raise ConfigError(f"{architecture}.{key} is missing")
+        return fields[f"{architecture}.{key}"]
 
     def maybe(key: str, default: Any) -> Any:
-        return fields.get(f"llama.{key}", default)
+        return fields.get(f"{architecture}.{key}", default)
 
-    for key, supported in (("expert_count", 0), ("attention.sliding_window", 0)):
-        if maybe(key, supported) != supported:
-            raise ConfigError(f"llama.{key}={maybe(key, 0)!r:.40} is not supported")
+    for key in () if architecture == "llama" else ("expert_count", "attention.sliding_window"):
+        if maybe(key, 0) != 0:
+            raise ConfigError(f"{architecture}.{key}={maybe(key, 0)!r:.40} is not supported")
     table = tensors.get(NAMES["embedding"])
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
@@ -279,11 +277,17 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
         rope_theta=short_decimal(maybe("rope.freq_base", 10_000.0)),
         tie_embeddings=NAMES["lm_head"] not in tensors,
         rope_scaling=None,
+        window=maybe("attention.sliding_window", 0) or None,
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+        experts=maybe("expert_count", 0),
+        experts_per_token=maybe("expert_used_count", 0),
     )
     for key in ("rope.dimension_count", "attention.value_length"):
         if maybe(key, sizes.head_dim) != sizes.head_dim:
-            raise ConfigError(f"llama.{key}={maybe(key, 0)!r:.40} is not supported where head_dim={sizes.head_dim}")
-    return with_scaling(fields, sizes, tensors)
+            raise ConfigError(f"{architecture}.{key}={maybe(key, 0)!r:.40} is not supported where head_dim={sizes.head_dim}")
+    as_llama = {re.sub(rf"^{architecture}\.", "llama.", key): value for key, value in fields.items()}
+    return with_scaling(as_llama, sizes, tensors)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -334,19 +338,21 @@ def write_file(
 
     from llama_jax.tokenizers.gguf import to_metadata
 
-    todo = pieces(opened, interleaved=True)
     c = opened.config
+    architecture = ARCHITECTURES[c.kind]
+    todo = pieces(opened, interleaved=architecture in INTERLEAVED)
     if kind is None:
         kind = next(kind for kind, dtype in FLOATS.items() if dtype == todo[0].tensor.dtype)
     if kind not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
     block = next((numbers for name, numbers, _ in TYPES.values() if name == kind), 1)
     for piece in todo:
-        if len(piece.tensor.shape) == 2 and piece.tensor.shape[1] % block:
-            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[1]}, {kind} needs multiples of {block}")
+        if len(piece.tensor.shape) > 1 and piece.tensor.shape[-1] % block:
+            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}, {kind} needs multiples of {block}")
     rope, rope_tensors = settings_and_tensors(c)
+    rope = {re.sub(r"^llama\.", f"{architecture}.", key): value for key, value in rope.items()}
 
-    writer = GGUFWriter(path, "llama")
+    writer = GGUFWriter(path, architecture)
     try:
         writer.add_file_type(FILE_TYPES[kind])
         writer.add_quantization_version(QUANTIZATION_VERSION)
@@ -361,6 +367,11 @@ def write_file(
         writer.add_value_length(c.head_dim)
         writer.add_rope_dimension_count(c.head_dim)
         writer.add_layer_norm_rms_eps(c.norm_eps)
+        if c.window is not None:
+            writer.add_sliding_window(c.window)
+        if c.experts:
+            writer.add_expert_count(c.experts)
+            writer.add_expert_used_count(c.experts_per_token)
         vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
         for key, value in (rope | vocabulary).items():
             writer.add_key_value(key, value, *_gguf_types(value))
@@ -378,7 +389,7 @@ def write_file(
         for factors in rope_tensors.values():
             writer.write_tensor_data(factors)
         for piece in progress(todo) if progress else todo:
-            if len(piece.tensor.shape) == 2 and kind == "Q8_0":
+            if len(piece.tensor.shape) > 1 and kind == "Q8_0":
                 runs = [quants.quantize(rows, GGMLQuantizationType.Q8_0) for rows in piece.rows(FLOATS["F32"])]
                 writer.write_tensor_data(np.concatenate(runs))
             else:

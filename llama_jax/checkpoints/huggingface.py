@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,26 +17,14 @@ from safetensors import SafetensorError, safe_open
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
-from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
+from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, read_bytes
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.table import names
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
-# Name in the file, by what it is here. Each maps to one tensor [out, in] or [features].
-NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "lm_head": "lm_head.weight",
-    "attention_norm": "model.layers.{}.input_layernorm.weight",
-    "q": "model.layers.{}.self_attn.q_proj.weight",
-    "k": "model.layers.{}.self_attn.k_proj.weight",
-    "v": "model.layers.{}.self_attn.v_proj.weight",
-    "out": "model.layers.{}.self_attn.o_proj.weight",
-    "ffn_norm": "model.layers.{}.post_attention_layernorm.weight",
-    "gate": "model.layers.{}.mlp.gate_proj.weight",
-    "up": "model.layers.{}.mlp.up_proj.weight",
-    "down": "model.layers.{}.mlp.down_proj.weight",
-}
+# Name in the file, by what it is here.
+NAMES = names("huggingface")
 # Name of a setting in the file, by its name here, for messages.
 SETTINGS = {
     "dim": "hidden_size",
@@ -46,9 +35,28 @@ SETTINGS = {
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
+    "window": "sliding_window",
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
 }
-# Settings that change what is computed, with the value that a Llama has. Others, such as dropout, token ids and what a
-# trainer left behind, do not matter here.
+# What transformers takes for a setting that is not there, by the kind of model.
+ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+ARCHITECTURES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in ABSENT}
+# Settings that change what is computed, with the value that each of these models has. Others, such as dropout, token ids and
+# what a trainer left behind, do not matter here.
 PLAIN = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -63,6 +71,15 @@ PLAIN = {
     "logits_scaling": 1.0,
     "num_local_experts": None,
     "use_qk_norm": False,
+    "use_sliding_window": False,
+    "use_mrope": False,
+}
+# Of these, what a kind of model reads, or what means nothing to it.
+READ = {
+    "mistral": ("sliding_window",),
+    "qwen2": ("sliding_window",),  # where use_sliding_window is set, which is refused
+    "qwen3": ("sliding_window",),
+    "mixtral": ("sliding_window", "num_local_experts"),
 }
 # Name here of what a rope scaling says, by its name in the file where the two differ.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
@@ -117,7 +134,7 @@ def open_folder(folder: Path) -> Opened:
             format=f"Hugging Face {what}",
             path=folder,
             config=config,
-            tensors={name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)},
+            tensors=_experts_joined(folder, {name: t for name, t in tensors.items() if not IGNORED.fullmatch(name)}),
             names=NAMES,
             interleaved=False,
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
@@ -125,6 +142,41 @@ def open_folder(folder: Path) -> Opened:
     raise CheckpointError(
         f"{folder} has a config.json but none of the weights it should have: {', '.join(SAFETENSORS + PICKLED)}"
     )
+
+
+EXPERT = re.compile(r"(model\.layers\.\d+\.block_sparse_moe\.experts)\.(\d+)\.(w[123]\.weight)")
+
+
+def _experts_joined(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, with those of a layer's experts as one under the name in the table."""
+    found: dict[str, Tensor] = {}
+    experts: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        else:
+            found[name] = tensor
+    for name, of_layer in experts.items():
+        parts = [of_layer[i] for i in sorted(of_layer)]
+        if sorted(of_layer) != list(range(len(parts))):
+            raise CheckpointError(f"{folder}: of the experts of {name!r} there are only {sorted(of_layer)}; copy all files")
+        if any((part.shape, part.kind) != (parts[0].shape, parts[0].kind) for part in parts):
+            raise CheckpointError(f"{folder}: the experts of {name!r} have different shapes or types; copy them again")
+        found[name] = Stacked(parts)
+    return found
+
+
+def _experts_apart(piece: Piece) -> list[Piece]:
+    """A tensor to be written, or those of the experts that it holds."""
+    if len(piece.tensor.shape) < 3:
+        return [piece]
+    tensor: Any = piece.tensor
+    return [replace(piece, tensor=tensor.entry(i), expert=i) for i in range(tensor.shape[0])]
+
+
+def _name(piece: Piece) -> str:
+    name = NAMES[piece.part].format(piece.layer)
+    return name if piece.expert is None else name.replace(".experts.", f".experts.{piece.expert}.")
 
 
 def has_weights(folder: Path) -> bool:
@@ -151,18 +203,21 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     Raises:
       ConfigError: a model that is not a Llama, or a setting that this library does not support.
     """
-    model_type = found.get("model_type")
-    if model_type != "llama":
-        raise ConfigError(f"model_type={model_type!r:.60} is not supported; llama_jax reads model_type='llama'")
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in ABSENT:
+        raise ConfigError(f"model_type={kind!r:.60} is not supported; llama_jax reads {', '.join(ABSENT)}")
     for name, supported in PLAIN.items():
-        if found.get(name, supported) not in (supported, None):
-            raise ConfigError(f"{name}={found[name]!r:.60} is not supported; a Llama has {name}={supported!r}")
+        if found.get(name, supported) not in (supported, None) and name not in READ.get(kind, ()):
+            raise ConfigError(f"{name}={found[name]!r:.60} is not supported; a {kind} has {name}={supported!r}")
     if found.get("quantization_config") is not None:
         raise ConfigError("quantization_config is set: quantised weights are not supported; use the unquantised release")
 
     missing = [name for name in _REQUIRED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
+    found = ABSENT[kind] | dict(found)
+    window = found.get("sliding_window") if kind in ("mistral", "mixtral") else None
+    _check_layers(found, "full_attention" if window is None else "sliding_attention")
     theta, scaling = _rope(found)
     note = found.get(NOTE)
     n_heads = found["num_attention_heads"]
@@ -180,8 +235,20 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=found.get("tie_word_embeddings", False),
+        window=window,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        experts=found["num_local_experts"] if kind == "mixtral" else 0,
+        experts_per_token=found["num_experts_per_tok"] if kind == "mixtral" else 0,
     )
     return config if note is None else with_note(config, note)
+
+
+def _check_layers(found: Mapping[str, Any], needed: str) -> None:
+    """Raise unless all layers attend in the same way."""
+    kinds = found.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
+        raise ConfigError(f"layer_types={kinds!r:.60} is not supported; all layers must be {needed!r}")
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -262,9 +329,17 @@ def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
         if scaling.kind == "dynamic":
             context = settings.pop("original_max_seq_len")
         rope |= {names.get(name, name): value for name, value in settings.items() if value is not None}
+    kind = config.kind
+    more: dict[str, Any] = {}
+    if kind in ("mistral", "mixtral"):
+        more["sliding_window"] = config.window
+    if kind in ("qwen2", "qwen3"):
+        more["use_sliding_window"] = False
+    if kind == "mixtral":
+        more |= {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "num_hidden_layers": config.n_layers,
@@ -279,7 +354,7 @@ def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-    }
+    } | more
 
 
 def write_folder(
@@ -297,14 +372,14 @@ def write_folder(
       kind: of all tensors, as safetensors spells it; None keeps each tensor's own.
       largest_file: bytes of tensors in a file; more become several files and an index.
     """
-    todo = pieces(opened, interleaved=False)
+    todo = [one for piece in pieces(opened, interleaved=False) for one in _experts_apart(piece)]
     kinds = [kind or _kind(piece.tensor) for piece in todo]
     sizes = [math.prod(p.tensor.shape) * FLOATS[k].itemsize for p, k in zip(todo, kinds, strict=True)]
     files: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
     for piece, stored, size in zip(todo, kinds, sizes, strict=True):
         if files[-1] and sum(n for *_, n in files[-1].values()) + size > largest_file:
             files.append({})
-        files[-1][NAMES[piece.part].format(piece.layer)] = (stored, piece.tensor.shape, size)
+        files[-1][_name(piece)] = (stored, piece.tensor.shape, size)
 
     walk = iter(progress(todo) if progress else todo)
     weight_map: dict[str, str] = {}

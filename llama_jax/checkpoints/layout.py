@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,9 +11,8 @@ import numpy as np
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.fill import RUN, cast, check
 from llama_jax.checkpoints.tensors import Opened, Tensor
+from llama_jax.model.table import Share, rows
 from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
-
-OF_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Piece:
       layer: of which layer; 0 for what no layer has.
       tensor: its rows.
       label: for messages.
+      expert: which of a layer's, where each is a tensor of its own.
     """
 
     part: str
     layer: int
     tensor: Tensor
     label: str
+    expert: int | None = None
 
     def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The rows in runs, checked and cast."""
@@ -79,9 +81,9 @@ class Turned:
     def read(self, start: int, stop: int) -> np.ndarray:
         first = start - start % self.head_dim
         last = -(-stop // self.head_dim) * self.head_dim
-        heads = self.tensor.read(first, last).reshape(-1, self.head_dim, self.shape[1])
+        heads = self.tensor.read(first, last).reshape(-1, self.head_dim, math.prod(self.shape[1:]))
         turned = interleaved_from_half(heads) if self.interleave else half_from_interleaved(heads)
-        return turned.reshape(-1, self.shape[1])[start - first : stop - first].copy()
+        return turned.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
 
 
 def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:
@@ -96,15 +98,16 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:
     plan(opened)
     config = opened.config
 
-    def piece(part: str, layer: int = 0) -> Piece:
-        name = opened.names[part].format(layer)
-        if part == "embedding" and name not in opened.tensors:
+    def piece(share: Share, layer: int = 0) -> Piece:
+        name = opened.names[share.name].format(layer)
+        if share.name == "embedding" and name not in opened.tensors:
             name = opened.names["lm_head"]  # a tied model that keeps the other name
         tensor = opened.tensors[name]
-        if part in ("q", "k") and opened.interleaved != interleaved:
+        if share.rotary and opened.interleaved != interleaved:
             tensor = Turned(tensor, config.head_dim, interleaved)
-        return Piece(part, layer, tensor, f"{opened.path}: tensor {name!r}")
+        return Piece(share.name, layer, tensor, f"{opened.path}: tensor {name!r}")
 
-    layers = [piece(part, i) for i in range(config.n_layers) for part in OF_LAYER]
-    head = [] if config.tie_embeddings else [piece("lm_head")]
-    return [piece("embedding"), *layers, piece("final_norm"), *head]
+    table = rows(config)
+    layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in row.shares]
+    first, *rest = (piece(share) for row in table if not row.in_blocks for share in row.shares)
+    return [first, *layers, *rest]

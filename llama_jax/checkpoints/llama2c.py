@@ -24,29 +24,16 @@ from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_by
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import rotary_frequencies
+from llama_jax.model.table import names, rows, shape_of
 from llama_jax.tokenizers import find_tokenizer
 
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
 HEADER = 256  # bytes, from version 1 on
 # The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
-# these are the names in llama2.c's run.c.
-NAMES = {
-    "embedding": "token_embedding_table",
-    "attention_norm": "rms_att_weight.{}",
-    "q": "wq.{}",
-    "k": "wk.{}",
-    "v": "wv.{}",
-    "out": "wo.{}",
-    "ffn_norm": "rms_ffn_weight.{}",
-    "gate": "w1.{}",
-    "down": "w2.{}",
-    "up": "w3.{}",
-    "final_norm": "rms_final_weight",
-    "cos": "freq_cis_real",
-    "sin": "freq_cis_imag",
-    "lm_head": "wcls",
-}
-LEGACY = tuple(NAMES)
+# the names, of the two tables of angles as well, are those in llama2.c's run.c.
+NAMES = names("llama2c") | {"cos": "freq_cis_real", "sin": "freq_cis_imag"}
+IN_LAYER = ("attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "down", "up")
+LEGACY = ("embedding", *IN_LAYER, "final_norm", "cos", "sin", "lm_head")
 NORMS = ("attention_norm", "ffn_norm", "final_norm")
 VERSIONED = (*NORMS, "embedding", "q", "k", "v", "out", "gate", "down", "up", "lm_head")
 # In a ckpt.pt: what torch.compile puts before each name, and the mask that attention without a kernel registers.
@@ -181,23 +168,9 @@ def _legacy(path: Path) -> LlamaConfig | None:
 
 def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Shape of each part, of one layer, in the file's order."""
-    shapes = {
-        "embedding": (c.vocab_size, c.dim),
-        "attention_norm": (c.dim,),
-        "q": (c.n_heads * c.head_dim, c.dim),
-        "k": (c.n_kv_heads * c.head_dim, c.dim),
-        "v": (c.n_kv_heads * c.head_dim, c.dim),
-        "out": (c.dim, c.n_heads * c.head_dim),
-        "ffn_norm": (c.dim,),
-        "gate": (c.hidden_dim, c.dim),
-        "down": (c.dim, c.hidden_dim),
-        "up": (c.hidden_dim, c.dim),
-        "final_norm": (c.dim,),
-        "cos": (c.max_seq_len, c.head_dim // 2),
-        "sin": (c.max_seq_len, c.head_dim // 2),
-        "lm_head": (c.vocab_size, c.dim),
-    }
-    return {part: shapes[part] for part in order if part != "lm_head" or not c.tie_embeddings}
+    shapes = {share.name: shape_of(share.axes, c) for row in rows(c) for share in row.shares}
+    shapes |= dict.fromkeys(("cos", "sin"), (c.max_seq_len, c.head_dim // 2))
+    return {part: shapes[part] for part in order if part in shapes}
 
 
 def _each(config: LlamaConfig, order: tuple[str, ...]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -276,7 +249,8 @@ def write_file(path: Path, opened: Opened, *, progress: Callable[[list[Piece]], 
       CheckpointError: the format has no room for something in this model's configuration.
     """
     c = opened.config
-    fixed = {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
+    fixed: dict[str, Any] = {"window": None, "qkv_bias": False, "qk_norm": False, "experts": 0}
+    fixed |= {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
     for name, value in fixed.items():
         if getattr(c, name) != value:
             found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)

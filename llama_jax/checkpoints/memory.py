@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,19 +14,20 @@ from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Block, Llama
+from llama_jax.model.table import BLOCKS, Row, rows, shape_of
 from llama_jax.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
 class Held:
-    """An array [..., columns] whose leading axes are the rows of a tensor; a vector is its own rows."""
+    """An array in the shape of a tensor, whose rows are its leading axes, and which is not copied for it."""
 
     array: np.ndarray
+    seen_as: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        *rows, columns = self.array.shape
-        return (math.prod(rows), columns) if rows else (columns,)
+        return self.array.shape if self.seen_as is None else self.seen_as
 
     @property
     def dtype(self) -> np.dtype:
@@ -40,33 +42,32 @@ class Held:
         return self.array.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        rows = np.arange(start, stop)
-        return self.array[np.unravel_index(rows, self.array.shape[:-1])] if self.array.ndim > 1 else self.array[rows]
+        leading = self.array.shape[: self.array.ndim - len(self.shape) + 1]
+        return self.array[np.unravel_index(np.arange(start, stop), leading)]
+
+    def entry(self, index: int) -> Held:
+        """One of the tensors that a tensor with three axes holds."""
+        return Held(self.array[index])
 
 
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None) -> Opened:
     """The parameters under Hugging Face's names, as if they had been opened."""
     stacked = jax.tree.map(np.asarray, params.blocks) if isinstance(params.blocks, Block) else None
-    groups = config.queries_per_kv_head
     tensors: dict[str, Held] = {}
 
-    def put(part: str, array: np.ndarray, layer: int = 0) -> None:
-        tensors[NAMES[part].format(layer)] = Held(array)
+    def put(row: Row, node: Any, layer: int = 0) -> None:
+        array, first = np.asarray(attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
+        for share in row.shares:
+            held = array
+            if share.width:
+                last = first + shape_of(share.width, config)[0]
+                held, first = array[:, first:last], last
+            tensors[NAMES[share.name].format(layer)] = Held(held, shape_of(share.axes, config))
 
-    put("embedding", np.asarray(params.embedding))
-    for i in range(config.n_layers):
-        block = params.blocks[i] if isinstance(params.blocks, tuple) else jax.tree.map(lambda a, i=i: a[i], stacked)
-        qkv = np.asarray(block.attention.qkv)
-        put("attention_norm", np.asarray(block.attention_norm), i)
-        put("q", qkv[:, :groups], i)
-        put("k", qkv[:, groups], i)
-        put("v", qkv[:, groups + 1], i)
-        put("out", np.asarray(block.attention.out), i)
-        put("ffn_norm", np.asarray(block.ffn_norm), i)
-        put("gate", np.asarray(block.feed_forward.gate), i)
-        put("up", np.asarray(block.feed_forward.up), i)
-        put("down", np.asarray(block.feed_forward.down), i)
-    put("final_norm", np.asarray(params.final_norm))
-    if params.lm_head is not None:
-        put("lm_head", np.asarray(params.lm_head))
+    for row in rows(config):
+        if not row.in_blocks:
+            put(row, params)
+            continue
+        for i in range(config.n_layers):
+            put(row, params.blocks[i] if isinstance(params.blocks, tuple) else jax.tree.map(lambda a, i=i: a[i], stacked), i)
     return Opened("parameters in memory", Path("parameters"), config, tensors, NAMES, False, lambda: tokenizer)

@@ -17,24 +17,12 @@ from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
 from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.table import TABLE, names
 from llama_jax.tokenizers import find_tokenizer
 
-NAMES = {
-    "embedding": "tok_embeddings.weight",
-    "final_norm": "norm.weight",
-    "lm_head": "output.weight",
-    "attention_norm": "layers.{}.attention_norm.weight",
-    "q": "layers.{}.attention.wq.weight",
-    "k": "layers.{}.attention.wk.weight",
-    "v": "layers.{}.attention.wv.weight",
-    "out": "layers.{}.attention.wo.weight",
-    "ffn_norm": "layers.{}.ffn_norm.weight",
-    "gate": "layers.{}.feed_forward.w1.weight",
-    "up": "layers.{}.feed_forward.w3.weight",
-    "down": "layers.{}.feed_forward.w2.weight",
-}
+NAMES = names("meta")
 # Axis along which the ranks' parts lie side by side; what is not named (norms) every rank has whole.
-SPLIT = {"q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "lm_head": 0, "out": 1, "down": 1}
+SPLIT = {share.name: share.cut for row in TABLE for share in row.shares if share.cut is not None}
 # Buffers that some releases store; the configuration says the same.
 IGNORED = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
 # What params.json must say, and all that it may.

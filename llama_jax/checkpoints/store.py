@@ -22,7 +22,7 @@ from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, steps_in
 from llama_jax.checkpoints.tensors import FLOATS, Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
-from llama_jax.model.params import Block, Llama, init, unstack
+from llama_jax.model.params import Llama, param_shapes, unstack
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it
@@ -107,7 +107,7 @@ def describe(folder: Path, name: str) -> dict[str, Array]:
     Raises:
       CheckpointError: it cannot be read.
     """
-    described = {}
+    described: dict[str, Array] = {}
     for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name)):
         if not hasattr(leaf, "shape"):
             continue
@@ -250,7 +250,7 @@ def _places(config: LlamaConfig, shardings: Llama | None) -> Llama:
     if shardings is not None:
         return shardings.replace(blocks=(shardings.blocks,) * config.n_layers)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda _: default, _config_shape(config, stacked=False))
+    return jax.tree.map(lambda _: default, param_shapes(config, stacked=False))
 
 
 def _shape(stored: Stored) -> Llama:
@@ -262,7 +262,7 @@ def _shape(stored: Stored) -> Llama:
     config, found = stored.config, stored.tensors
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
-    shape = _config_shape(config, stacked=stored.stacked)
+    shape = param_shapes(config, stacked=stored.stacked)
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | found.keys()):
         held = list(found[name].shape) if name in found else None
@@ -272,14 +272,6 @@ def _shape(stored: Stored) -> Llama:
                 f"{stored.path}: array {name!r} has shape {held}, the configuration needs {wanted}; are both of one model?"
             )
     return shape
-
-
-def _config_shape(config: LlamaConfig, *, stacked: bool) -> Llama:
-    shape = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
-    if stacked:
-        return shape
-    one: Block = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), shape.blocks)
-    return shape.replace(blocks=(one,) * config.n_layers)
 
 
 def _is_step(folder: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -76,6 +76,10 @@ class Dense:
         found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
         return found.view(self.dtype).reshape(stop - start, *self.shape[1:])
 
+    def entry(self, index: int) -> Dense:
+        """One of the tensors that a tensor with three axes holds."""
+        return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
+
 
 @dataclass(frozen=True)
 class Joined:
@@ -113,6 +117,35 @@ class Joined:
                 found.append(part.read(low, high))
             first += rows
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape as one, with a leading axis."""
+
+    parts: Sequence[Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def kind(self) -> str:
+        return self.parts[0].kind
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.stack([part.read(0, part.shape[0]) for part in self.parts[start:stop]])
+
+    def entry(self, index: int) -> Tensor:
+        return self.parts[index]
 
 
 @dataclass(frozen=True)

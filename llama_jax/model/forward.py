@@ -166,7 +166,7 @@ def _run(
         mixed = mix(heads, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + ops.project(mixed, block.attention.out)
         normed = ops.rms_norm(after, block.ffn_norm, config.norm_eps)
-        after = after + _feed_forward(block, normed)
+        after = after + _feed_forward(config, block, normed)
         after = layout.constrain(after, "residual")
         return after, buffers, None if tap is None else tap(Layer(hidden, after, heads.keys, heads.values))
 
@@ -204,7 +204,8 @@ def _mixing_of(
     if compute.attend is not None and layout.arrange is not identity:
         raise MeshError("an attention of one's own cannot be divided over context: only ring attention knows those rows")
     attend = compute.attend or layout.attend or ops.attend
-    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": None if cache is None else cache.window}
+    windows = [window for window in (config.window, cache and cache.window) if window is not None]
+    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": min(windows, default=None)}
 
     def mix(heads: _Heads, view: View, seen: Seen) -> jax.Array:
         if heads.sink_queries is None or cache is None:
@@ -274,10 +275,18 @@ class _Heads(NamedTuple):
 
 def _project_heads(config: LlamaConfig, block: Block, hidden: jax.Array, step: _Step) -> _Heads:
     normed = ops.rms_norm(hidden, block.attention_norm, config.norm_eps)
-    qkv = ops.project(normed, block.attention.qkv).swapaxes(1, 2)  # [B, K, T, G + 2, H]
+    weights = block.attention
+    qkv = ops.project(normed, weights.qkv)
+    if weights.qkv_bias is not None:
+        qkv = qkv + weights.qkv_bias.astype(qkv.dtype)
+    qkv = qkv.swapaxes(1, 2)  # [B, K, T, G + 2, H]
     # Split and not indexed: the gradients of the parts are then joined, where those of slices are filled up and added.
     groups = config.queries_per_kv_head
     unturned, values = jnp.split(qkv, [groups + 1], axis=-2)
+    if weights.query_norm is not None:
+        queries, keys = jnp.split(unturned, [groups], axis=-2)
+        queries = ops.rms_norm(queries, weights.query_norm, config.norm_eps)
+        unturned = jnp.concatenate([queries, ops.rms_norm(keys, weights.key_norm, config.norm_eps)], axis=-2)
     queries, keys = jnp.split(ops.apply_rotary(unturned, *step.turn), [groups], axis=-2)
     sink_queries = None
     if step.sink_turn is not None:
@@ -296,10 +305,13 @@ def _view_of(
     return buffers, fresh if cache.fresh else View(*buffers, layer, step.lengths)
 
 
-def _feed_forward(block: Block, normed: jax.Array) -> jax.Array:
+def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array) -> jax.Array:
     """The feed-forward layer that the block has."""
     weights = block.feed_forward
-    return ops.feed_forward(normed, weights.gate, weights.up, weights.down)
+    matrices = weights.gate, weights.up, weights.down
+    if weights.router is None:
+        return ops.feed_forward(normed, *matrices)
+    return ops.experts(normed, weights.router, *matrices, per_token=config.experts_per_token)
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
 """Arrays in, arrays out: no configuration, no parameters' containers, no files.
 
 Shapes are written in one alphabet: B batch, T query tokens, S cache slots, L layers, D model, N = K * G query heads,
-K key/value heads, G queries per key/value head, H head dim, F feed-forward, V vocabulary.
+K key/value heads, G queries per key/value head, H head dim, F feed-forward, E experts, V vocabulary.
 """
 
 from llama_jax.ops.attention import attend, attend_with_sinks, attention, attention_with_sinks
 from llama_jax.ops.cross_entropy import cross_entropy
+from llama_jax.ops.experts import experts
 from llama_jax.ops.feed_forward import feed_forward
 from llama_jax.ops.linear import project
 from llama_jax.ops.norm import rms_norm
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "attention_with_sinks",
     "cross_entropy",
+    "experts",
     "feed_forward",
     "half_from_interleaved",
     "inverse_frequencies",

@@ -10,17 +10,18 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Llama
+from llama_jax.model.table import Row, row_at
 from llama_jax.parallel.mesh import MeshSizes
 
-Change: TypeAlias = Callable[[Any], Any]  # of an array, on the host or on devices
 LANES = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it
 
 
@@ -81,31 +82,35 @@ def fit(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
     Raises:
       MeshError: the model cannot be made to fit.
     """
-    target = laid_out(config, sizes)
-    return changed(params, partial(pad_rows, rows=target.vocab_size), partial(copy_heads, heads=target.n_kv_heads))
+    return changed(params, partial(fit_array, laid_out(config, sizes)))
+
+
+def fit_array(target: LlamaConfig, row: Row, array: Any) -> Any:
+    """One parameter as a mesh holds it.
+
+    Args:
+      target: what `laid_out` gave.
+      row: of the table.
+    """
+    if row.has_vocabulary:
+        return pad_rows(array, rows=target.vocab_size)
+    return copy_heads(array, heads=target.n_kv_heads, after=row.axes_after_groups) if row.has_groups else array
 
 
 def unfit(config: LlamaConfig, params: Llama) -> Llama:
     """Undo `fit`: the parameters in the shape of the model's own configuration, without padding and copies."""
 
-    def cut(table: Any) -> Any:
-        return table if table.shape[0] == config.vocab_size else table[: config.vocab_size]
+    def undone(row: Row, array: Any) -> Any:
+        if row.has_vocabulary:
+            return array if array.shape[0] == config.vocab_size else array[: config.vocab_size]
+        return _merge_heads(array, heads=config.n_kv_heads, after=row.axes_after_groups) if row.has_groups else array
 
-    return changed(params, cut, partial(_merge_heads, heads=config.n_kv_heads))
+    return changed(params, undone)
 
 
-def changed(params: Llama, table: Change, qkv: Change) -> Llama:
-    """The parameters with a function applied to the arrays of V rows, and one to the projections that have K heads."""
-
-    def changed(block: Block) -> Block:
-        return block.replace(attention=block.attention.replace(qkv=qkv(block.attention.qkv)))
-
-    blocks = params.blocks
-    return params.replace(
-        embedding=table(params.embedding),
-        blocks=changed(blocks) if isinstance(blocks, Block) else tuple(changed(block) for block in blocks),
-        lm_head=None if params.lm_head is None else table(params.lm_head),
-    )
+def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
+    """The parameters with a function applied to each, given its row of the table."""
+    return jax.tree_util.tree_map_with_path(lambda path, array: change(row_at(path), array), params)
 
 
 def pad_rows(table: Any, *, rows: int) -> Any:
@@ -114,25 +119,32 @@ def pad_rows(table: Any, *, rows: int) -> Any:
     return _module_of(table).pad(table, ((0, missing), (0, 0))) if missing else table
 
 
-def copy_heads(qkv: Any, *, heads: int) -> Any:
-    """[..., K, G + 2, H, D] with K = `heads`: the queries divided among the copies of their key and value."""
-    *layers, found, queries, width, dim = qkv.shape
-    queries, copies = queries - 2, heads // found
+def copy_heads(qkv: Any, *, heads: int, after: int = 2) -> Any:
+    """[..., K, G + 2, *rest] with K = `heads`: the queries divided among the copies of their key and value.
+
+    Args:
+      after: how many axes the rest are.
+    """
+    *layers, found, entries = qkv.shape[: qkv.ndim - after]
+    queries, copies, rest = entries - 2, heads // found, qkv.shape[qkv.ndim - after :]
     if copies == 1:
         return qkv
-    asking = qkv[..., :queries, :, :].reshape(*layers, heads, queries // copies, width, dim)
-    asked = _module_of(qkv).repeat(qkv[..., queries:, :, :], copies, axis=-4)
-    return _module_of(qkv).concatenate([asking, asked], axis=-3)
+    all_of_rest = (slice(None),) * after
+    asking = qkv[(..., slice(None, queries), *all_of_rest)].reshape(*layers, heads, queries // copies, *rest)
+    asked = _module_of(qkv).repeat(qkv[(..., slice(queries, None), *all_of_rest)], copies, axis=-after - 2)
+    return _module_of(qkv).concatenate([asking, asked], axis=-after - 1)
 
 
-def _merge_heads(qkv: Any, *, heads: int) -> Any:
+def _merge_heads(qkv: Any, *, heads: int, after: int) -> Any:
     """Undo `copy_heads`: of the copies of a key and value the first."""
-    *layers, found, queries, width, dim = qkv.shape
-    queries, copies = queries - 2, found // heads
+    *layers, found, entries = qkv.shape[: qkv.ndim - after]
+    queries, copies, rest = entries - 2, found // heads, qkv.shape[qkv.ndim - after :]
     if found % heads or copies < 2:
         return qkv
-    asking = qkv[..., :queries, :, :].reshape(*layers, heads, queries * copies, width, dim)
-    return _module_of(qkv).concatenate([asking, qkv[..., ::copies, queries:, :, :]], axis=-3)
+    all_of_rest = (slice(None),) * after
+    asking = qkv[(..., slice(None, queries), *all_of_rest)].reshape(*layers, heads, queries * copies, *rest)
+    asked = qkv[(..., slice(None, None, copies), slice(queries, None), *all_of_rest)]
+    return _module_of(qkv).concatenate([asking, asked], axis=-after - 1)
 
 
 def _module_of(array: Any) -> Any:

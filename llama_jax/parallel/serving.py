@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 
 import jax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Block, Llama
-from llama_jax.parallel.fit import Change, changed, copy_heads, laid_out, pad_rows
+from llama_jax.model.params import Llama
+from llama_jax.model.table import Row
+from llama_jax.parallel.fit import changed, fit_array, laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_specs, shardings
 
@@ -33,19 +35,13 @@ def fit_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
     Each device holds its share of the model, and beside it that of one array.
     """
     target, placement = laid_out(config, sizes), param_shardings(config, sizes)
-    assert isinstance(placement.blocks, Block)
 
-    def moving(change: Change, place: jax.sharding.Sharding) -> Change:
-        run = jax.jit(change, out_shardings=place)
+    def move(row: Row, array: jax.Array) -> jax.Array:
+        place = attrgetter(row.path)(placement)
+        if array.sharding == place or not (row.has_vocabulary or row.has_groups):  # nothing was to be fitted
+            return array
+        found = jax.block_until_ready(jax.jit(partial(fit_array, target, row), out_shardings=place)(array))
+        array.delete()
+        return found
 
-        def move(array: jax.Array) -> jax.Array:
-            if array.sharding == place:  # nothing was to be fitted
-                return array
-            found = jax.block_until_ready(run(array))
-            array.delete()
-            return found
-
-        return move
-
-    table = moving(partial(pad_rows, rows=target.vocab_size), placement.embedding)
-    return changed(params, table, moving(partial(copy_heads, heads=target.n_kv_heads), placement.blocks.attention.qkv))
+    return changed(params, move)

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
@@ -27,27 +26,14 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Layout, identity
-from llama_jax.model.params import Llama, init, unstack
+from llama_jax.model.params import Llama, build, param_shapes
+from llama_jax.model.table import Row, rows
 from llama_jax.ops.attention import Division, attend
 from llama_jax.ops.quantized import Quantized
 from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import BATCH, check_length, divide_over, ring_attention
 from llama_jax.training.step import TrainState, init_state, train_step
-
-# Of each array of a model with a tuple of blocks, by its name in the tree.
-PARAMETERS = {
-    "embedding": P("tensor", "fsdp"),  # [V, D]
-    "attention_norm": P(),  # [D]
-    "qkv": P("tensor", None, None, "fsdp"),  # [K, G + 2, H, D]
-    "out": P("fsdp", "tensor"),  # [D, N * H]
-    "ffn_norm": P(),  # [D]
-    "gate": P("tensor", "fsdp"),  # [F, D]
-    "up": P("tensor", "fsdp"),  # [F, D]
-    "down": P("fsdp", "tensor"),  # [D, F]
-    "final_norm": P(),  # [D]
-    "lm_head": P("tensor", "fsdp"),  # [V, D]
-}
 
 
 def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, fitted: bool = False) -> Llama:
@@ -65,24 +51,14 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, 
     check_model(config, sizes)
     changed = () if fitted else _fitted_arrays(config, sizes)
 
-    def spec(path: tuple[Any, ...], _: jax.ShapeDtypeStruct) -> P:
-        found = PARAMETERS[path[-1].name]
-        if path[-1].name in changed:
-            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor"))
+    def spec(row: Row, layer: int) -> P:
+        found = row.mesh
+        if row.path in changed:
+            found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor")) if row.axes.endswith("D") else P()
         found = _with_context(found, sizes)
-        return P(None, *found) if stacked and path[0].name == "blocks" else found
+        return P(None, *found) if stacked and row.in_blocks else found
 
-    return jax.tree_util.tree_map_with_path(spec, param_shapes(config, stacked=stacked))
-
-
-def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True) -> Llama:
-    """A `Llama` of shapes: what `init` would give, without allocating it."""
-
-    def make(key: jax.Array) -> Llama:
-        params = init(config, key, jnp.dtype(dtype))
-        return params if stacked else unstack(params)
-
-    return jax.eval_shape(make, jax.random.key(0))
+    return build(config, spec, stacked=stacked)
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
@@ -102,17 +78,17 @@ def train_state_specs(
 ) -> TrainState:
     """A `TrainState` of partition specs: what is kept for a parameter lies where the parameter lies."""
     params = param_specs(config, sizes)
-    shapes = jax.eval_shape(lambda params: init_state(optimizer, params), param_shapes(config))
+    state = jax.eval_shape(lambda params: init_state(optimizer, params), param_shapes(config))
     opt_state = optax.tree_map_params(
         optimizer,
         lambda kept, spec: kept if _left_out(kept) else spec,
-        shapes.opt_state,
+        state.opt_state,
         params,
         transform_non_params=lambda _: P(),
         is_leaf=_left_out,
     )
     average = params if ema else None
-    return shapes.replace(step=P(), params=params, opt_state=opt_state, ema=average, skipped=P(), skipped_in_a_row=P())
+    return state.replace(step=P(), params=params, opt_state=opt_state, ema=average, skipped=P(), skipped_in_a_row=P())
 
 
 def _left_out(kept: Any) -> bool:
@@ -166,9 +142,10 @@ def check_model(config: LlamaConfig, sizes: MeshSizes) -> None:
 
 
 def _fitted_arrays(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
-    """Names of the arrays that `fit` changes."""
-    tables = ("embedding", "lm_head") if fit.padded_vocab(config, sizes) != config.vocab_size else ()
-    return (*tables, *(("qkv",) if config.n_kv_heads % sizes.tensor else ()))
+    """Paths of the parameters that `fit` changes."""
+    padded = fit.padded_vocab(config, sizes) != config.vocab_size
+    copied = config.n_kv_heads % sizes.tensor != 0
+    return tuple(r.path for r in rows(config) if (r.has_vocabulary and padded) or (r.has_groups and copied))
 
 
 def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
@@ -229,13 +206,17 @@ def layout_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
     specs = shardings(mesh, param_specs(config, sizes, fitted=True))
     changed = _fitted_arrays(config, sizes)
 
+    def gather_heads(row: Row, array: jax.Array) -> jax.Array:
+        if not row.has_groups:
+            return array
+        columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if len(row.mesh) > 1 else None)
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
+
     def fit_params(params: Llama) -> Llama:
         if not changed:
             return params
-        if "qkv" in changed:  # else XLA cannot follow the heads to their copies and back
-            columns = _with_context(P(*[None] * 4, "fsdp"), sizes)
-            gather = partial(lax.with_sharding_constraint, shardings=NamedSharding(mesh, columns))
-            params = fit.changed(params, lambda table: table, gather)
+        if config.n_kv_heads % sizes.tensor:  # else XLA cannot follow the heads to their copies and back
+            params = fit.changed(params, gather_heads)
         return lax.with_sharding_constraint(fit.fit(config, sizes, params), specs)
 
     ring = sizes.context > 1

@@ -110,10 +110,11 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
-    old, new = _flat(before), _flat(after)
+    defaults = {f"model.{f.name}": f.default for f in dataclasses.fields(LlamaConfig)}
+    old, new = defaults | _flat(before), _flat(after)  # what an older version did not write is as it was then
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
-        for name in sorted(old.keys() | new.keys())
+        for name in sorted(_flat(before).keys() | new.keys())
         if name not in BOOKKEEPING and old.get(name) != new.get(name)
     ]
 

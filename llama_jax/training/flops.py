@@ -7,9 +7,11 @@ appendix B, with attention's causal half instead of its square).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from llama_jax.config import LlamaConfig
+from llama_jax.model.table import rows
 
 FORMULA = (
     "FLOPs of a step = tokens * (6 * P + 12 * L * N * H * T / 2), P the matrix parameters that every token is multiplied "
@@ -21,12 +23,16 @@ FORMULA = (
 def matrix_parameters(config: LlamaConfig) -> int:
     """P, the weights that every token is multiplied with.
 
-    The embedding is a lookup and counts only where it is the output projection as well; normalisations do not count.
+    The embedding is a lookup and counts only where it is the output projection as well; normalisations do not count, and of
+    experts those that a token is given to.
     """
-    c = config
-    attention = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    feed_forward = 3 * c.dim * c.hidden_dim
-    return c.n_layers * (attention + feed_forward) + c.vocab_size * c.dim
+    total = 0
+    for row in rows(config):
+        if not row.decays or (row.path == "embedding" and not config.tie_embeddings):
+            continue
+        numbers = math.prod(row.shape(config)) * (config.n_layers if row.in_blocks else 1)
+        total += numbers // config.experts * config.experts_per_token if row.of_expert else numbers
+    return total
 
 
 def step_flops(config: LlamaConfig, batch: int, length: int, *, document_length: float | None = None) -> float:

@@ -10,6 +10,7 @@ import optax
 
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Llama
+from llama_jax.model.table import row_at
 
 Name = Literal["adamw", "muon"]
 Course = Literal["cosine", "wsd", "constant"]
@@ -131,29 +132,20 @@ def _muon(settings: OptimizerSettings, rates: optax.Schedule) -> optax.GradientT
 
 
 def _matrix_axes(params: Llama) -> Llama:
-    """Which axes of each array are a matrix's input and output; the layers count matrices."""
-    axes = optax.contrib.MuonDimensionNumbers
-    known = {
-        "qkv": axes(reduction_axis=-1, output_axis=(-4, -3, -2)),  # [(L,) K, G + 2, H, D]: one product, one matrix
-        "out": axes(reduction_axis=-1, output_axis=-2),  # [(L,) D, N * H]
-        "gate": axes(reduction_axis=-1, output_axis=-2),  # [(L,) F, D]
-        "up": axes(reduction_axis=-1, output_axis=-2),  # [(L,) F, D]
-        "down": axes(reduction_axis=-1, output_axis=-2),  # [(L,) D, F]
-    }
-    return jax.tree_util.tree_map_with_path(lambda path, _: known[path[-1].name], params)
+    """Which axes of each array are a matrix's input and output; the others, such as the layers, count matrices."""
+
+    def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
+        return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=row_at(path).outputs)
+
+    return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def _rule_of(params: Llama) -> Llama:
     def rule(path: tuple[Any, ...], _: Any) -> Name:
-        return "muon" if path[0].name == "blocks" and _matrix(path) else "adamw"
+        return "adamw" if row_at(path).outputs is None else "muon"
 
     return jax.tree_util.tree_map_with_path(rule, params)
 
 
 def _is_matrix(params: Llama) -> Llama:
-    return jax.tree_util.tree_map_with_path(lambda path, _: _matrix(path), params)
-
-
-def _matrix(path: tuple[Any, ...]) -> bool:
-    """By name: the weights of stacked normalisations have two axes as well."""
-    return not path[-1].name.endswith("norm")
+    return jax.tree_util.tree_map_with_path(lambda path, _: row_at(path).decays, params)

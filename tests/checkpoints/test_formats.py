@@ -261,7 +261,7 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"general.architecture": "qwen2"}, "general.architecture='qwen2' is not supported"),
+        ({"general.architecture": "gemma"}, "general.architecture='gemma' is not supported"),
         ({"llama.rope.scaling.type": "su"}, "llama.rope.scaling.type='su' is not supported"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor=1.5 is not supported"),
     ],

@@ -224,7 +224,7 @@ def test_released_config_json(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "model_type='mistral' is not supported"),
+        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
         ({"model_type": None}, "model_type=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),

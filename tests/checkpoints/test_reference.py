@@ -155,7 +155,7 @@ def about(**changes) -> bytes:
         ({"about.npy": about(dtype=["float32"])}, "."),
         ({"about.npy": about(name=3)}, "not texts"),
         ({"about.npy": about(versions=[])}, "not texts"),
-        ({"about.npy": about(config={"model_type": "mistral"})}, "mistral"),
+        ({"about.npy": about(config={"model_type": "gemma2"})}, "gemma2"),
         ({"about.npy": about(config=[])}, "."),
         ({"about.npy": npy(np.frombuffer(b"{}", np.uint8))}, "not of this version"),
     ],

@@ -145,7 +145,7 @@ QUERY = NAMES["q"].format(1)
         (lambda t: t.update(more=np.zeros(2, np.float32)), {}, "'more' is not part of a Llama"),
         (lambda t: t.update({QUERY: t[QUERY][:-1].copy()}), {}, "has shape [31, 32]"),
         (lambda t: t[QUERY].fill(np.nan), {}, "holds NaN or infinity"),
-        (lambda t: None, {"model_type": "mistral"}, "model_type='mistral' is not supported"),
+        (lambda t: None, {"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
         (None, {}, "is not a whole safetensors file"),
     ],
 )

@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from training_options import step_options
-
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from training_options import step_options
 
 import llama_jax
 from llama_jax import preset

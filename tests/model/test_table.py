@@ -1,0 +1,174 @@
+"""The table against what reads it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import llama_jax
+from llama_jax.checkpoints import gguf, huggingface, llama2c, meta
+from llama_jax.config import PRESETS, preset
+from llama_jax.errors import ConfigError
+from llama_jax.model.params import build, check_params, count, init, param_shapes, parameter_count, stack, unstack
+from llama_jax.model.table import TABLE, names, row_at, rows, shape_of
+from llama_jax.parallel.fit import fit
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.specs import param_specs
+
+TIED = preset("stories-260k")
+UNTIED = replace(TIED, tie_embeddings=False)
+KINDS = {
+    "tied": TIED,
+    "untied": UNTIED,
+    "qwen2": replace(UNTIED, qkv_bias=True),
+    "qwen3": replace(TIED, qk_norm=True),
+    "mixtral": replace(UNTIED, experts=4, experts_per_token=2),
+}
+each = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
+# What was trained and published before there was a table.
+SPECS = {
+    "embedding": P("tensor", "fsdp"),
+    "blocks.attention_norm": P(),
+    "blocks.attention.qkv": P("tensor", None, None, "fsdp"),
+    "blocks.attention.out": P("fsdp", "tensor"),
+    "blocks.ffn_norm": P(),
+    "blocks.feed_forward.gate": P("tensor", "fsdp"),
+    "blocks.feed_forward.up": P("tensor", "fsdp"),
+    "blocks.feed_forward.down": P("fsdp", "tensor"),
+    "final_norm": P(),
+    "lm_head": P("tensor", "fsdp"),
+}
+PARTS = {"embedding", "attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down", "final_norm", "lm_head"}
+
+SIBLINGS = {"q_bias", "k_bias", "v_bias", "query_norm", "key_norm", "router", "expert_gate", "expert_up", "expert_down"}
+
+
+def paths_of(tree):
+    return [row_at(path).path for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+@each
+@pytest.mark.parametrize("stacked", [True, False])
+def test_every_leaf_has_one_row_and_every_row_its_leaf(config, stacked):
+    params = init(config, jax.random.key(0))
+    params = params if stacked else unstack(params)
+    layers = 1 if stacked else config.n_layers
+    wanted = [row.path for row in rows(config) for _ in range(layers if row.in_blocks else 1)]
+    assert sorted(paths_of(params)) == sorted(wanted)
+    shapes = param_shapes(config, stacked=stacked)
+    assert jax.tree.structure(shapes) == jax.tree.structure(params)
+    for (path, array), shape in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shapes), strict=True):
+        row = {row.path: row for row in rows(config)}[row_at(path).path]
+        leading = (config.n_layers,) if stacked and row.in_blocks else ()
+        assert array.shape == shape.shape == (*leading, *row.shape(config))
+
+
+@each
+def test_places_and_shapes_are_apart(config):
+    """Every row has as many mesh axes as it has axes at most, and its shares have as many numbers as it has."""
+    paths = [row.path for row in rows(config)]
+    assert len(set(paths)) == len(paths)
+    draws = [row.draw for row in rows(config) if row.decays]
+    assert len(set(draws)) == len(draws)
+    for row in rows(config):
+        assert len(row.mesh) <= len(row.axes.split())
+        numbers = sum(np.prod(shape_of(share.axes, config)) for share in row.shares)
+        assert numbers == np.prod(row.shape(config))
+        assert not row.shares[0].width or sum(shape_of(s.width, config)[0] for s in row.shares) == row.shape(config)[1]
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_specs_are_those_of_before(stacked):
+    def spec(path, found):
+        wanted = SPECS[row_at(path).path]
+        assert found == (P(None, *wanted) if stacked and row_at(path).in_blocks else wanted)
+
+    jax.tree_util.tree_map_with_path(spec, param_specs(UNTIED, MeshSizes(), stacked=stacked))
+
+
+@pytest.mark.parametrize("module", [huggingface, gguf, meta, llama2c], ids=lambda module: module.__name__.split(".")[-1])
+def test_every_format_names_every_tensor_of_a_llama(module):
+    found = {name for name in module.NAMES if name not in ("cos", "sin")}
+    assert found == PARTS | (SIBLINGS if module in (huggingface, gguf) else set())
+    assert len(set(module.NAMES.values())) == len(module.NAMES)
+    for row in TABLE:
+        for share in row.shares:
+            assert share.name not in found or ("{}" in module.NAMES[share.name]) == row.in_blocks
+
+
+def test_llama2c_stores_all_that_the_table_has():
+    assert set(llama2c.LEGACY) - {"cos", "sin"} == set(llama2c.VERSIONED) == set(names("llama2c"))
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_counts(name):
+    config = preset(name)
+    assert parameter_count(config) == count(param_shapes(config))
+
+
+def test_a_tree_of_anything():
+    names = build(UNTIED, lambda row, layer: f"{row.path} {layer}", stacked=False)
+    assert names.blocks[2].feed_forward.up == "blocks.feed_forward.up 2"
+    assert build(UNTIED, lambda row, layer: layer).blocks.attention.qkv == 0
+    assert build(TIED, lambda row, layer: "here").lm_head is None
+
+
+@each
+def test_parameters_of_the_configuration_pass(config):
+    params = init(config, jax.random.key(0))
+    check_params(config, params)
+    check_params(config, unstack(params))
+    check_params(config, param_shapes(config))
+    check_params(config, fit(config, MeshSizes(tensor=2), params))  # its vocabulary is padded
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda p: p.replace(embedding=p.embedding[:500]), r"embedding is \[500, 64\] .* needs \[512, 64\]"),
+        (lambda p: p.replace(lm_head=p.lm_head[:, :32]), r"lm_head is \[512, 32\]"),
+        (lambda p: p.replace(lm_head=None), "lm_head is absent"),
+        (lambda p: p.replace(final_norm=p.final_norm[None]), r"final_norm is \[1, 64\]"),
+        (lambda p: p.replace(final_norm=None), "final_norm is absent"),
+    ],
+)
+def test_what_no_layer_has_is_checked(spoil, named):
+    params = spoil(init(UNTIED, jax.random.key(0)))
+    for form in (params, unstack(params)):
+        with pytest.raises(ConfigError, match=rf"{named}.*"):
+            check_params(UNTIED, form)
+
+
+def test_what_layers_have_is_checked_in_each():
+    params = unstack(init(UNTIED, jax.random.key(0)))
+    weights = params.blocks[3].feed_forward
+    block = params.blocks[3].replace(feed_forward=weights.replace(up=weights.up[:9]))
+    wrong = params.replace(blocks=(*params.blocks[:3], block, *params.blocks[4:]))
+    with pytest.raises(ConfigError, match=r"blocks\.3\.feed_forward\.up is \[9, 64\] .* needs \[172, 64\]"):
+        check_params(UNTIED, wrong)
+    with pytest.raises(ConfigError, match=r"4 layers are not .* n_layers=5"):
+        check_params(UNTIED, params.replace(blocks=params.blocks[:4]))
+    with pytest.raises(ConfigError, match=r"blocks.attention_norm is \[4, 64\] .* needs \[5, 64\]"):
+        check_params(UNTIED, stack(params.replace(blocks=params.blocks[:4])))
+    with pytest.raises(ConfigError, match=r"lm_head is .* needs absent"):
+        check_params(TIED, params)
+
+
+def test_a_short_table_is_not_believed():
+    """A lookup beyond it would give its last row without a word."""
+    config = replace(TIED, vocab_size=40)
+    params = init(config, jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"embedding is \[32, 64\] .* needs \[40, 64\]"):
+        check_params(config, params.replace(embedding=params.embedding[:32]))
+    check_params(config, params.replace(embedding=jnp.pad(params.embedding, ((0, 24), (0, 0)))))
+
+
+def test_a_seed_gives_what_it_gave():
+    """Of before gate and up were apart, when one array was drawn for both."""
+    params = llama_jax.init(UNTIED, jax.random.key(7))
+    joined = 0.02 * jax.random.normal(jax.random.split(jax.random.key(7), 6)[3], (5, 172, 2, 64))
+    np.testing.assert_array_equal(params.blocks.feed_forward.gate, joined[:, :, 0])
+    np.testing.assert_array_equal(params.blocks.feed_forward.up, joined[:, :, 1])

@@ -1,0 +1,129 @@
+"""Live comparison of Mistral, Qwen2, Qwen3 and Mixtral with transformers, where torch is installed."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from test_siblings import PLAIN, SIBLINGS, random_params
+
+import llama_jax
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.config import preset
+from llama_jax.model.forward import forward, unembed
+
+pytestmark = [
+    pytest.mark.parity,
+    # transformers and torch warn about themselves
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+jit_forward, jit_logits = jax.jit(forward, static_argnums=0), jax.jit(llama_jax.logits, static_argnums=0)
+MODELS = SIBLINGS | {
+    "mistral, wide": replace(SIBLINGS["mistral"], window=40, n_kv_heads=1, head_dim=16),
+    "mistral, deep": replace(SIBLINGS["mistral"], window=1, n_layers=3),
+    "qwen2, tied": replace(SIBLINGS["qwen2"], tie_embeddings=True, n_heads=8, norm_eps=1e-3),
+    "qwen3, untied": replace(SIBLINGS["qwen3"], tie_embeddings=False, n_kv_heads=4, rope_theta=500.0),
+    "mixtral, window": replace(SIBLINGS["mixtral"], window=5, experts=6, experts_per_token=3),
+    "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
+}
+TOKENS = np.random.default_rng(1).integers(0, PLAIN.vocab_size, (2, 33), dtype=np.int32)
+
+
+@pytest.fixture(autouse=True)
+def needs_torch():
+    pytest.importorskip("torch", reason="needs the parity extra")
+    pytest.importorskip("transformers", reason="needs the parity extra")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    """(config, parameters, transformers' model of the folder that was written, the folder)."""
+    import torch
+    import transformers
+
+    config = MODELS[request.param]
+    params = random_params(config, seed=5)
+    folder = tmp_path_factory.mktemp("models") / config.kind
+    llama_jax.save(folder, config, params)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    assert type(theirs).__name__ == f"{config.kind.capitalize()}ForCausalLM"
+    return config, params, theirs.eval(), folder
+
+
+def logits_of(theirs, tokens, **more):
+    import torch
+
+    more = {name: torch.from_numpy(np.asarray(value)) for name, value in more.items()}
+    with torch.inference_mode():
+        return theirs(torch.from_numpy(np.asarray(tokens)).long(), **more).logits.numpy()
+
+
+def test_whole_rows_and_the_cache(model):
+    config, params, theirs, _ = model
+    want = logits_of(theirs, TOKENS)
+    np.testing.assert_allclose(jit_logits(config, params, TOKENS), want, atol=1e-4, rtol=0)
+    cache = llama_jax.init_cache(config, 2, 33)
+    found = []
+    for start, stop in ((0, 20), (20, 21), (21, 33)):
+        hidden, cache = jit_forward(config, params, TOKENS[:, start:stop], cache)
+        found.append(unembed(config, params, hidden))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=1e-4, rtol=0)
+
+
+def test_ragged_rows(model):
+    """Each row as it is alone, by transformers, where here both are read together and padded."""
+    config, params, theirs, _ = model
+    lengths, cache = np.array([33, 18]), llama_jax.init_cache(config, 2, 40)
+    hidden, cache = jit_forward(config, params, TOKENS, cache, lengths=lengths)
+    found = np.asarray(unembed(config, params, hidden))
+    hidden, _ = jit_forward(config, params, TOKENS[:, :3], cache)
+    after = np.asarray(unembed(config, params, hidden))
+    for row, length in enumerate(lengths):
+        want = logits_of(theirs, np.concatenate([TOKENS[row, :length], TOKENS[row, :3]])[None])[0]
+        np.testing.assert_allclose(found[row, :length], want[:length], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(after[row], want[length:], atol=1e-4, rtol=0)
+
+
+def test_packed_rows(model):
+    config, params, theirs, _ = model
+    places = np.concatenate([np.arange(20), np.arange(13)])[None].astype(np.int32)
+    segments = (np.arange(33) >= 20).astype(np.int32)[None]
+    hidden, _ = jit_forward(config, params, TOKENS[:1], positions=places, segment_ids=segments)
+    want = [logits_of(theirs, TOKENS[:1, :20]), logits_of(theirs, TOKENS[:1, 20:])]
+    np.testing.assert_allclose(unembed(config, params, hidden), np.concatenate(want, axis=1), atol=1e-4, rtol=0)
+
+
+def test_what_transformers_writes_is_read(model, tmp_path):
+    config, params, theirs, _ = model
+    theirs.save_pretrained(tmp_path / "theirs")
+    loaded = llama_jax.load(tmp_path / "theirs")
+    assert loaded.config == config
+    for a, b in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b"])
+def test_a_preset_is_theirs(name):
+    """Its settings, as written here, give a model of as many parameters there, and come back."""
+    import torch
+    import transformers
+
+    config = preset(name)
+    settings = config_to_dict(config)
+    theirs = transformers.AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert sum(p.numel() for p in model.parameters()) == llama_jax.parameter_count(config)
+    assert config_from_dict(theirs.to_dict()) == config
+
+
+@pytest.mark.parametrize("kind", SIBLINGS)
+def test_settings_that_are_not_there(kind):
+    """Mean what they mean to transformers."""
+    import transformers
+
+    least = dict(
+        model_type=kind, vocab_size=32, hidden_size=64, num_hidden_layers=2, num_attention_heads=32, intermediate_size=8
+    )
+    assert config_from_dict(least) == config_from_dict(transformers.AutoConfig.for_model(**least).to_dict())

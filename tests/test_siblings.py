@@ -1,0 +1,320 @@
+"""Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all rooms."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import llama_jax
+from llama_jax import LlamaConfig, Sampling, ops
+from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.checkpoints.store import name_of
+from llama_jax.config import KINDS, preset
+from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.params import init, parameter_count, stack, unstack
+from llama_jax.parallel.fit import fit, unfit
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.training.batch import Batch
+from llama_jax.training.flops import matrix_parameters
+from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+from llama_jax.training.step import init_state, train_step
+
+PLAIN = LlamaConfig(
+    vocab_size=96,
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=64,
+    max_seq_len=64,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+)
+SIBLINGS = {
+    "mistral": replace(PLAIN, window=6),
+    "qwen2": replace(PLAIN, qkv_bias=True),
+    "qwen3": replace(PLAIN, qk_norm=True, head_dim=16, tie_embeddings=True),
+    "mixtral": replace(PLAIN, experts=4, experts_per_token=2),
+}
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
+each = pytest.mark.parametrize("kind", SIBLINGS)
+
+
+def random_params(config, seed=0):
+    """Large enough that nothing is near uniform, and no bias or norm is as it starts."""
+    shapes = llama_jax.init(config, jax.random.key(0))
+    random = np.random.default_rng(seed)
+    return unstack(jax.tree.map(lambda a: jnp.asarray(a + 0.2 * random.standard_normal(a.shape), jnp.float32), shapes))
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {kind: (config, random_params(config)) for kind, config in SIBLINGS.items()}
+
+
+def same(a, b):
+    named = [{name_of(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)} for tree in (a, b)]
+    assert named[0].keys() == named[1].keys()
+    for name, array in named[0].items():
+        np.testing.assert_array_equal(array, named[1][name], err_msg=name)
+
+
+@each
+def test_the_kind_follows_from_what_a_model_has(kind):
+    assert SIBLINGS[kind].kind == kind
+    assert PLAIN.kind == "llama"
+    assert set(KINDS) == {"llama", *SIBLINGS}
+    with pytest.raises(ConfigError, match="no family of models has qk_norm and qkv_bias together"):
+        _ = replace(PLAIN, qk_norm=True, qkv_bias=True).kind
+
+
+@each
+def test_each_differs_from_a_llama(models, kind):
+    """By more than rounding: what is read is used."""
+    config, params = models[kind]
+    logits = llama_jax.logits(config, params, TOKENS)
+    assert np.isfinite(logits).all()
+    if kind == "mistral":
+        other = llama_jax.logits(replace(config, window=None), params, TOKENS)
+        np.testing.assert_allclose(logits[:, :6], other[:, :6], atol=1e-4)
+        assert np.abs(logits[:, 6:] - other[:, 6:]).max() > 0.1
+        return
+    block = params.blocks[0]
+    for leaf in (block.attention.qkv_bias, block.attention.query_norm, block.attention.key_norm, block.feed_forward.router):
+        if leaf is None:
+            continue
+        changed = jax.tree.map(lambda a, leaf=leaf: a.at[0].mul(2) if a is leaf else a, params)
+        assert np.abs(llama_jax.logits(config, changed, TOKENS) - logits).max() > 1e-3
+
+
+@each
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_cache_and_pieces_give_the_same(models, kind, stacked):
+    config, params = models[kind]
+    params = stack(params) if stacked else params
+    want = llama_jax.logits(config, params, TOKENS)
+    cache = llama_jax.init_cache(config, 2, 24, stacked=stacked)
+    found = []
+    for start, stop in ((0, 9), (9, 10), (10, 17), (17, 18), (18, 20)):
+        hidden, cache = forward(config, params, TOKENS[:, start:stop], cache)
+        found.append(unembed(config, params, hidden))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
+
+
+@each
+def test_a_ring_of_the_models_own_window_gives_the_same(models, kind):
+    config, params = models[kind]
+    if config.window is None:
+        pytest.skip("no window")
+    cache = llama_jax.init_cache(config, 2, 8, window=config.window)
+    want, found = llama_jax.logits(config, params, TOKENS), []
+    for i in range(TOKENS.shape[1]):
+        hidden, cache = forward(config, params, TOKENS[:, i : i + 1], cache)
+        found.append(unembed(config, params, hidden))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
+
+
+@each
+def test_packed_rows_give_the_same(models, kind):
+    config, params = models[kind]
+    apart = [llama_jax.logits(config, params, TOKENS[:1, :8]), llama_jax.logits(config, params, TOKENS[:1, 8:])]
+    positions = jnp.concatenate([jnp.arange(8), jnp.arange(12)])[None]
+    segments = (jnp.arange(20) >= 8).astype(jnp.int32)[None]
+    hidden, _ = forward(config, params, TOKENS[:1], positions=positions, segment_ids=segments)
+    np.testing.assert_allclose(unembed(config, params, hidden), np.concatenate(apart, axis=1), atol=2e-4)
+
+
+@each
+def test_generation_is_greedy_of_the_logits(models, kind):
+    config, params = models[kind]
+    prompt = TOKENS[0, :7].tolist()
+    (found,) = llama_jax.generate(config, params, [prompt], max_new_tokens=8, sampling=Sampling(temperature=0.0))
+    for token in found.tokens:
+        assert int(llama_jax.logits(config, params, np.array([prompt]))[0, -1].argmax()) == token
+        prompt = [*prompt, token]
+
+
+@each
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "orbax"])
+def test_what_is_written_comes_back(models, kind, format, tmp_path):
+    config, params = models[kind]
+    for form in (params, stack(params)):
+        target = tmp_path / f"model-{type(form.blocks).__name__}{'.gguf' * (format == 'gguf')}"
+        llama_jax.save(target, config, form, format=format)
+        loaded = llama_jax.load(target)
+        assert loaded.config == config
+        same(loaded.params, params)
+
+
+@each
+def test_formats_are_converted_into_each_other(models, kind, tmp_path):
+    config, params = models[kind]
+    llama_jax.save(tmp_path / "a", config, params)
+    llama_jax.convert(tmp_path / "a", tmp_path / "b.gguf", format="gguf")
+    llama_jax.convert(tmp_path / "b.gguf", tmp_path / "c")
+    same(llama_jax.load(tmp_path / "c").params, params)
+    llama_jax.convert(tmp_path / "a", tmp_path / "q.gguf", format="gguf", dtype="q8_0")
+    rounded = llama_jax.load(tmp_path / "q.gguf").params
+    for (path, a), b in zip(jax.tree.leaves_with_path(rounded), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, atol=0.02, err_msg=name_of(path))
+    llama_jax.convert(tmp_path / "q.gguf", tmp_path / "d")
+    same(llama_jax.load(tmp_path / "d").params, rounded)
+
+
+@each
+def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
+    with pytest.raises(CheckpointError, match="has no place in"):
+        llama_jax.save(tmp_path / "model.bin", *models[kind], format="llama2c")
+
+
+@each
+@pytest.mark.parametrize("sizes", [MeshSizes(fsdp=2, tensor=2), MeshSizes(tensor=4)], ids=str)
+def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
+    """With heads that are copied, and a padded vocabulary, read from a file and fitted in memory."""
+    config, params = models[kind]
+    same(unfit(config, fit(config, sizes, params)), params)
+    want = llama_jax.logits(config, params, TOKENS)
+    for format in ("safetensors", "orbax"):
+        llama_jax.save(tmp_path / format, config, params, format=format)
+        fitted, sharded, _ = llama_jax.load(tmp_path / format, mesh=sizes)
+        found = llama_jax.logits(fitted, sharded, TOKENS)[..., : config.vocab_size]
+        np.testing.assert_allclose(found, want, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("mistral", "adamw"), ("qwen2", "muon"), ("qwen3", "adamw"), ("mixtral", "adamw"), ("mixtral", "muon")],
+)
+def test_training_lowers_the_loss(kind, optimizer):
+    config = SIBLINGS[kind]
+    rule = make_optimizer(OptimizerSettings(name=optimizer, learning_rate=3e-3, schedule="constant"), 20)
+    state = init_state(rule, init(config, jax.random.key(0)), ema=True)
+    batch = Batch(jnp.asarray(TOKENS), jnp.ones((2, 20)))
+    step = jax.jit(partial(train_step, config, rule, ema_decay=0.9))
+    before = state.params
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.3
+    for (path, a), b in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(before), strict=True):
+        assert np.abs(a - b).max() > 0, f"{name_of(path)} learns nothing"
+    assert optax.tree_utils.tree_l2_norm(state.ema) > 0
+
+
+def test_experts_by_definition():
+    random = np.random.default_rng(3)
+    x, router = random.normal(size=(5, 8)), random.normal(size=(4, 8))
+    gate, up, down = random.normal(size=(4, 6, 8)), random.normal(size=(4, 6, 8)), random.normal(size=(4, 8, 6))
+    want = np.zeros((5, 8))
+    for t in range(5):
+        scores = np.exp(router @ x[t])
+        chosen = np.argsort(scores)[-2:]
+        for e in chosen:
+            g = gate[e] @ x[t]
+            want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
+    operands = (jnp.asarray(a, jnp.float32) for a in (x, router, gate, up, down))
+    np.testing.assert_allclose(ops.experts(*operands, per_token=2), want, rtol=1e-4, atol=1e-4)
+
+
+def test_of_experts_a_token_is_multiplied_with_a_few():
+    config = preset("mixtral-8x7b")
+    one = 3 * config.dim * config.hidden_dim * config.n_layers
+    lookup_and_norms = config.vocab_size * config.dim + (2 * config.n_layers + 1) * config.dim
+    assert matrix_parameters(config) == parameter_count(config) - 6 * one - lookup_and_norms
+    assert matrix_parameters(replace(config, experts_per_token=3)) == matrix_parameters(config) + one
+
+
+# -- config.json --------------------------------------------------------------------------------------------------------
+
+
+def settings(kind, **more):
+    """The lines of a release's config.json that matter, and some that do not."""
+    found = dict(model_type=kind, architectures=[f"{kind.capitalize()}ForCausalLM"], bos_token_id=1, use_cache=True)
+    return found | dict(hidden_act="silu", initializer_range=0.02, attention_dropout=0.0, tie_word_embeddings=False) | more
+
+
+def sizes(hidden, inter, layers, heads, kv, context, vocab, eps, theta):
+    found = dict(hidden_size=hidden, intermediate_size=inter, num_hidden_layers=layers, num_attention_heads=heads)
+    found |= dict(num_key_value_heads=kv, max_position_embeddings=context, vocab_size=vocab, rms_norm_eps=eps)
+    return found | dict(rope_theta=theta)
+
+
+QWEN = dict(use_sliding_window=False, max_window_layers=28)
+RELEASES = {
+    "mistral-7b": settings("mistral", **sizes(4096, 14_336, 32, 32, 8, 32_768, 32_000, 1e-5, 10_000.0), sliding_window=4096),
+    "mistral-7b-v0.3": settings(
+        "mistral", **sizes(4096, 14_336, 32, 32, 8, 32_768, 32_768, 1e-5, 1_000_000.0), sliding_window=None
+    ),
+    "mixtral-8x7b": settings(
+        "mixtral",
+        **sizes(4096, 14_336, 32, 32, 8, 32_768, 32_000, 1e-5, 1_000_000.0),
+        sliding_window=None,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=False,
+        router_aux_loss_coef=0.02,
+    ),
+    "qwen2.5-0.5b": settings("qwen2", **sizes(896, 4864, 24, 14, 2, 32_768, 151_936, 1e-6, 1_000_000.0), **QWEN)
+    | dict(tie_word_embeddings=True, sliding_window=32_768, use_mrope=False),
+    "qwen2.5-7b": settings("qwen2", **sizes(3584, 18_944, 28, 28, 4, 131_072, 152_064, 1e-6, 1_000_000.0), **QWEN)
+    | dict(sliding_window=131_072, use_mrope=False),
+    "qwen3-0.6b": settings("qwen3", **sizes(1024, 3072, 28, 16, 8, 40_960, 151_936, 1e-6, 1_000_000), **QWEN)
+    | dict(tie_word_embeddings=True, head_dim=128, attention_bias=False, rope_scaling=None, sliding_window=None),
+    "qwen3-32b": settings("qwen3", **sizes(5120, 25_600, 64, 64, 8, 40_960, 151_936, 1e-6, 1_000_000), **QWEN)
+    | dict(head_dim=128, attention_bias=False, rope_scaling=None, sliding_window=None),
+}
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_released_config_json(name):
+    assert config_from_dict(RELEASES[name]) == preset(name)
+    assert config_from_dict(config_to_dict(preset(name))) == preset(name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not supported; a qwen2 has"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True is not supported; a qwen3 has"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.* must be 'full_attention'"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types=.* must be 'sliding_attention'"),
+        ("mistral", {"sliding_window": 0}, "window=0 must be a positive whole number"),
+        ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5 must be at most experts=4"),
+        ("mixtral", {"num_local_experts": None}, "experts=None must be a positive whole number"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ("mistral", {"num_local_experts": 4}, "num_local_experts=4 is not supported; a mistral has"),
+        ("qwen2", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(kind, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(config_to_dict(SIBLINGS[kind]) | changes)
+
+
+def test_what_is_not_there_is_what_transformers_takes():
+    least = dict(vocab_size=32, hidden_size=64, num_hidden_layers=1, num_attention_heads=32, intermediate_size=8)
+    mistral = config_from_dict(least | {"model_type": "mistral"})
+    assert (mistral.window, mistral.n_kv_heads, mistral.max_seq_len) == (4096, 8, 131_072)
+    mixtral = config_from_dict(least | {"model_type": "mixtral"})
+    assert (mixtral.experts, mixtral.experts_per_token, mixtral.norm_eps, mixtral.rope_theta) == (8, 2, 1e-5, 1e6)
+    assert config_from_dict(least | {"model_type": "qwen3"}).head_dim == 128
+    assert config_from_dict(least | {"model_type": "qwen2"}).window is None
+
+
+def test_missing_experts_are_named(models, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    llama_jax.save(tmp_path / "model", *models["mixtral"])
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers.1.block_sparse_moe.experts.w3.weight' there are only \[0, 1, 3\]"):
+        llama_jax.load(tmp_path / "model")
