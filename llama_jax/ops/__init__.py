@@ -4,7 +4,7 @@ Shapes are written in one alphabet: B batch, T query tokens, S cache slots, L la
 K key/value heads, G queries per key/value head, H head dim, F feed-forward, E experts, V vocabulary.
 """
 
-from llama_jax.ops.attention import attend, attend_with_sinks, attention, attention_with_sinks
+from llama_jax.ops.attention import attend, attend_with_sinks
 from llama_jax.ops.cross_entropy import cross_entropy
 from llama_jax.ops.experts import experts
 from llama_jax.ops.feed_forward import feed_forward
@@ -16,8 +16,6 @@ __all__ = [
     "apply_rotary",
     "attend",
     "attend_with_sinks",
-    "attention",
-    "attention_with_sinks",
     "cross_entropy",
     "experts",
     "feed_forward",

@@ -167,3 +167,53 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
     run.defvjp(lambda *args: (function(*args), keep(args)), backward)
     return run
+
+
+# --- attention -----------------------------------------------------------------------------------------------------------
+#
+# - A decoded row's cache [1, K, S, H] is copied whole in every step if its matmul is given the axis of 1 (the reshape is
+#   merged with the write of the new token, whose result is then needed twice): the axis is dropped before the matmul.
+# - int8 keys converted to float32 would be written before they are read, where int8 by int8 reads them as they lie.
+# - The scores of a block, of all rows and heads, should stay in the processor's cache.
+
+SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
+FEW_QUERIES = 64  # of so many at most, keys are not worth converting
+FINER = 254  # how much finer the second whole number of a query's entry counts than the first
+
+
+def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
+    """`attention.products`: of [*batch, T, G, ...] and [*batch, S, H], without an axis of one row, and of two queries at least."""
+    if b.ndim == 4 and b.shape[0] == 1:
+        return multiply_heads(plain, a[0], b[0])[None]
+    new, groups = a.shape[-3:-1]
+    if new * groups > 1 or a.dtype.itemsize > 2:
+        return plain(a, b)
+    return plain(jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, 1), (0, 0)]), b)[..., :1, :]
+
+
+def multiply_by_whole_numbers(plain: Callable[..., jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """`attention.products.with_whole_numbers` of few queries, each entry as the sum of two whole numbers.
+
+    The second counts 1 / 254 of the first, so that an entry is wrong by at most 1.6e-5 of its query's largest, as little as
+    16 bits can be. The keys are wrong by 250 times as much. Other platforms take the queries as they are.
+    """
+    if queries.shape[-3] * queries.shape[-2] > FEW_QUERIES:
+        return plain(queries, keys)
+    if keys.ndim == 4 and keys.shape[0] == 1:
+        return multiply_by_whole_numbers(plain, queries[0], keys[0])[None]
+    exact = queries.astype(jnp.float32)
+    factors = jnp.max(jnp.abs(exact), axis=-1, keepdims=True) / 127
+    scaled = exact / jnp.where(factors == 0, 1, factors)
+    coarse = jnp.round(scaled)
+    both = jnp.concatenate([coarse, jnp.round((scaled - coarse) * FINER)], axis=-2).astype(jnp.int8)  # [..., T, 2 G, H]
+    batch = tuple(range(keys.ndim - 2))
+    dimensions = ((both.ndim - 1,), (keys.ndim - 1,)), (batch, batch)
+    found = lax.dot_general(both, keys, dimensions, preferred_element_type=jnp.int32).astype(jnp.float32)
+    coarse, fine = jnp.split(found, 2, axis=-2)
+    return (coarse + fine / FINER) * factors
+
+
+def side_of_blocks(plain: Callable[..., int], heads: int) -> int:
+    """`attention.blockwise`: scores along one side of a block."""
+    fitting = 1 << (int(math.sqrt(SCORES_IN_CACHE / heads)).bit_length() - 1)
+    return min(max(fitting, SMALLEST_SIDE), LARGEST_SIDE)

@@ -29,6 +29,12 @@ def lowering_platform() -> str:
     return "gpu" if found in ("cuda", "rocm") else found
 
 
+def lowering_device_kind() -> str:
+    """The name of the devices that what is traced now will be lowered for, as JAX has it: "NVIDIA H100 80GB HBM3"."""
+    mesh_kind = getattr(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), "device_kind", None)
+    return mesh_kind or jax.local_devices(backend=lowering_platform())[0].device_kind
+
+
 def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """`update(tree)` where `condition`, a bool[], holds, and the same tree where it does not.
 

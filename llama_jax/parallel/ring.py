@@ -29,9 +29,8 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import MeshError
 from llama_jax.model.forward import rope_lengths_of
 from llama_jax.model.options import Attend, Places
-from llama_jax.ops.attention import announce
-from llama_jax.ops.attention.blockwise import MIXED, backward_part, forward_part, merge
-from llama_jax.ops.attention.seen import OldSeen as Seen
+from llama_jax.ops.attention import Seen, View, announce
+from llama_jax.ops.attention.blockwise import MIXED, backward_part, forward_part, mean_of, merge
 from llama_jax.ops.cpu import keep, restore
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.batch import Shifted
@@ -81,7 +80,7 @@ def join(mesh: Mesh, x: jax.Array, *, axis: int = 1, spec: P = P()) -> jax.Array
     Args:
       x: [n * B, ..., T / n, ...].
       axis: of T.
-      spec: how the axes behind the first one are cut, but for T.
+      spec: how the axes after the first one are cut, but for T.
     """
     parts = mesh.shape[AXIS]
 
@@ -125,20 +124,12 @@ def ring_attention(mesh: Mesh) -> Attend:
     Keys and values are sent in their own type and n - 1 times forward and backward, the gradients, in float32, n times.
     """
 
-    def attend(
-        queries: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        query_positions: jax.Array | None = None,
-        *,
-        scale: float,
-        key_positions: jax.Array | None = None,
-        segments: tuple[jax.Array, jax.Array] | None = None,
-        window: int | None = None,
-    ) -> jax.Array:
-        """As `ops.attention`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
-        if query_positions is not None or key_positions is not None:
+    def attend(queries: jax.Array, view: View, seen: Seen, *, scale: float, window: int | None = None) -> jax.Array:
+        """As `ops.attend`: queries [n * B, K, T / n, G, H], keys and values [n * B, K, T / n, H]."""
+        if not seen.ordered:
             raise MeshError("a sequence is divided over context where it is read whole; read it without a cache")
+        segments = None if seen.query_segments is None else (seen.query_segments, seen.key_segments)
+        keys, values = view.read()
         announce("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
         return _ring((mesh, scale, window), queries, keys, values, segments)
 
@@ -164,7 +155,7 @@ def _forward_and_kept(settings, queries, keys, values, segments):
 def _backward(settings: Settings, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
     arrays, normalizer, segments = kept
     queries, keys, values, mixed = restore(arrays)
-    mean = jnp.sum(of_mixed.astype(normalizer.dtype) * mixed, axis=-1, keepdims=True)
+    mean = mean_of(of_mixed, mixed, normalizer.dtype)
     run = _per_device(_gradients_of_device, settings, results=3)
     found = run(queries, keys, values, segments, normalizer, mean, of_mixed)
     return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
@@ -174,7 +165,7 @@ _ring.defvjp(_forward_and_kept, _backward)
 
 
 def _forward(settings: Settings, *arrays: Any) -> tuple[jax.Array, jax.Array]:
-    """What is mixed [n * B, K, T / n, G, H], and the logarithm of each softmax's denominator [n * B, K, T / n, G, 1]."""
+    """What is mixed [n * B, K, T / n, G, H], and the log-sum-exp of each query's scores [n * B, K, T / n, G, 1]."""
     return _per_device(_mixed_of_device, settings, results=2)(*arrays)
 
 
@@ -263,7 +254,7 @@ def _arrived(
     keys, values, key_segments = travelling
     here = lax.axis_index(AXIS)
     whole = devices * length
-    of_queries, of_keys = (positions_of(part, devices, whole)[None, None] for part in (here, (here - turn) % devices))
+    of_queries, of_keys = (positions_of(part, devices, whole)[None] for part in (here, (here - turn) % devices))
     return restore(keys), restore(values), Seen(of_queries, of_keys, None if segments is None else segments[0], key_segments)
 
 

@@ -20,8 +20,8 @@ from llama_jax.analysis.memory import train_programs
 from llama_jax.errors import MeshError
 from llama_jax.inference import state
 from llama_jax.inference.requests import prepare
+from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.attention.reference import reference
-from llama_jax.ops.attention.seen import Seen
 from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.prompts import prefill_over
@@ -60,17 +60,16 @@ def of_parts(mesh, function):
 
     def run(queries, keys, values, segments):
         parts = jax.tree.map(lambda x: divide(mesh, x.swapaxes(1, 2)).swapaxes(1, 2), (queries, keys, values))
-        own = None if segments is None else divide(mesh, segments)[:, None]
-        mixed = function(*parts, scale=0.3, segments=None if own is None else (own, own))
+        own = None if segments is None else divide(mesh, segments)
+        queries, keys, values = parts
+        mixed = function(queries, View.of(keys, values), Seen.whole(queries.shape[2], own), scale=0.3)
         return join(mesh, mixed, axis=2, spec=P("tensor"))
 
     return run
 
 
 def whole_rows(window, queries, keys, values, segments):
-    places = jnp.arange(LENGTH)[None, None]
-    own = None if segments is None else segments[:, None]
-    return reference(queries, keys, values, Seen(places, places, own, own), scale=0.3, window=window)
+    return reference(queries, keys, values, Seen.whole(LENGTH, segments), scale=0.3, window=window)
 
 
 def with_gradients(function):
@@ -174,7 +173,7 @@ def test_what_a_ring_cannot_do_is_refused():
     mesh = make_mesh(MeshSizes(context=4))
     queries, keys, values, _ = arrays()
     with pytest.raises(MeshError, match="read it without a cache"):
-        ring_attention(mesh)(queries, keys, values, jnp.zeros((1, 1, LENGTH), jnp.int32), scale=1.0)
+        ring_attention(mesh)(queries, View.of(keys, values), Seen.whole(LENGTH).replace(ordered=False), scale=1.0)
     with pytest.raises(MeshError, match=r"batch=3 cannot be split over data\*fsdp=2"):
         divide_over(make_mesh(MeshSizes(data=2, context=2)))(shift(Batch(np.zeros((3, 33), np.int32))))
     with pytest.raises(MeshError, match=r"length=12 cannot be split over 2\*context=8; 8 or 16 would do"):

@@ -20,16 +20,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops.attention.products import mix, scores_of
-from llama_jax.ops.attention.rows import gradients_of_block, mean_of
-from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, visible
-from llama_jax.ops.attention.seen import OldSeen as Seen
-from llama_jax.ops.cpu import keep, restore
+from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, Seen, visible
+from llama_jax.ops import cpu
+from llama_jax.ops.cpu import for_cpu, keep, restore
+from llama_jax.ops.linear import sum_of_outer
 from llama_jax.ops.quantized import Quantized, over_rows
 
-# On a CPU the scores of a block, of all rows and heads, stay in its cache; elsewhere a block is worth starting its kernels.
-# Measured on a CPU by experiments/bench_long_context.py; on no GPU yet.
-SCORES_IN_CACHE = 2**21
-SMALLEST_SIDE, LARGEST_SIDE, LARGEST_SIDE_ELSEWHERE = 128, 512, 1024
+SIDE = 1024  # scores along one side of a block: enough that it is worth starting its kernels
 FEW_ROWS, MORE_KEYS = 16, 2048
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
@@ -41,7 +38,7 @@ LOWEST = -1e30  # finite, so that no difference of two is NaN
 def blockwise(
     queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, scale: float, window: int | None = None
 ) -> jax.Array:
-    """Arguments and result as for `attention`; a query that sees nothing gives zeros."""
+    """Arguments and result as for `attend`. Differentiated in reverse mode only, by hand: of a loop JAX would save all turns."""
     return forward_part(queries, keys, values, seen, scale=scale, window=window)[0].astype(queries.dtype)
 
 
@@ -75,18 +72,18 @@ def forward_part(
     """Attention to some of the keys, to be joined with that to others by `merge`.
 
     Args:
-      queries: [*batch, T, G, H].
-      keys, values: [*batch, S, H].
+      queries: [B, K, T, G, H].
+      keys, values: [B, K, S, H].
       seen: what stands where.
 
     Returns:
-      The mixture [*batch, T, G, H] and the logarithm of each softmax's denominator [*batch, T, G, 1], both in float32 at
-      least; 0 and -inf for a query that sees none of the keys.
+      The mixture [B, K, T, G, H] and the log-sum-exp of each query's scores [B, K, T, G, 1], both in float32 at least; 0 and
+      -inf for a query that sees none of the keys.
     """
     precise, width = jnp.promote_types(queries.dtype, jnp.float32), values.shape[-1]
     rows, columns = _blocks_of(queries, keys)
     first, end = _reach(seen, window, rows, columns)
-    arrays = keep((queries, keys, values))  # XLA for CPU slices bits without a copy of the whole, bfloat16 with one
+    arrays = keep((queries, keys, values))  # each block is a slice of them
 
     def block_of_queries(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         own = restore(rows.cut(arrays[0], i, -3))
@@ -126,9 +123,9 @@ def backward_part(
     """The gradients of queries, keys and values from these keys and values, in float32 at least.
 
     Args:
-      normalizer: [*batch, T, G, 1], the logarithms of the denominators over all keys that a query saw, these and others.
-      mean: [*batch, T, G, 1], the sum over H of `of_mixed` times the whole mixture.
-      of_mixed: [*batch, T, G, H], the gradient of the whole mixture.
+      normalizer: [B, K, T, G, 1], the log-sum-exp over all keys that a query saw, these and others.
+      mean: [B, K, T, G, 1], see `mean_of`.
+      of_mixed: [B, K, T, G, H], the gradient of the whole mixture.
     """
     rows, columns = _blocks_of(queries, keys)
     first, end = _reach(seen, window, rows, columns)
@@ -161,8 +158,45 @@ def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -
     return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
 
 
+def mean_of(of_mixed: jax.Array, mixed: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The mean of the gradients of each query's weights, under the weights: [B, K, T, G, 1]."""
+    return jnp.sum(of_mixed.astype(dtype) * mixed, axis=-1, keepdims=True)
+
+
+def gradients_of_block(
+    scale: float, of_queries: tuple[jax.Array, ...], keys: jax.Array, values: jax.Array, allowed: jax.Array
+) -> Three:
+    """The gradients from all scores of some queries and keys, as [B, K, S, T * G]: of the three matmuls that follow, only one
+    then contracts the first axis of both.
+
+    Args:
+      of_queries: the queries, their log-sum-exps, the means of their weights' gradients, and the gradient of what was
+        returned for them.
+      allowed: bool[B|1, T, S].
+    """
+    queries, normalizer, mean, of_mixed = of_queries
+
+    def flat(x: jax.Array) -> jax.Array:  # [B, K, T, G, ...] as [B, K, T * G, ...]
+        return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+    def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+        return lax.dot_general(a, b, (((3,), (axis,)), ((0, 1), (0, 1))), preferred_element_type=normalizer.dtype)
+
+    rows, of_rows = flat(queries).astype(keys.dtype), flat(of_mixed).astype(values.dtype)
+    allowed = jnp.repeat(allowed.swapaxes(-1, -2), queries.shape[-2], axis=-1)[:, None]  # [B|1, 1, S, T * G]
+    logarithms = product(keys, rows, 3) * scale - flat(normalizer).swapaxes(-1, -2)
+    weights = jnp.where(allowed, jnp.exp(logarithms), 0)
+    of_values = product(weights.astype(values.dtype), of_rows, 2)
+    of_weights = product(values, of_rows, 3)
+    of_scores = (weights * (of_weights - flat(mean).swapaxes(-1, -2))).astype(keys.dtype)
+    # Scaled after the matmuls and not before: there are H numbers per query instead of S.
+    of_keys = product(of_scores, rows, 2) * scale
+    of_rows = (sum_of_outer(of_scores, keys) * scale).reshape(queries.shape)
+    return of_rows, of_keys, of_values
+
+
 def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Attention to two sets of keys from the attention to each: mixtures and normalizers as `forward_part` gives them."""
+    """Attention to two sets of keys from the attention to each: mixtures and log-sum-exps as `forward_part` gives them."""
     normalizer = jnp.logaddexp(first[1], second[1])
     known = jnp.where(normalizer == -jnp.inf, 0, normalizer)  # a query that sees nothing in either: exp(-inf - 0) = 0
     shares = (mixed * jnp.exp(own - known) for mixed, own in (first, second))
@@ -215,17 +249,15 @@ class _Blocks:
 def _blocks_of(queries: jax.Array, keys: jax.Array | Quantized) -> tuple[_Blocks, _Blocks]:
     """Blocks of queries, all of a group together, and of keys: as many scores wide as high, but for few queries."""
     *batch, new, groups, _ = queries.shape
-    side = _side(math.prod(batch), jax.default_backend())
+    side = _side(math.prod(batch))
     size = MORE_KEYS if new * groups <= FEW_ROWS else side
     return _Blocks.of(new, max(side // groups, 1)), _Blocks.of(keys.shape[-2], size)
 
 
-def _side(heads: int, platform: str) -> int:
-    """Scores along one side of a block, a power of two."""
-    if platform != "cpu":
-        return LARGEST_SIDE_ELSEWHERE
-    fitting = 1 << (int(math.sqrt(SCORES_IN_CACHE / heads)).bit_length() - 1)
-    return min(max(fitting, SMALLEST_SIDE), LARGEST_SIDE)
+@for_cpu(cpu.side_of_blocks)
+def _side(heads: int) -> int:
+    """Scores along one side of a block, a power of two, for so many heads of all rows together."""
+    return SIDE
 
 
 def _cut(seen: Seen, rows: _Blocks, i: jax.Array, columns: _Blocks, j: jax.Array, *, once: bool = False) -> Seen:
@@ -236,7 +268,7 @@ def _cut(seen: Seen, rows: _Blocks, i: jax.Array, columns: _Blocks, j: jax.Array
 
 
 def _reach(seen: Seen, window: int | None, rows: _Blocks, columns: _Blocks) -> tuple[jax.Array, jax.Array]:
-    """The first block of keys that some query of each block may see, and the one behind the last: int32[rows] each."""
+    """The first block of keys that some query of each block may see, and the one after the last: int32[rows] each."""
     earliest, latest = rows.ends(seen.query_positions, NO_QUERY)
     nearest, farthest = columns.ends(seen.key_positions, NO_KEY)
     needed = nearest <= latest[:, None]
@@ -247,5 +279,5 @@ def _reach(seen: Seen, window: int | None, rows: _Blocks, columns: _Blocks) -> t
         (low, high), (lowest, highest) = rows.ends(seen.query_segments), columns.ends(seen.key_segments)
         needed &= (lowest <= high[:, None]) & (low[:, None] <= highest)
     some = jnp.any(needed, axis=1)
-    first, behind = jnp.argmax(needed, axis=1), columns.count - jnp.argmax(needed[:, ::-1], axis=1)
-    return jnp.where(some, first, 0).astype(jnp.int32), jnp.where(some, behind, 0).astype(jnp.int32)
+    first, after = jnp.argmax(needed, axis=1), columns.count - jnp.argmax(needed[:, ::-1], axis=1)
+    return jnp.where(some, first, 0).astype(jnp.int32), jnp.where(some, after, 0).astype(jnp.int32)

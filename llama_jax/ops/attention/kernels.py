@@ -1,60 +1,77 @@
-"""Attention by the kernels of others: cuDNN's for NVIDIA GPUs and JAX's own "splash" kernel for TPUs."""
+"""Attention by the kernels of others: cuDNN's for NVIDIA GPUs and JAX's own "splash" kernel for TPUs.
+
+Both by interfaces that JAX documents and keeps. Compared for packed rows on a GPU, by the CUDA compiler for an H100 with
+jax 0.10.2, bfloat16, value and gradients, MiB of temporaries:
+
+    rows x tokens, heads of width                 4 x 2,048, 32/4 of 64    1 x 8,192, 32/8 of 128    1 x 32,768, 32/8 of 128
+    cuDNN, whole rows (no segments: the floor)                       73                       161                        644
+    cuDNN, segments as a mask                                       137                       417                      4,740
+    the same in 4 blocks of queries (8 from 16,384)                  86                       208                      1,104
+    `pallas.ops.gpu.attention.mha` (Triton)                         192                       384                          -
+    XLA, by blocks                                                  130                       259                      1,028
+
+Pallas' Triton backend is deprecated since jax 0.11, and `mha` wants keys and values repeated for every query of a group.
+cuDNN's packed layout is private in JAX and asks the process for a Hopper device while it is traced. tokamax (0.0.12) is a
+dependency with six of its own. A kernel for Mosaic GPU can be run on Hopper and later only, by nobody here.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from llama_jax.ops.attention.seen import OldSeen as Seen
+from llama_jax.ops.attention.choose import Division
+from llama_jax.ops.attention.seen import Seen, visible
 
 LANES = 128  # a TPU kernel's blocks are multiples of it
+FEWEST_MASKED, BLOCKS, LONG, BLOCKS_OF_LONG = 512, 4, 16_384, 8  # queries for a block with a mask, and blocks
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, Seen], jax.Array]
 
 
-def cudnn_refuses(queries: jax.Array, seen: Seen, ordered: bool, device: jax.Device) -> str | None:
-    """Why `cudnn` cannot compute this, or None where it can."""
-    head_dim = queries.shape[-1]
-    if "NVIDIA" not in device.device_kind:
-        return f"cudnn needs an NVIDIA GPU, this is {device.device_kind}"
-    if float(getattr(device, "compute_capability", 0)) < 8:
-        return f"cudnn's attention needs compute capability 8.0, {device.device_kind} has {device.compute_capability}"
-    if queries.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"cudnn computes in bfloat16 or float16, not in {queries.dtype}"
-    if queries.ndim != 5 or not ordered:
-        return "cudnn has whole rows only: query t at slot t, with a batch axis"
-    if seen.query_segments is not None:
-        return "cudnn has no segments"
-    if head_dim % 8 or head_dim > 128:
-        return f"cudnn has heads of at most 128 features, a multiple of 8; these have {head_dim}"
-    return None
+def cudnn(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
+) -> jax.Array:
+    """Arguments and result as for `attend`, by `jax.nn.dot_product_attention`.
+
+    What cuDNN has no name for, segments and places that are not those of whole rows, it is given as a mask. Whole rows are
+    then computed in blocks of queries: most masks, and the scores after a block, are not made.
+    """
+    if seen.ordered and seen.query_segments is None:
+        local = None if window is None else (window - 1, 0)
+        return _dot_product_attention(queries, keys, values, scale, is_causal=True, local_window_size=local)
+    new, slots = queries.shape[2], keys.shape[2]
+    count = min(BLOCKS_OF_LONG if new >= LONG else BLOCKS, max(new // FEWEST_MASKED, 1)) if seen.ordered else 1
+    found = []
+    for begin, end in itertools.pairwise(2 * (new * i // (2 * count)) for i in range(count + 1)):
+        first = max(begin - window + 1, 0) // 2 * 2 if seen.ordered and window is not None else 0
+        last = end if seen.ordered else slots
+        allowed = visible(seen.part(slice(begin, end), slice(first, last)), window)
+        mixed = _dot_product_attention(
+            queries[:, :, begin:end], keys[:, :, first:last], values[:, :, first:last], scale, mask=allowed[:, None]
+        )
+        if not seen.ordered:  # of a query that sees nothing cuDNN gives the mean of all values
+            mixed = jnp.where(jnp.any(allowed, axis=-1)[:, None, :, None, None], mixed, 0)
+        found.append(mixed)
+    return jnp.concatenate(found, axis=2)
 
 
-def cudnn(queries: jax.Array, keys: jax.Array, values: jax.Array, *, scale: float, window: int | None = None) -> jax.Array:
-    """Arguments and result as for `attention` with whole rows, by `jax.nn.dot_product_attention`."""
+def _dot_product_attention(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, scale: float, **options: object
+) -> jax.Array:
     batch, heads, new, groups, width = queries.shape
     mixed = jax.nn.dot_product_attention(
         queries.swapaxes(1, 2).reshape(batch, new, heads * groups, width),
         keys.swapaxes(1, 2),
         values.swapaxes(1, 2),
         scale=scale,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
+        **options,  # type: ignore[arg-type]
     )
     return mixed.reshape(batch, new, heads, groups, width).swapaxes(1, 2)
-
-
-def splash_refuses(queries: jax.Array, ordered: bool, device: jax.Device) -> str | None:
-    """Why `splash` cannot compute this, or None where it can."""
-    new, head_dim = queries.shape[-3], queries.shape[-1]
-    if device.platform != "tpu":
-        return f"splash needs a TPU, this is {device.device_kind}"
-    if queries.ndim != 5 or not ordered:
-        return "splash has whole rows only: query t at slot t, with a batch axis"
-    if new % LANES or head_dim % 64:
-        return f"splash has rows in multiples of {LANES} and heads in multiples of 64; these are {new} and {head_dim}"
-    if jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes:
-        return "splash is a kernel of one device: XLA cannot divide it over several outside shard_map"
-    return None
 
 
 def splash(
@@ -67,7 +84,7 @@ def splash(
     window: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Arguments and result as for `attention` with whole rows; `interpret` runs the kernel without a TPU, slowly."""
+    """Arguments and result as for `attend` with whole rows; `interpret` runs the kernel without a TPU, slowly."""
     # Imported here: importing Pallas takes a second, which who has no TPU should not wait.
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
@@ -91,9 +108,28 @@ def splash(
     )
     segments = None
     if seen.query_segments is not None and seen.key_segments is not None:
-        rows = (jnp.broadcast_to(x.reshape(-1, new), (batch, new)) for x in (seen.query_segments, seen.key_segments))
-        segments = kernels.SegmentIds(*rows)
+        segments = kernels.SegmentIds(*(jnp.broadcast_to(x, (batch, new)) for x in (seen.query_segments, seen.key_segments)))
     over_heads = jax.vmap(kernel, in_axes=(0, 0, 0, None))  # queries [G, T, H], keys and values [T, H]
     by_group = (queries * scale).astype(queries.dtype).swapaxes(2, 3)
     mixed = jax.vmap(over_heads)(by_group, keys, values, segments)
     return mixed.swapaxes(2, 3).astype(queries.dtype)
+
+
+def over_devices(kernel: Kernel, division: Division | None) -> Kernel:
+    """The same kernel, each device computing its own rows and heads, where a mesh is in force that cuts them.
+
+    XLA cannot divide a kernel: it stands in a `jax.shard_map` over the mesh in force. Nothing is sent.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if division is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:
+        return kernel
+
+    def run(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen) -> jax.Array:
+        rows = division.mesh_axes_of_rows or None
+        heads = P(rows, division.mesh_axes_of_heads or None)
+        of_seen = jax.tree.map(lambda x: P(rows if len(x) == len(queries) > 1 else None), seen)
+        # Not checked: a kernel does not say over which axes its results differ.
+        mapped = jax.shard_map(kernel, in_specs=(heads, heads, heads, of_seen), out_specs=heads, check_vma=False)
+        return mapped(queries, keys, values, seen)
+
+    return run

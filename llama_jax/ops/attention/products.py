@@ -1,86 +1,65 @@
-"""The two products of attention: queries with keys, weights with values."""
+"""The two matmuls of attention: queries with keys, weights with values."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.quantized import Quantized, quantize
-
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+from llama_jax.ops import cpu
+from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.quantized import Quantized
 
 
 def scores_of(queries: jax.Array, keys: jax.Array | Quantized, allowed: jax.Array, scale: float) -> jax.Array:
-    """[*batch, T, G, S], -inf where the query does not see the key, in float32 at least.
+    """[B, K, T, G, S], -inf where the query does not see the key, in float32 at least.
 
     Args:
-      queries: [*batch, T, G, H].
-      keys: [*batch, S, H].
-      allowed: bool[*batch, T, S].
+      queries: [B, K, T, G, H].
+      keys: [B, K, S, H].
+      allowed: bool[B|1, T, S].
     """
-    wide = jnp.promote_types(queries.dtype, jnp.float32)
     if isinstance(keys, Quantized):
-        whole = partial(_converted, product=_with_keys, wide=wide)
-        scores = lax.platform_dependent(queries, keys.values, cpu=partial(_whole_numbers, wide=wide), default=whole)
-        scores = scores * keys.scales[..., None, None, :]
+        scores = with_whole_numbers(queries, keys.values) * keys.scales[:, :, None, None, :]
     else:
-        scores = _product(queries.astype(keys.dtype), keys, _with_keys, wide)
-    return jnp.where(allowed[..., None, :], scores * scale, -jnp.inf)
+        scores = with_keys(queries.astype(keys.dtype), keys)
+    return jnp.where(allowed[:, None, :, None, :], scores * scale, -jnp.inf)
 
 
 def mix(weights: jax.Array, values: jax.Array | Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """[*batch, T, G, S] times [*batch, S, H]: [*batch, T, G, H] in the dtype of the weights.
+    """[B, K, T, G, S] times [B, K, S, H]: [B, K, T, G, H] in the dtype of the weights.
 
     Args:
-      dtype: of the factors of the product where the values are `Quantized`.
+      dtype: of the factors of the matmul where the values are `Quantized`.
     """
     if isinstance(values, Quantized):
-        weights = weights * values.scales[..., None, None, :].astype(weights.dtype)
+        weights = weights * values.scales[:, :, None, None, :].astype(weights.dtype)
         return mix(weights, values.values.astype(dtype), dtype)
-    return _product(weights.astype(values.dtype), values, _with_values, weights.dtype)
+    return with_values(weights.astype(values.dtype), values).astype(weights.dtype)
 
 
-def _with_keys(a: jax.Array, b: jax.Array, wide: jax.typing.DTypeLike) -> jax.Array:
-    """[*batch, rows, H] times [*batch, S, H]."""
-    batch = tuple(range(b.ndim - 2))
-    return lax.dot_general(a, b, (((a.ndim - 1,), (b.ndim - 1,)), (batch, batch)), preferred_element_type=wide)
+@for_cpu(cpu.multiply_heads)
+def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """[*batch, T, G, H] times [*batch, S, H]: [*batch, T, G, S], in float32 at least."""
+    batch = tuple(range(keys.ndim - 2))
+    dimensions = ((queries.ndim - 1,), (keys.ndim - 1,)), (batch, batch)
+    return lax.dot_general(queries, keys, dimensions, preferred_element_type=wide(keys))
 
 
-def _with_values(a: jax.Array, b: jax.Array, wide: jax.typing.DTypeLike) -> jax.Array:
-    """[*batch, rows, S] times [*batch, S, H]."""
-    batch = tuple(range(b.ndim - 2))
-    return lax.dot_general(a, b, (((a.ndim - 1,), (b.ndim - 2,)), (batch, batch)), preferred_element_type=wide)
+@for_cpu(cpu.multiply_heads)
+def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """[*batch, T, G, S] times [*batch, S, H]: [*batch, T, G, H], in float32 at least."""
+    batch = tuple(range(values.ndim - 2))
+    dimensions = ((weights.ndim - 1,), (values.ndim - 2,)), (batch, batch)
+    return lax.dot_general(weights, values, dimensions, preferred_element_type=wide(values))
 
 
-def _product(a: jax.Array, b: jax.Array, product: Callable[..., jax.Array], wide: jax.typing.DTypeLike) -> jax.Array:
-    """A product of [*batch, T, G, ...]; on a CPU with a second row where there is one of short numbers.
-
-    XLA for CPU has kernels for 16-bit and 8-bit products from two rows on; for one row it converts the whole cache.
-    """
-    *_, new, groups, _ = a.shape
-    plain = partial(product, wide=wide)
-    if new * groups > 1 or a.dtype.itemsize > 2:
-        return plain(a, b)
-
-    def padded(a: jax.Array, b: jax.Array) -> jax.Array:
-        rows = a.reshape(*a.shape[:-3], 1, a.shape[-1])
-        found = plain(jnp.pad(rows, [(0, 0)] * (rows.ndim - 2) + [(0, 1), (0, 0)]), b)
-        return found[..., :1, :].reshape(*a.shape[:-1], found.shape[-1])
-
-    return lax.platform_dependent(a, b, cpu=padded, default=plain)
+@for_cpu(cpu.multiply_by_whole_numbers)
+def with_whole_numbers(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """`with_keys` of int8 keys, without their factors; an accelerator converts them as it reads them."""
+    return with_keys(queries, keys.astype(queries.dtype))
 
 
-def _converted(
-    queries: jax.Array, values: jax.Array, *, product: Callable[..., jax.Array], wide: jax.typing.DTypeLike
-) -> jax.Array:
-    return product(queries, values.astype(queries.dtype), wide)
-
-
-def _whole_numbers(queries: jax.Array, values: jax.Array, *, wide: jax.typing.DTypeLike) -> jax.Array:
-    """On a CPU the queries become whole numbers too: keys converted to float32 would be written before they are read."""
-    short = quantize(queries)
-    return _product(short.values, values, _with_keys, jnp.int32).astype(wide) * short.scales[..., None].astype(wide)
+def wide(x: jax.Array) -> jax.typing.DTypeLike:
+    """The dtype of sums: int32 of int8, else float32 at least."""
+    return jnp.int32 if x.dtype == jnp.int8 else jnp.promote_types(x.dtype, jnp.float32)

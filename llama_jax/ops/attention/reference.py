@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from llama_jax.ops.attention.seen import OldSeen as Seen
-from llama_jax.ops.attention.seen import visible
+from llama_jax.ops.attention.seen import Seen, visible
 
 
 def reference(
@@ -14,12 +13,12 @@ def reference(
 ) -> jax.Array:
     """Scores, softmax, mixture (Vaswani et al. 2017, section 3.2.1), all T x S of them, differentiated by JAX.
 
-    Arguments and result as for `attention`. A query that sees nothing gives zeros.
+    Arguments and result as for `attend`. A query that sees nothing gives zeros.
     """
     precise = jnp.promote_types(queries.dtype, jnp.float32)
-    scores = jnp.einsum("...tgh,...sh->...tgs", queries, keys, preferred_element_type=precise) * scale
-    allowed = visible(seen, window)[..., None, :]
+    allowed = visible(seen, window)[:, None, :, None, :]  # [B|1, 1, T, 1, S]
+    scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=precise) * scale
     scores = jnp.where(allowed, scores, jnp.finfo(precise).min)
     weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0)
-    mixed = jnp.einsum("...tgs,...sh->...tgh", weights.astype(values.dtype), values, preferred_element_type=precise)
+    mixed = jnp.einsum("bktgs,bksh->bktgh", weights.astype(values.dtype), values, preferred_element_type=precise)
     return mixed.astype(queries.dtype)
