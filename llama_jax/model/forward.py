@@ -232,8 +232,7 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
 
     own = turn(slots if places.positions is None else places.positions)
     if cache is None or cache.fresh:
-        segments = places.segment_ids
-        seen = Seen(order[None], order[None], segments, segments, ordered=True)
+        seen = Seen.whole(new, places.segment_ids)
         return _Step(own, seen) if cache is None else _Step(own, seen, slots_of(cache, new))
     held = key_positions(cache, new)
     sink_turn = None
