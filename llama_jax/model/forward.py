@@ -204,7 +204,7 @@ def _mixing_of(
     if compute.attend is not None and layout.arrange is not identity:
         raise MeshError("an attention of one's own cannot be divided over context: only ring attention knows those rows")
     attend = compute.attend or layout.attend or ops.attend
-    windows = [window for window in (config.window, cache and cache.window) if window is not None]
+    windows = [window for window in (config.window, None if cache is None else cache.window) if window is not None]
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": min(windows, default=None)}
 
     def mix(heads: _Heads, view: View, seen: Seen) -> jax.Array:
@@ -282,7 +282,7 @@ def _project_heads(config: LlamaConfig, block: Block, hidden: jax.Array, step: _
     # Split and not indexed: the gradients of the parts are then joined, where those of slices are filled up and added.
     groups = config.queries_per_kv_head
     unturned, values = jnp.split(qkv, [groups + 1], axis=-2)
-    if weights.query_norm is not None:
+    if weights.query_norm is not None and weights.key_norm is not None:
         queries, keys = jnp.split(unturned, [groups], axis=-2)
         queries = ops.rms_norm(queries, weights.query_norm, config.norm_eps)
         unturned = jnp.concatenate([queries, ops.rms_norm(keys, weights.key_norm, config.norm_eps)], axis=-2)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_jax.ops.project import sum_of_outer
+from llama_jax.ops.linear import sum_of_outer
 
 from llama_jax import ops
 from llama_jax.ops.rotary import SCALINGS

@@ -20,6 +20,7 @@ from llama_jax.analysis.memory import train_programs
 from llama_jax.errors import MeshError
 from llama_jax.inference import state
 from llama_jax.inference.requests import prepare
+from llama_jax.model.options import Places
 from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.attention.reference import reference
 from llama_jax.parallel.fit import fit, fitted
