@@ -1,0 +1,47 @@
+"""Programs as bytes: the library's trees can be arguments and results of what `jax.export` serialises.
+
+A program is exported with parameters and cache as arguments, so that one of a few megabytes serves every checkpoint of a
+configuration, and runs where the library is not installed as source but its trees are:
+
+    register_for_export()
+    exported = jax.export.export(jax.jit(partial(llama_jax.forward, config)))(params, tokens, cache)
+    data = exported.serialize()  # needs the package flatbuffers, as the extra "export" says
+    hidden, cache = jax.export.deserialize(data).call(params, tokens, cache)
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+from jax import export
+
+from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.state import Produced, Reading, Request, State
+from llama_jax.model.cache import KVCache
+from llama_jax.model.options import Places
+from llama_jax.model.params import Attention, Block, FeedForward, Llama
+from llama_jax.ops.quantized import Quantized
+from llama_jax.training.batch import Batch
+from llama_jax.training.step import TrainState
+
+TREES: tuple[type[Any], ...] = (
+    *(Llama, Block, Attention, FeedForward),
+    *(KVCache, Quantized, Sampling, Request, State, TrainState),
+)
+TUPLES: tuple[type[Any], ...] = (Places, Reading, Produced, Batch)
+
+
+@cache
+def register_for_export() -> None:
+    """Tell `jax.export` how the library's trees are written; once is enough, and more does nothing."""
+    for tree in TREES:
+        export.register_pytree_node_serialization(
+            tree,
+            serialized_name=f"llama_jax.{tree.__name__}",
+            serialize_auxdata=lambda static: json.dumps(static).encode(),
+            deserialize_auxdata=lambda data: tuple(json.loads(data)),
+        )
+    for named in TUPLES:
+        export.register_namedtuple_serialization(named, serialized_name=f"llama_jax.{named.__name__}")

@@ -1,0 +1,66 @@
+"""Exported programs give, from bytes, what the functions give."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import llama_jax
+from llama_jax.exporting import register_for_export
+from llama_jax.inference.requests import prepare
+from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.state import decode, empty_reading, read, start
+from llama_jax.model.options import Places
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    register_for_export()
+    register_for_export()
+
+
+def from_bytes(function, *arguments):
+    """The function after a journey through bytes."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), arguments)
+    data = export.export(jax.jit(function))(*shapes).serialize()
+    return export.deserialize(data).call
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_reading_and_decoding_from_bytes(models, dtype):
+    config, params = models["gqa"]
+    tokens, lengths, request = prepare(config, [[1, 2, 3], [4, 5]], 8, Sampling(temperature=[0.0, 0.7], seed=[0, 1]), [7])
+    options = llama_jax.CacheOptions(dtype=dtype)
+    reading = empty_reading(config, params, 2, 32, options)
+    places = Places(lengths, rope_lengths=lengths)
+
+    def run(read, start, decode):
+        read_so_far = read(params, reading, tokens, places)
+        state, first = start(params, read_so_far, tokens, lengths, request)
+        state, _, rest = decode(params, state, jnp.int32(2))
+        return first, rest, state
+
+    functions = partial(read, config), partial(start, config), partial(decode, config, most=2)
+    wanted = run(*map(jax.jit, functions))
+    state, _ = start(config, params, read(config, params, reading, tokens, places), tokens, lengths, request)
+    found = run(
+        from_bytes(functions[0], params, reading, tokens, places),
+        from_bytes(functions[1], params, reading._replace(cache=state.cache), tokens, lengths, request),
+        from_bytes(functions[2], params, state, jnp.int32(2)),
+    )
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, wanted)
+
+
+def test_one_program_for_every_number_of_rows(models):
+    """The batch may stay open: prompts of any number of rows through one program."""
+    config, params = models["gqa"]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    tokens = jax.ShapeDtypeStruct(export.symbolic_shape("B, 8"), jnp.int32)
+    exported = export.export(jax.jit(lambda params, tokens: llama_jax.forward(config, params, tokens)[0]))(shapes, tokens)
+    call = export.deserialize(exported.serialize()).call
+    for rows in (1, 3):
+        some = np.random.default_rng(rows).integers(0, config.vocab_size, (rows, 8), np.int32)
+        np.testing.assert_allclose(call(params, some), llama_jax.forward(config, params, some)[0], rtol=1e-5, atol=1e-6)
