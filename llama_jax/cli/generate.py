@@ -42,6 +42,7 @@ class Generate(ModelOptions):
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
         from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.cli.text import Text
+        from llama_jax.ops.attention import observed
 
         use_compilation_cache()
         compiling = CompileClock()
@@ -88,33 +89,34 @@ class Generate(ModelOptions):
         tokens: list[int] = []
         logprobs: list[float] = []
         stopped = False
-        try:
-            for piece in pieces:
-                clock.piece(int(piece.valid.sum()))
-                for token, logprob in zip(piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True):
-                    stopped = int(token) in ends
+        with observed() as attention:
+            try:
+                for piece in pieces:
+                    clock.piece(int(piece.valid.sum()))
+                    for token, logprob in zip(
+                        piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True
+                    ):
+                        stopped = int(token) in ends
+                        if stopped:
+                            break
+                        tokens.append(int(token))
+                        logprobs.append(float(logprob))
+                        stopped = text.push(int(token))
+                        if stopped:
+                            break
                     if stopped:
                         break
-                    tokens.append(int(token))
-                    logprobs.append(float(logprob))
-                    stopped = text.push(int(token))
-                    if stopped:
-                        break
-                if stopped:
-                    break
-        finally:
-            text.finish()
+            finally:
+                text.finish()
 
         import jax
-
-        from llama_jax.ops.attention import backends_taken
 
         statistics = {
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
             "mesh": self.mesh and str(self.mesh_sizes()),
             "dtype": str(params.embedding.dtype),
-            "attention": " and ".join(backends_taken()),
+            "attention": " and ".join(attention),
             "seed": seed,
             "load_seconds": round(loaded - started, 3),
             "compile_seconds": round(compiling.seconds, 3),

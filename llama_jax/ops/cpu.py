@@ -182,7 +182,7 @@ FINER = 254  # how much finer the second whole number of a query's entry counts 
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`attention.products`: of [*batch, T, G, ...] and [*batch, S, H], without an axis of one row, and of two queries at least."""
+    """`attention.products`: of [*batch, T, G, ...] and [*batch, S, H]; no axis of one row, and two queries at least."""
     if b.ndim == 4 and b.shape[0] == 1:
         return multiply_heads(plain, a[0], b[0])[None]
     new, groups = a.shape[-3:-1]

@@ -25,7 +25,6 @@ from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama, parameter_count
-from llama_jax.ops.attention import backends_taken
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
@@ -354,8 +353,7 @@ class _Run:
         if self.peak is not None:
             self.log.line(FORMULA)
         where = f"; resumed at step {int(state.step)}" if resumed else ""
-        ways = " and ".join(backends_taken())
-        attention = f", attention by {ways}" if ways else ""
+        attention = f", attention by {self.program.attention}" if self.program.attention else ""
         compiled = f"compiled in {self.program.compile_seconds:.1f} s for {self.program.description}{attention}"
         self.log.line(f"{compiled}{where}")
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import MeshError
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama, init, stack
+from llama_jax.ops.attention import observed
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
 from llama_jax.parallel.specs import batch_spec, param_specs, shardings, step_over, train_state_specs
@@ -48,6 +49,7 @@ class Program:
       devices: how many.
       description: of the devices, in words.
       compile_seconds: of `step`.
+      attention: how `step` computes it, in words; empty where it is compiled later, as by pmap.
     """
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
@@ -60,6 +62,7 @@ class Program:
     devices: int
     description: str
     compile_seconds: float
+    attention: str = ""
 
 
 def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> Program:
@@ -122,7 +125,8 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
     )
     jitted = jax.jit(_step(recipe, step_over(recipe.model, mesh)), donate_argnums=0, out_shardings=(placement, whole))
     began = time.perf_counter()
-    compiled = jitted.lower(shapes, _batch_shapes(recipe, rows)).compile()
+    with observed() as attention:
+        compiled = jitted.lower(shapes, _batch_shapes(recipe, rows)).compile()
 
     def start(params: Llama | None) -> TrainState:
         if params is None:
@@ -148,6 +152,7 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
         devices=sizes.devices,
         description=f"mesh {sizes}" if sizes.devices > 1 else "one device",
         compile_seconds=time.perf_counter() - began,
+        attention=" and ".join(attention),
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from llama_jax.ops.linear import sum_of_outer
 
 from llama_jax import ops
+from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.rotary import SCALINGS
 
 
@@ -208,7 +209,13 @@ def plain_attention(q, k, v, positions, scale):
     return out
 
 
-half_scaled = jax.jit(partial(ops.attention, scale=0.5))
+def attend_at(positions, queries, keys, values, *, scale=0.5, segments=(None, None)):
+    """Queries at positions [B|1, T], keys at their slots."""
+    seen = Seen(positions, jnp.arange(keys.shape[2])[None], *segments)
+    return ops.attend(queries, View.of(keys, values), seen, scale=scale)
+
+
+half_scaled = jax.jit(lambda q, k, v, positions: attend_at(positions, q, k, v))
 
 
 class TestAttention:
@@ -220,7 +227,7 @@ class TestAttention:
         v = normal(seed + 2, batch, heads, slots, 4)
         start = np.random.default_rng(seed).integers(0, before + 1, batch)
         positions = start[:, None] + np.arange(time)
-        got = half_scaled(q, k, v, jnp.asarray(positions)[:, None])
+        got = half_scaled(q, k, v, jnp.asarray(positions))
         np.testing.assert_allclose(got, plain_attention(q, k, v, positions, 0.5), rtol=1e-4, atol=1e-5)
 
     @given(sizes, seeds)
@@ -232,13 +239,13 @@ class TestAttention:
         scores = np.where(np.tril(np.ones((time, time), bool)), scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         want = np.einsum("nts,nsh->nth", weights / weights.sum(-1, keepdims=True), v)
-        got = half_scaled(q[None, :, :, None], k[None], v[None], jnp.arange(time)[None, None])
+        got = half_scaled(q[None, :, :, None], k[None], v[None], jnp.arange(time)[None])
         np.testing.assert_allclose(got[0, :, :, 0], want, rtol=1e-4, atol=1e-5)
 
     @given(st.integers(1, 3), st.integers(1, 4), seeds)
     def test_a_group_equals_repeated_keys_and_values(self, heads, group, seed):
         q, k, v = normal(seed, 1, heads, 5, group, 4), normal(seed + 1, 1, heads, 5, 4), normal(seed + 2, 1, heads, 5, 4)
-        positions = jnp.arange(5)[None, None]
+        positions = jnp.arange(5)[None]
         grouped = half_scaled(q, k, v, positions)
         alone = half_scaled(
             q.transpose(0, 1, 3, 2, 4).reshape(1, heads * group, 5, 1, 4),
@@ -254,33 +261,26 @@ class TestAttention:
         slots, group, width = 4096, 32, 128
         shapes = [(1, 1, 1, group, width), (1, 1, slots, width), (1, 1, slots, width)]
         arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        program = jax.jit(lambda q, k, v, p: ops.attention(q, k, v, p, scale=1.0))
-        compiled = program.lower(*arrays, jax.ShapeDtypeStruct((1, 1, 1), jnp.int32)).compile()
+        compiled = half_scaled.lower(*arrays, jax.ShapeDtypeStruct((1, 1), jnp.int32)).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 4 * slots * width + 8 * 4 * slots * group
-
-    def test_a_dropped_batch_axis_changes_nothing(self):
-        q, k, v = normal(0, 1, 2, 3, 2, 4), normal(1, 1, 2, 9, 4), normal(2, 1, 2, 9, 4)
-        positions = jnp.array([[[4, 5, 6]]])
-        whole = ops.attention(q, k, v, positions, scale=0.5)
-        np.testing.assert_allclose(ops.attention(q[0], k[0], v[0], positions[0], scale=0.5), whole[0], rtol=1e-6, atol=1e-6)
 
     @pytest.mark.parametrize("packed", [False, True])
     @pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.02)])
     def test_gradients(self, packed, dtype, share):
         _, (q, k, v) = rounded(normal(0, 2, 3, 6, 2, 4), normal(1, 2, 3, 8, 4), normal(2, 2, 3, 8, 4))
-        positions = np.broadcast_to(np.arange(6) + 1, (2, 1, 6))  # the last slot is seen by nobody
-        documents = np.array([[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2, 3, 3]])[:, None]
-        segments = (documents[..., 1:7], documents) if packed else None
+        positions = np.broadcast_to(np.arange(6) + 1, (2, 6))  # the last slot is seen by nobody
+        documents = np.array([[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 2, 2, 2, 3, 3]])
+        segments = (documents[:, 1:7], documents) if packed else (None, None)
 
         def plain(q, k, v):
             seen = np.arange(8) <= positions[..., None]
             if packed:
-                seen &= documents[..., 1:7, None] == documents[..., None, :]
-            scores = jnp.where(seen[..., None, :], jnp.einsum("bktgh,bksh->bktgs", q, k) * 0.5, -jnp.inf)
+                seen &= documents[:, 1:7, None] == documents[:, None, :]
+            scores = jnp.where(seen[:, None, :, None], jnp.einsum("bktgh,bksh->bktgs", q, k) * 0.5, -jnp.inf)
             return jnp.einsum("bktgs,bksh->bktgh", jax.nn.softmax(scores, axis=-1), v)
 
         def ours(q, k, v):
-            return ops.attention(q, k, v, positions, scale=0.5, segments=segments)
+            return attend_at(positions, q, k, v, segments=segments)
 
         found = jax.jit(partial(gradients, ours))(*(jnp.asarray(a, dtype) for a in (q, k, v)))
         assert [g.dtype for g in found] == [dtype] * 3
@@ -292,37 +292,33 @@ class TestAttention:
         """Computed in blocks: of 1, 2 and 8 queries' worth here, of unequal lengths."""
         shapes = (2, 3, length, 2, 4), (2, 3, length, 4), (2, 3, length, 4)
         operands = [normal(i, *shape) for i, shape in enumerate(shapes)]
-        positions = jnp.arange(length)[None, None]
-        documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, 1, length)))
-        segments = (documents, documents) if packed else None
+        documents = np.sort(np.random.default_rng(0).integers(0, 5, (2, length))) if packed else None
+        seen = Seen.whole(length, documents)
 
-        def value_and_gradients(positions, operands):
-            attend = partial(ops.attention, query_positions=positions, scale=0.5, segments=segments)
+        def value_and_gradients(seen, operands):
+            def attend(q, k, v):
+                return ops.attend(q, View.of(k, v), seen, scale=0.5)
+
             return attend(*operands), gradients(attend, *operands)
 
-        found, expected = (jax.jit(partial(value_and_gradients, p))(operands) for p in (None, positions))
+        found, expected = (jax.jit(value_and_gradients)(s, operands) for s in (seen, seen.replace(ordered=False)))
         assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 1e-5)
 
     def test_what_nobody_sees_is_not_computed(self):
         q, k = jax.ShapeDtypeStruct((1, 1, 512, 1, 8), jnp.float32), jax.ShapeDtypeStruct((1, 1, 512, 8), jnp.float32)
-        whole = jax.jit(lambda q, k: ops.attention(q, k, k, jnp.arange(512)[None, None], scale=1.0)).lower(q, k)
-        blocks = jax.jit(lambda q, k: ops.attention(q, k, k, scale=1.0)).lower(q, k)
+        seen = Seen.whole(512)
+        attend = lambda seen: jax.jit(lambda q, k: ops.attend(q, View.of(k, k), seen, scale=1.0)).lower(q, k)
+        blocks, whole = attend(seen), attend(seen.replace(ordered=False))
         flops = [lowered.compile().cost_analysis()["flops"] for lowered in (blocks, whole)]
         assert flops[0] / flops[1] == pytest.approx(9 / 16, rel=0.02)
-
-    def test_keeps_no_scores_for_the_backward_pass(self):
-        q, k = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
-        positions = jnp.broadcast_to(jnp.arange(40), (2, 1, 40))
-        _, pull = jax.vjp(lambda q, k, v: ops.attention(q, k, v, positions, scale=1.0), q, k, k)
-        assert max(kept.size for kept in jax.tree.leaves(pull)) <= q.size
 
     def test_bfloat16_is_close_and_stays_bfloat16(self):
         q, k, v = normal(0, 2, 2, 3, 2, 8), normal(1, 2, 2, 3, 8), normal(2, 2, 2, 3, 8)
         low = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-        positions = jnp.arange(3)[None, None]
-        got = ops.attention(*low, positions, scale=0.3)
+        positions = jnp.arange(3)[None]
+        got = attend_at(positions, *low, scale=0.3)
         assert got.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(got, np.float32), ops.attention(q, k, v, positions, scale=0.3), atol=0.05)
+        np.testing.assert_allclose(np.asarray(got, np.float32), attend_at(positions, q, k, v, scale=0.3), atol=0.05)
 
 
 class TestFeedForward:

@@ -38,7 +38,7 @@ LOWEST = -1e30  # finite, so that no difference of two is NaN
 def blockwise(
     queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, scale: float, window: int | None = None
 ) -> jax.Array:
-    """Arguments and result as for `attend`. Differentiated in reverse mode only, by hand: of a loop JAX would save all turns."""
+    """Arguments and result as for `attend`. Differentiated by hand, in reverse mode only: JAX would save a loop's turns."""
     return forward_part(queries, keys, values, seen, scale=scale, window=window)[0].astype(queries.dtype)
 
 
@@ -166,8 +166,9 @@ def mean_of(of_mixed: jax.Array, mixed: jax.Array, dtype: jax.typing.DTypeLike) 
 def gradients_of_block(
     scale: float, of_queries: tuple[jax.Array, ...], keys: jax.Array, values: jax.Array, allowed: jax.Array
 ) -> Three:
-    """The gradients from all scores of some queries and keys, as [B, K, S, T * G]: of the three matmuls that follow, only one
-    then contracts the first axis of both.
+    """The gradients from all scores of some queries and keys.
+
+    Scores are [B, K, S, T * G]: of the three matmuls that follow, only one then contracts the first axis of both.
 
     Args:
       of_queries: the queries, their log-sum-exps, the means of their weights' gradients, and the gradient of what was

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def cudnn(
 
 
 def _dot_product_attention(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, scale: float, **options: object
+    queries: jax.Array, keys: jax.Array, values: jax.Array, scale: float, **options: Any
 ) -> jax.Array:
     batch, heads, new, groups, width = queries.shape
     mixed = jax.nn.dot_product_attention(
@@ -69,7 +70,7 @@ def _dot_product_attention(
         values.swapaxes(1, 2),
         scale=scale,
         implementation="cudnn",
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     return mixed.reshape(batch, new, heads, groups, width).swapaxes(1, 2)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops.attention.blockwise import MIXED
+from llama_jax.ops.attention.blockwise import LOWEST, MIXED
 from llama_jax.ops.attention.products import mix, scores_of
 from llama_jax.ops.attention.seen import Seen, visible
 from llama_jax.ops.quantized import Quantized, over_rows
@@ -35,41 +35,40 @@ def rows(
     """
 
     def run(queries: jax.Array, keys: jax.Array | Quantized, values: jax.Array | Quantized, seen: Seen) -> jax.Array:
-        return jnp.concatenate(
-            [
-                _of_block(
-                    queries[:, :, begin:end],
-                    *(over_rows(lambda x: x[:, :, first:last], x) for x in (keys, values)),  # noqa: B023 - used at once
-                    visible(seen.part(slice(begin, end), slice(first, last)), window),
-                    scale,
-                )
-                for begin, end, first, last in _blocks(queries.shape[2], keys.shape[2], seen.ordered, window)
-            ],
-            axis=2,
-        )
+        found = []
+        for own, slots in _blocks(queries.shape[2], keys.shape[2], seen.ordered, window):
+            allowed = visible(seen.part(own, slots), window)
+            found.append(_of_block(queries[:, :, own], _cut(keys, slots), _cut(values, slots), allowed, scale))
+        return jnp.concatenate(found, axis=2)
 
     saved = jax.checkpoint_policies.save_only_these_names(MIXED, TOTAL)
     return jax.checkpoint(run, policy=saved)(queries, keys, values, seen)
 
 
-def _blocks(new: int, slots: int, ordered: bool, window: int | None) -> list[tuple[int, int, int, int]]:
-    """Begin and end of each block of queries, and of the slots that they see at most."""
-    blocks = min(max(new // SHORTEST_BLOCK, 1), MOST_BLOCKS) if ordered else 1
-    found = []
-    for begin, end in itertools.pairwise(new * i // blocks for i in range(blocks + 1)):
-        first = max(begin - window + 1, 0) if ordered and window is not None else 0
-        found.append((begin, end, first, end if ordered else slots))
-    return found
+def _blocks(new: int, slots: int, ordered: bool, window: int | None) -> list[tuple[slice, slice]]:
+    """The queries of each block, and the slots that they see at most."""
+    if not ordered:
+        return [(slice(new), slice(slots))]
+    blocks = min(max(new // SHORTEST_BLOCK, 1), MOST_BLOCKS)
+    ends = itertools.pairwise(new * i // blocks for i in range(blocks + 1))
+    return [(slice(begin, end), slice(0 if window is None else max(begin - window + 1, 0), end)) for begin, end in ends]
+
+
+def _cut(x: jax.Array | Quantized, slots: slice) -> jax.Array | Quantized:
+    return over_rows(lambda x: x[:, :, slots], x)
 
 
 def _of_block(
     queries: jax.Array, keys: jax.Array | Quantized, values: jax.Array | Quantized, allowed: jax.Array, scale: float
 ) -> jax.Array:
     scores = scores_of(queries, keys, allowed, scale)  # [B, K, T, G, S]
-    largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    largest = jnp.where(largest == -jnp.inf, 0, largest)  # a query that sees nothing: zeros and not NaN
+    # Of a query that sees nothing all scores are -inf: weights of zero and not NaN.
+    largest = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST))
     weights = jnp.exp(scores - largest)
     total = checkpoint_name(jnp.sum(weights, axis=-1, keepdims=True), TOTAL)
+    total = jnp.where(total == 0, 1, total)
+    if queries.shape[2] == 1:  # one kernel less on a GPU
+        return mix(weights / total, values, queries.dtype).astype(queries.dtype)
     # Divided here and not before the matmul: H numbers per query instead of S.
     mixed = checkpoint_name(mix(weights, values, queries.dtype), MIXED)  # [B, K, T, G, H]
-    return (mixed / jnp.where(total == 0, 1, total)).astype(queries.dtype)
+    return (mixed / total).astype(queries.dtype)
