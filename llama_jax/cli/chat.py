@@ -50,6 +50,7 @@ class Chat(ModelOptions):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors=errors)  # what is no text must not end the chat
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.model.options import Compute
 
         use_compilation_cache()
         import llama_jax
@@ -119,6 +120,7 @@ class Chat(ModelOptions):
                     sampling=replace(sampling, seed=(seed + turn) % 2**32),
                     stop_tokens=ends,
                     cache=options,
+                    compute=Compute(attention=self.attention),
                 )
                 answer = reply(tokenizer, pieces, ends, at_start=format != "plain")
                 history = [*kept, {"role": "assistant", "content": answer}]

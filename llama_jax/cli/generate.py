@@ -42,6 +42,7 @@ class Generate(ModelOptions):
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
         from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.cli.text import Text
+        from llama_jax.model.options import Compute
         from llama_jax.ops.attention import observed
 
         use_compilation_cache()
@@ -80,6 +81,7 @@ class Generate(ModelOptions):
             sampling=sampling,
             stop_tokens=ends,
             cache=options,
+            compute=Compute(attention=self.attention),
         )
         loaded = time.perf_counter()
         text = Text(tokenizer, self.stop, write=_discard if self.json else _print)

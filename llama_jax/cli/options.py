@@ -62,6 +62,8 @@ class ModelOptions(RememberOptions):
     rope: str = ""
     """Another rope scaling than the model's own: KIND:FACTOR, as in yarn:4, also lengthens the context; none leaves the
     model's out."""
+    attention: Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"] = "auto"
+    """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
 

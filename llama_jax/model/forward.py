@@ -201,11 +201,16 @@ def _mixing_of(
     config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | None
 ) -> Callable[[_Heads, View, Seen], jax.Array]:
     """Attention of one layer, [B, K, T, G, H], with all that is the same in every layer bound."""
-    if compute.attend is not None and layout.arrange is not identity:
-        raise MeshError("an attention of one's own cannot be divided over context: only ring attention knows those rows")
+    if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
+        raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
     attend = compute.attend or layout.attend or ops.attend
     windows = [window for window in (config.window, None if cache is None else cache.window) if window is not None]
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": min(windows, default=None)}
+
+    if compute.attention != "auto":
+        if cache is not None and cache.sinks:
+            raise ConfigError(f"attention={compute.attention!r}: a cache with sinks is read by blocks, in one way only")
+        options["backend"] = compute.attention
 
     def mix(heads: _Heads, view: View, seen: Seen) -> jax.Array:
         if heads.sink_queries is None or cache is None:
@@ -343,7 +348,7 @@ def head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     return params.embedding if head is None else head
 
 
-def logits(config: LlamaConfig, params: Llama, tokens: jax.Array) -> jax.Array:
+def logits(config: LlamaConfig, params: Llama, tokens: jax.Array, compute: Compute = Compute()) -> jax.Array:
     """Logits float32[B, T, V] of whole sequences, without a cache: the plain case of `forward` and `unembed`.
 
     Args:
@@ -353,7 +358,7 @@ def logits(config: LlamaConfig, params: Llama, tokens: jax.Array) -> jax.Array:
       GenerationError: an id outside the vocabulary (checked where the values are known, not under `jit`).
     """
     check_tokens(config, tokens)
-    hidden, _ = forward(config, params, jnp.asarray(tokens))
+    hidden, _ = forward(config, params, jnp.asarray(tokens), compute=compute)
     return unembed(config, params, hidden)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import AbstractMesh
+
+from llama_jax.errors import ConfigError
+from llama_jax.ops.attention import Backend
 
 Constrain = Callable[[jax.Array, str], jax.Array]
 Attend = Callable[..., jax.Array]  # (queries, view, seen, *, scale, window), as `ops.attend`
@@ -48,13 +51,24 @@ class Compute:
         its matmuls with weights and attention by blocks; "full", everything in a layer, so that only the residual stream
         between layers is saved (Chen et al. 2016, section 3); "offload", as "full", and the residual stream waits in the
         host's memory.
+      attention: how attention is computed, see `ops.attend`; "auto" takes what `ops.attention.choose` says.
       attend: an attention of one's own, with the arguments of `ops.attend`; None takes `ops.attend`, or what the layout has
         in its place. A cache with sinks is read by `ops.attend_with_sinks` whatever this is.
+
+    Raises:
+      ConfigError: an attention of one's own and a way to compute the library's; a way that does not exist.
     """
 
     dtype: Any = None
     remat: Remat = "none"
+    attention: Backend = "auto"
     attend: Attend | None = None
+
+    def __post_init__(self) -> None:
+        if self.attention not in get_args(Backend):
+            raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(Backend))}")
+        if self.attend is not None and self.attention != "auto":
+            raise ConfigError(f"attention={self.attention!r} is of the library's attention, and attend gives another")
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

@@ -67,6 +67,7 @@ def evaluate(
     length: int | None = None,
     stride: int | None = None,
     batch: int | None = None,
+    compute: Compute = Compute(),
     measure: Measure | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -89,8 +90,9 @@ def evaluate(
         `length`. With `length` itself windows do not overlap: quicker, but tokens at their beginnings lack context.
       batch: B, rows that are read at once, the last ones filled up with padding; by default 1 on a CPU, where the scores
         of more leave its caches (measured: 8 rows of 512 tokens take 6 times as long as one by one), and 8 elsewhere.
+      compute: dtype and attention.
       measure: `token_nats` with all but its last two arguments given, under `jax.jit`. Given once to several calls, it is
-        compiled once for each shape [B, T]; it also decides about dtype and layout over devices.
+        compiled once for each shape [B, T]; it also decides about compute and layout over devices.
       progress: wraps the range of batches, as `tqdm.tqdm` does.
 
     Raises:
@@ -100,7 +102,7 @@ def evaluate(
     windows = cut_windows(corpus, length, stride)
     length = int(windows.read.max())  # where no document fills a window, no row is as long
     rows = pack(windows.read.tolist(), length)
-    measure = jax.jit(partial(token_nats, config)) if measure is None else measure
+    measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
 
     sums = np.zeros(len(windows.read))
 

@@ -24,6 +24,7 @@ from llama_jax.data import Corpus, open_corpus, split, training_batches
 from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
+from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama, parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -500,7 +501,13 @@ class _Run:
         new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
         sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
         results = generate(
-            recipe.model, gathered, prompts, max_new_tokens=new, sampling=sampling, stop_tokens=self.tokenizer.stop_ids
+            recipe.model,
+            gathered,
+            prompts,
+            max_new_tokens=new,
+            sampling=sampling,
+            stop_tokens=self.tokenizer.stop_ids,
+            compute=Compute(attend=recipe.attend),
         )
         for prompt, ids, result in zip(recipe.prompts, prompts, results, strict=True):
             # A padded vocabulary has tokens that stand for nothing, and a young model may choose one.

@@ -26,7 +26,7 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Measure, token_nats
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.batch import Batch
-from llama_jax.training.objective import LossOptions
+from llama_jax.training.objective import LossOptions, total_loss
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
@@ -80,6 +80,7 @@ def _step(recipe: Recipe, step: Callable[..., tuple[TrainState, Metrics]]) -> Ca
     return partial(
         step,
         make_optimizer(recipe.optimizer, recipe.steps),
+        loss=recipe.loss or total_loss,
         options=StepOptions(
             LossOptions(_compute(recipe), recipe.chunk, recipe.z_loss),
             accumulate=recipe.accumulate,
@@ -90,7 +91,7 @@ def _step(recipe: Recipe, step: Callable[..., tuple[TrainState, Metrics]]) -> Ca
 
 
 def _compute(recipe: Recipe) -> Compute:
-    return Compute(recipe.dtype, recipe.remat)
+    return Compute(recipe.dtype, recipe.remat, recipe.attention, recipe.attend)
 
 
 def _start(recipe: Recipe, params: Llama) -> TrainState:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Reading
-from llama_jax.model.options import Remat
+from llama_jax.model.options import Attend, Compute, Remat
+from llama_jax.ops.attention import Backend
 from llama_jax.runs.errors import TrainingError
 from llama_jax.training.objective import CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.training.step import Loss
 
 Vocabulary = Literal["given", "byte", "bpe"]
 # What may change when a run is resumed: what it shows and keeps, not what it computes.
@@ -38,7 +41,9 @@ class Recipe:
         training text with `model.vocab_size` pieces.
       seed: of the parameters and of the order of the data.
       dtype: of the computation; the parameters are float32.
-      remat, chunk, z_loss: see `training.objective`.
+      remat, attention, attend: see `Compute` of `model.options`.
+      loss: of one's own, as `training.objective.total_loss`, which None takes.
+      chunk, z_loss: see `training.objective`.
       ema_decay: of a moving average of the parameters, which is then what is evaluated and loaded; 0 keeps none.
       skip_limit: steps in a row without finite gradients after which the run gives up.
       reading: where documents end in the data.
@@ -64,6 +69,9 @@ class Recipe:
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Remat = "none"
+    attention: Backend = "auto"
+    attend: Attend | None = None
+    loss: Loss | None = None
     chunk: int = CHUNK
     z_loss: float = 0.0
     ema_decay: float = 0.0
@@ -87,6 +95,10 @@ class Recipe:
         for name, known in (("vocabulary", Vocabulary), ("remat", Remat), ("dtype", Literal["float32", "bfloat16"])):
             if getattr(self, name) not in get_args(known):
                 raise TrainingError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(known))}")
+        for name in ("attend", "loss"):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise TrainingError(f"{name}={getattr(self, name)!r} must be a function; a recipe of your own can give one")
+        Compute(attention=self.attention, attend=self.attend)
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
@@ -105,12 +117,19 @@ class Recipe:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON holds it, nested as its dataclasses are."""
-    return dataclasses.asdict(recipe)
+    functions = {name: _name_of(getattr(recipe, name)) for name in ("attend", "loss")}
+    return dataclasses.asdict(recipe) | functions
+
+
+def _name_of(function: Callable[..., Any] | None) -> str | None:
+    """What a function is called where it is defined: all of it that JSON can hold."""
+    return None if function is None else f"{function.__module__}:{getattr(function, '__qualname__', function)}"
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
     defaults = {f"model.{f.name}": f.default for f in dataclasses.fields(LlamaConfig)}
+    defaults |= {f.name: f.default for f in dataclasses.fields(Recipe) if f.name in ("attention", "attend", "loss")}
     old, new = defaults | _flat(before), _flat(after)  # what an older version did not write is as it was then
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
