@@ -46,6 +46,7 @@ class Generate(ModelOptions):
         use_compilation_cache()
         compiling = CompileClock()
         import llama_jax
+        from llama_jax.ops.attention import observed
 
         # Impossible values are refused before minutes go into loading.
         seed = self.choose_seed()
@@ -89,32 +90,32 @@ class Generate(ModelOptions):
         logprobs: list[float] = []
         stopped = False
         try:
-            for piece in pieces:
-                clock.piece(int(piece.valid.sum()))
-                for token, logprob in zip(piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True):
-                    stopped = int(token) in ends
+            with observed() as ways:
+                for piece in pieces:
+                    clock.piece(int(piece.valid.sum()))
+                    valid = piece.valid[0]
+                    for token, logprob in zip(piece.tokens[0][valid], piece.logprobs[0][valid], strict=True):
+                        stopped = int(token) in ends
+                        if stopped:
+                            break
+                        tokens.append(int(token))
+                        logprobs.append(float(logprob))
+                        stopped = text.push(int(token))
+                        if stopped:
+                            break
                     if stopped:
                         break
-                    tokens.append(int(token))
-                    logprobs.append(float(logprob))
-                    stopped = text.push(int(token))
-                    if stopped:
-                        break
-                if stopped:
-                    break
         finally:
             text.finish()
 
         import jax
-
-        from llama_jax.ops.attention import backends_taken
 
         statistics = {
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
             "mesh": self.mesh and str(self.mesh_sizes()),
             "dtype": str(params.embedding.dtype),
-            "attention": " and ".join(backends_taken()),
+            "attention": " and ".join(ways),
             "seed": seed,
             "load_seconds": round(loaded - started, 3),
             "compile_seconds": round(compiling.seconds, 3),

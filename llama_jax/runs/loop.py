@@ -25,7 +25,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama, parameter_count
-from llama_jax.ops.attention import backends_taken
+from llama_jax.ops.attention import observed
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
@@ -144,7 +144,8 @@ def train(
             processes.wait("text tokenised")
         _describe(log, recipe, corpora)
         _agree(processes, folder, recipe, mesh, backend, corpora, note)
-        program = make_program(recipe, mesh, backend)
+        with observed() as ways:
+            program = make_program(recipe, mesh, backend)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
             state = program.start(None if start is None else start.params)
@@ -157,7 +158,7 @@ def train(
         with StopRequest(quiet=processes.index > 0) as stop:
             stopping = Stopping(stop, processes.count)
             run = _Run(recipe, folder, program, snapshots, vocabulary, prompts, corpora, log, stopping, trace, processes)
-            run.announce(state, resumed=note is not None)
+            run.announce(state, " and ".join(ways), resumed=note is not None)
             return run.go_on(state, note)
 
 
@@ -349,12 +350,11 @@ class _Run:
         self.validated = -1  # the step of it
         self.tracing = False
 
-    def announce(self, state: TrainState, *, resumed: bool) -> None:
-        """That the first step comes now."""
+    def announce(self, state: TrainState, ways: str, *, resumed: bool) -> None:
+        """That the first step comes now, and in which ways attention is computed."""
         if self.peak is not None:
             self.log.line(FORMULA)
         where = f"; resumed at step {int(state.step)}" if resumed else ""
-        ways = " and ".join(backends_taken())
         attention = f", attention by {ways}" if ways else ""
         compiled = f"compiled in {self.program.compile_seconds:.1f} s for {self.program.description}{attention}"
         self.log.line(f"{compiled}{where}")
