@@ -8,7 +8,7 @@ ratio of medians within the run are reported; absolute figures depend on the mac
     python experiments/bench_generate.py --shapes stories-15m stories-110m tinyllama-1.1b
 
 What is timed:
-  decode   tokens/s of `new_tokens` greedy steps behind a prompt of `prompt_tokens`, batch 1 and batch 8 (sum of rows).
+  decode   tokens/s of `new_tokens` greedy steps after a prompt of `prompt_tokens`, batch 1 and batch 8 (sum of rows).
            llama_jax: the whole public `generate`, with sampling and logprobs. transformers: its model called in a loop
            with its cache and argmax, which is faster than its `generate`. llama.cpp: `eval` of one token, no sampling.
   prefill  tokens/s of reading a 256-token prompt, to the logits of its last token.

@@ -1,4 +1,4 @@
-"""What long rows cost: attention by backend and length, a training step, reading a long prompt, decoding behind one.
+"""What long rows cost: attention by backend and length, a training step, reading a long prompt, decoding after one.
 
     python experiments/bench_long_context.py [--sections attention step prompt decode] [--lengths 512 2048 ...]
 
@@ -7,7 +7,7 @@ attention: every backend that runs here, forward and forward with gradients, 8 h
   and is left out where they alone are above 4 GB.
 step: one training step of the 15M shape with one row and full rematerialisation.
 prompt: reading a prompt in pieces of 512 into a cache that grows, as `generate` does.
-decode: tokens/s behind so many tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
+decode: tokens/s after so many tokens with a cache of float32, bfloat16 and int8, and the bytes of the cache.
 
 All candidates of a comparison take turns in one process; the figures are medians, and ratios of them are what counts on a
 machine that others use. Parameters are random: nothing here depends on them. Writes
@@ -33,16 +33,31 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from llama_jax import ops
-from llama_jax.config import preset
-from llama_jax.inference import generate
-from llama_jax.inference.sampling import Sampling
-from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, init_cache
-from llama_jax.model.forward import forward
-from llama_jax.model.params import init, stack, unstack
-from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
-from llama_jax.training.step import init_state, train_step
+from llama_jax import (
+    Batch,
+    CacheOptions,
+    Compute,
+    LossOptions,
+    OptimizerSettings,
+    Sampling,
+    StepOptions,
+    cache_bytes,
+    forward,
+    init,
+    init_cache,
+    init_state,
+    make_optimizer,
+    preset,
+    stack,
+    stream,
+    train_step,
+    unstack,
+)
+from llama_jax.inference import state as states
+from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.inference.requests import prepare
+from llama_jax.ops import attend
+from llama_jax.ops.attention import Seen, View
 
 RESULTS = Path(__file__).parent / "results"
 MOST_SCORES = 4 * 2**30  # bytes
@@ -92,9 +107,9 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
         for backend in ("reference", "rows", "blockwise"):
             if backend != "blockwise" and 4 * HEADS * length**2 > MOST_SCORES:
                 continue
-            attend = partial(ops.attention, scale=WIDTH**-0.5, backend=backend)
-            both = jax.grad(lambda q, k, v, attend=attend: jnp.sum(attend(q, k, v) ** 2), argnums=(0, 1, 2))
-            for what, function in (("forward", attend), ("with gradients", both)):
+            mix = partial(_mixed, backend)
+            both = jax.grad(lambda q, k, v, mix=mix: jnp.sum(mix(q, k, v) ** 2), argnums=(0, 1, 2))
+            for what, function in (("forward", mix), ("with gradients", both)):
                 programs[backend, what] = jax.jit(function).lower(*arrays).compile()
         runs = {key: partial(program, *arrays) for key, program in programs.items()}
         seconds = in_turns(runs, turns if length < 8192 else min(turns, 2))  # type: ignore[arg-type,type-var]
@@ -116,6 +131,13 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
     return rows
 
 
+def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """Attention of whole rows."""
+    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
+    seen = Seen(slots, slots, ordered=True)
+    return attend(queries, View.of(keys, values), seen, scale=WIDTH**-0.5, backend=backend)
+
+
 def long_config(shape: str, length: int) -> Any:
     """A published shape for rows of any length."""
     return replace(preset(shape), max_seq_len=length)
@@ -126,7 +148,8 @@ def step(shape: str, length: int) -> dict[str, Any]:
     optimizer = make_optimizer(OptimizerSettings(), steps=10)
     state = init_state(optimizer, stack(init(config, jax.random.key(0))))
     batch = Batch(jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (1, length + 1)), jnp.int32))
-    jitted = jax.jit(partial(train_step, config, optimizer, remat="full"), donate_argnums=0)
+    options = StepOptions(LossOptions(Compute(remat="full")))
+    jitted = jax.jit(partial(train_step, config, optimizer, options=options), donate_argnums=0)
     compiled = jitted.lower(state, batch).compile()
     seconds = []
     for _ in range(3):
@@ -149,12 +172,12 @@ def prompt(shape: str, length: int) -> dict[str, Any]:
     rows = {}
     for capacity in (8_192, 131_072):
         cache = jax.eval_shape(partial(init_cache, config, 1, capacity))
-        piece = jax.ShapeDtypeStruct((1, generate.LARGEST_PREFILL), jnp.int32)
+        piece = jax.ShapeDtypeStruct((1, LARGEST_PREFILL), jnp.int32)
         jitted = jax.jit(forward, static_argnums=0, donate_argnums=3)
         rows[str(capacity)] = temporaries(jitted.lower(config, params, piece, cache).compile())
     ids = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
     began = time.perf_counter()
-    next(generate.stream(config, params, [ids], max_new_tokens=1))
+    next(stream(config, params, [ids], max_new_tokens=1))
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     held = cache_bytes(config, 1, 131_072, jnp.float32)
@@ -172,7 +195,8 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
     for length in filled:
         config = long_config(shape, 2 * length)
         capacity = -(-length // 4096) * 4096 + 4096
-        states, runs = {}, {}
+        held: dict[str, states.State] = {}
+        runs = {}
         for name, dtype, options in (
             ("float32", jnp.float32, CacheOptions()),
             ("float32, int8 cache", jnp.float32, CacheOptions(dtype="int8")),
@@ -180,49 +204,45 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
             ("bfloat16, int8 cache", jnp.bfloat16, CacheOptions(dtype="int8")),
         ):
             params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), unstack(init(config, jax.random.key(0))))
-            _, _, request = generate.prepare(config, [[1]], length, Sampling(temperature=0.0), ())
-            cache, _ = generate.begin(config, params, 1, capacity, options=options)
-            states[name] = _behind(config, cache, length)
-            program = jax.jit(partial(generate.decode, config), donate_argnums=2)
-            runs[name] = partial(_run, program, params, request, states, name)
+            _, _, request = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
+            reading = states.empty_reading(config, params, 1, capacity, options)
+            held[name] = _filled(states.empty_state(config, params, reading, request), length)
+            program = jax.jit(partial(states.decode, config, most=TURNS), donate_argnums=1)
+            runs[name] = partial(_run, program, params, held, name)
         seconds = in_turns(runs, turns)
         for name, taken in seconds.items():
             dtype = jnp.int8 if "int8" in name else jnp.dtype(name)
-            held = cache_bytes(config, 1, capacity, dtype)
+            size = cache_bytes(config, 1, capacity, dtype)
             rate = TOKENS / median(taken)
-            row = {"filled": length, "cache": name, "tokens_per_second": rate, "bytes": held, "all_seconds": taken}
+            row = {"filled": length, "cache": name, "tokens_per_second": rate, "bytes": size, "all_seconds": taken}
             rows.append(row)
-            print(f"decode behind {length:7,} {name:22} {rate:8.1f} tokens/s  cache {held / 1e6:7.1f} MB")
+            print(f"decode after {length:7,} {name:22} {rate:8.1f} tokens/s  cache {size / 1e6:7.1f} MB")
     return rows
 
 
-TOKENS = 4 * generate.CHUNK
+TURNS = 4
+TOKENS = TURNS * states.CHUNK
 
 
-def _run(program: Any, params: Any, request: Any, states: dict[str, Any], name: str) -> jax.Array:
+def _run(program: Any, params: Any, held: dict[str, states.State], name: str) -> jax.Array:
     """TOKENS more tokens, again and again from the same place."""
-    state, _, *pieces = program(params, request, states[name], jnp.int32(TOKENS // generate.CHUNK))
+    state, _, produced = program(params, held[name], jnp.int32(TURNS))
     length = state.cache.length - TOKENS
-    states[name] = state.replace(cache=state.cache.replace(length=length), count=state.count * 0, done=state.done & False)
-    return pieces[0]
+    held[name] = state.replace(cache=state.cache.replace(length=length), count=state.count * 0, done=state.done & False)
+    return produced.tokens
 
 
-def _behind(config: Any, cache: KVCache, length: int) -> generate.DecodeState:
-    """The state behind so many tokens, of which the keys and values are random."""
+def _filled(state: states.State, length: int) -> states.State:
+    """An empty state after so many tokens, of which the keys and values are random."""
 
-    def filled(x: jax.Array) -> jax.Array:
+    def noise(x: jax.Array) -> jax.Array:
         if x.dtype == jnp.int8:
             return jax.random.randint(jax.random.key(0), x.shape, -127, 128, jnp.int8)
         return (jax.random.normal(jax.random.key(0), x.shape) * (0.01 if x.ndim == 3 else 1)).astype(x.dtype)
 
-    k, v = jax.tree.map(filled, (cache.k, cache.v))
-    return generate.DecodeState(
-        cache=cache.replace(k=k, v=v, length=jnp.full(1, length, jnp.int32)),
-        token=jnp.ones(1, jnp.int32),
-        seen=jnp.zeros((1, config.vocab_size), bool),
-        count=jnp.zeros(1, jnp.int32),
-        done=jnp.zeros(1, bool),
-    )
+    k, v = jax.tree.map(noise, (state.cache.k, state.cache.v))
+    cache = state.cache.replace(k=k, v=v, length=jnp.full(1, length, jnp.int32))
+    return state.replace(cache=cache, token=jnp.ones(1, jnp.int32), done=jnp.zeros(1, bool))
 
 
 def main(arguments: Arguments) -> None:

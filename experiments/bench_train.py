@@ -1,7 +1,7 @@
 """Training speed and memory on this machine's CPU, beside transformers with PyTorch's fused AdamW.
 
 A step is loss, gradients, clipping by global norm and AdamW on random tokens, from the same shape in the same precision:
-float32, or bfloat16 (our `dtype="bfloat16"`, their autocast) with float32 weights. Each peer is a process of its own, made
+float32, or bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a process of its own, made
 ready once and then asked in turn for a few steps, so that a change of the machine's speed meets all of them. Absolute
 figures depend on the machine and on its other tenants; the ratio of speeds is taken within each turn, and its median and
 range are reported. Processor time per step hardly depends on the other tenants, but counts waiting in a loop as work.
@@ -65,9 +65,7 @@ def ours(arguments: Arguments, dtype: str) -> Steps:
     import jax
 
     import llama_jax
-    from llama_jax.training.batch import Batch
-    from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
-    from llama_jax.training.step import init_state, train_step
+    from llama_jax import Batch, Compute, LossOptions, OptimizerSettings, StepOptions
 
     config = llama_jax.preset(arguments.shape)
     settings = OptimizerSettings(
@@ -78,10 +76,11 @@ def ours(arguments: Arguments, dtype: str) -> Steps:
         weight_decay=WEIGHT_DECAY,
         clip_norm=CLIP_NORM,
     )
-    optimizer = make_optimizer(settings, arguments.steps * arguments.repetitions)
-    state = init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
+    optimizer = llama_jax.make_optimizer(settings, arguments.steps * arguments.repetitions)
+    state = llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
     batch = Batch(random_tokens(arguments, config.vocab_size))
-    step = jax.jit(partial(train_step, config, optimizer, dtype=dtype), donate_argnums=0)
+    options = StepOptions(LossOptions(Compute(dtype)))
+    step = jax.jit(partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
 
     def run(steps: int) -> None:
         nonlocal state

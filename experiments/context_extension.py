@@ -272,12 +272,11 @@ def train(
     """The parameters after so many steps; an error where the loss was not finite."""
     import jax
 
-    from llama_jax.training.optimizer import make_optimizer
-    from llama_jax.training.step import init_state, train_step
+    from llama_jax import Compute, LossOptions, StepOptions, init_state, make_optimizer, train_step
 
     optimizer = make_optimizer(settings, steps)
-    step = partial(train_step, config, optimizer, clip_norm=settings.clip_norm, dtype=size.dtype)
-    compiled = jax.jit(step, donate_argnums=0)
+    options = StepOptions(LossOptions(Compute(size.dtype)), clip_norm=settings.clip_norm)
+    compiled = jax.jit(partial(train_step, config, optimizer, options=options), donate_argnums=0)
     state = init_state(optimizer, jax.tree.map(jax.numpy.copy, params))
     for number, batch in enumerate(source, 1):
         state, metrics = compiled(state, batch)

@@ -61,10 +61,9 @@ from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.errors import ConfigError
 from llama_jax.inference import generate as library
+from llama_jax.inference.state import CHUNK, Request, State
+from llama_jax.ops.attention import Seen, View
 from llama_jax.training import flops
-from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
-from llama_jax.training.step import init_state, train_step
 
 Row = dict[str, Any]
 Section = Callable[["Run"], Iterable[Row]]
@@ -112,7 +111,7 @@ class Training:
     shape: str
     length: int
     candidates: tuple[tuple[str, int], ...]
-    """(what is rematerialised, rows), the least memory first: behind one that does not fit none is tried."""
+    """(what is rematerialised, rows), the least memory first: after one that does not fit none is tried."""
     parameters: str = "float32"
     """The dtype of parameters, gradients and moments: 16 bytes for each parameter in float32, 8 in bfloat16."""
 
@@ -432,9 +431,9 @@ def measure_decode(
 ) -> Row:
     """Time `new_tokens` steps of the library's own decode loop."""
     plan = run.plan
-    state, request = decode_arguments(plan, config, params, batch)
-    turns = np.int32(plan.new_tokens // library.CHUNK)
-    lowered = library._decode.lower(config, params, request, state, turns)
+    state = decode_state(plan, config, params, batch)
+    most = plan.new_tokens // CHUNK
+    lowered = library._decode.lower(config, params, state, np.int32(most), most)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=compiler_options or {})
     compile_seconds = time.perf_counter() - start
@@ -443,9 +442,10 @@ def measure_decode(
     for _ in range(plan.repetitions + 1):
         jax.block_until_ready(state)
         start = time.perf_counter()
-        state, done, *_ = jax.block_until_ready(compiled(params, request, state, turns))
+        state, packed = jax.block_until_ready(compiled(params, state, np.int32(most)))
         times.append((time.perf_counter() - start) / plan.new_tokens)
-        assert int(done) == int(turns), "the decode loop ended early"
+        _, _, taken = library.unpack(packed)
+        assert taken == most, "the decode loop ended early"
         state = state.replace(cache=state.cache.replace(length=jnp.full(batch, plan.prompt_tokens, jnp.int32)))
     times = times[1:]  # the first loads the program
 
@@ -462,9 +462,7 @@ def measure_decode(
     }
 
 
-def decode_arguments(
-    plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int
-) -> tuple[library.DecodeState, library.Request]:
+def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int) -> State:
     """What `generate` has after a prompt, without compiling a prefill for it: the speed does not depend on the values.
 
     The cache holds noise and not zeros, with which a chip draws less power and may clock higher.
@@ -473,15 +471,15 @@ def decode_arguments(
     cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype, stacked=stacked)
     noise = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))
     k, v = jax.tree.map(lambda buffer: noise(jax.random.key(0), buffer), (cache.k, cache.v))
-    state = library.DecodeState(
+    limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
+    return State(
         cache=cache.replace(k=k, v=v, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
+        request=Request(llama_jax.Sampling().per_row(batch), limit, np.full((batch, 4), -1, np.int32)),
         token=jnp.ones(batch, jnp.int32),
         seen=jnp.zeros((batch, config.vocab_size), bool),
         count=jnp.ones(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )
-    limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
-    return state, library.Request(llama_jax.Sampling().per_row(batch), limit, np.full(4, -1, np.int32))
 
 
 def step_bytes(config: llama_jax.LlamaConfig, batch: int, capacity: int) -> int:
@@ -492,22 +490,22 @@ def step_bytes(config: llama_jax.LlamaConfig, batch: int, capacity: int) -> int:
 
 
 def measure_prefill(run: Run, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int, tokens: int) -> Row:
-    """Time the library's own prefill of an empty cache."""
-    stacked = not isinstance(params.blocks, tuple)
-    cache = llama_jax.init_cache(config, batch, tokens, params.embedding.dtype, stacked=stacked)
+    """Time the library's own reading of a prompt into an empty cache."""
+    reading = library._empty_reading(config, params, batch, tokens)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens), dtype=np.int32))
     lengths = jnp.full(batch, tokens, jnp.int32)
-    hidden = jnp.zeros((batch, config.dim), params.embedding.dtype)
-    lowered = library._prefill.lower(config, params, cache, ids, lengths, hidden)
+    places = llama_jax.Places(lengths, rope_lengths=lengths)
+    lowered = library._read.lower(config, params, reading, ids, places)
     start = time.perf_counter()
     compiled = lowered.compile()
     compile_seconds = time.perf_counter() - start
 
     times = []
     for _ in range(run.plan.repetitions + 1):
-        cache = jax.block_until_ready(cache.replace(length=jnp.zeros(batch, jnp.int32)))
+        empty = reading.cache.replace(length=jnp.zeros(batch, jnp.int32), fresh=True)
+        reading = jax.block_until_ready(reading._replace(cache=empty))
         start = time.perf_counter()
-        cache, _ = jax.block_until_ready(compiled(params, cache, ids, lengths, hidden))
+        reading = jax.block_until_ready(compiled(params, reading, ids, places))
         times.append(time.perf_counter() - start)
     times = times[1:]
 
@@ -620,7 +618,12 @@ def attend(
     backend: str, width: int, queries: jax.Array, keys: jax.Array, values: jax.Array, of_mixed: jax.Array | None = None
 ) -> Any:
     """What attention gives, and with `of_mixed`, the gradient of that, also those of its arguments."""
-    program = functools.partial(ops.attention, scale=width**-0.5, backend=backend)
+    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
+    seen = Seen(slots, slots, ordered=True)
+
+    def program(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        return ops.attend(queries, View.of(keys, values), seen, scale=width**-0.5, backend=backend)
+
     if of_mixed is None:
         return program(queries, keys, values)
     mixed, backward = jax.vjp(program, queries, keys, values)
@@ -742,14 +745,16 @@ def measure_training(
     """Time steps of the library's own train step, one after the other as in a run; `rate` is that of a matrix product."""
     device = jax.devices()[0]
     peak_before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
-    optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-4, schedule="constant"), 1000)
+    settings = llama_jax.OptimizerSettings(learning_rate=1e-4, schedule="constant")
+    optimizer = llama_jax.make_optimizer(settings, 1000)
+    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(jnp.bfloat16, remat)))
 
     def make() -> Any:
-        return init_state(optimizer, llama_jax.init(config, jax.random.key(0), jnp.dtype(parameters)))
+        return llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0), jnp.dtype(parameters)))
 
     # Compiled before there is a state: the compiler tries kernels out, in the same memory.
-    step = jax.jit(functools.partial(train_step, config, optimizer, dtype=jnp.bfloat16, remat=remat), donate_argnums=0)
-    tokens = Batch(np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1), dtype=np.int32))
+    step = jax.jit(functools.partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
+    tokens = llama_jax.Batch(np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1), dtype=np.int32))
     lowered = step.lower(jax.eval_shape(make), tokens)
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -870,7 +875,7 @@ def transformers_worker(
 
     @torch.no_grad()
     def once(steps: int) -> float:
-        """Seconds of `steps` steps behind a freshly read prompt."""
+        """Seconds of `steps` steps after a freshly read prompt."""
         cache.reset()
         token = next_token(prompt, torch.arange(prompt_tokens, device=device))
         positions = torch.arange(prompt_tokens, prompt_tokens + steps, device=device)[:, None]

@@ -35,13 +35,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import llama_jax
+from llama_jax import Batch, Layout, OptimizerSettings, StepOptions, init_state, make_optimizer, train_step
 from llama_jax.analysis.collectives import add_up, find_collectives
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
 from llama_jax.parallel.specs import step_over
-from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
-from llama_jax.training.step import init_state, train_step
 
 Step = Any  # of a state and a batch to a state and metrics, compiled ahead of time where it can be
 
@@ -63,7 +61,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one way: losses and seconds of every step, parameters behind the last, what is sent."""
+    """Of one way: losses and seconds of every step, parameters after the last, what is sent."""
 
     losses: list[float]
     params: Any
@@ -78,11 +76,9 @@ def by_pmap(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step
 
 
 def by_shard_map(step: Callable[..., Any], _: Callable[..., Any], mesh: Mesh) -> Step:
-    """Without the check that results marked P() are equal everywhere: the sums inside scans start as zeros, which it takes
-    for values of another kind than what is added to them."""
-    mapped = jax.shard_map(
-        partial(step, axis_name="data"), mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
-    )
+    """With the check, made when it is traced, that results marked P() are equal everywhere."""
+    alone = partial(step, layout=Layout(axis_name="data"))
+    mapped = jax.shard_map(alone, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     return jax.jit(mapped, donate_argnums=0)
 
 
@@ -99,8 +95,9 @@ def run(way: str, arguments: Arguments) -> Found:
     config = llama_jax.preset(arguments.model)
     optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-3, warmup_steps=2), arguments.steps)
     mesh = make_mesh(MeshSizes(data=arguments.devices))
-    alone = partial(train_step, config, optimizer, clip_norm=1.0)
-    spread = partial(step_over(config, mesh), optimizer, clip_norm=1.0)
+    options = StepOptions(clip_norm=1.0)
+    alone = partial(train_step, config, optimizer, options=options)
+    spread = partial(step_over(config, mesh), optimizer, options=options)
     step = WAYS[way](alone, spread, mesh)
     state = replicate(init_state(optimizer, llama_jax.init(config, jax.random.key(0))), list(mesh.devices.flat))
     rows = NamedSharding(mesh, P("data"))

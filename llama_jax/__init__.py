@@ -4,16 +4,28 @@ The public face, loaded on first use so that importing the package costs nothing
 
   load(path)                          -> Checkpoint(config, params, tokenizer), from any format
   save(path, config, params)          a file of a chosen format;  convert(source, path) from one to another
-  forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits
+  forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;  observe(...) what is in between
   logits(config, params, tokens)      the plain case of both
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
-  LlamaConfig, RopeScaling, preset    what a Llama is
-  Sampling                            how to choose tokens
-  load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
-  KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
-  MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
+  train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
+  next_token_loss(config, params, batch)       what it makes smaller, of a Batch of rows
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
+
+and what they are told:
+
+  LlamaConfig, RopeScaling, preset    what a Llama is
+  Compute, Places, Layout             how a pass computes (dtype, rematerialisation, an attention of one's own), where its
+                                      tokens stand, and over which devices
+  LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
+                                      OptimizerSettings: by what rule parameters change
+  Sampling                            how to choose tokens
+  KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
+  load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
+  MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
+
+Who serves requests as they come uses what `generate` is made of: `llama_jax.inference.requests.prepare`, and
+`read`, `start`, `insert` and `step` of `llama_jax.inference.state`, pure functions from one `State` to the next.
 """
 
 from __future__ import annotations
@@ -49,26 +61,39 @@ _HOME = {
     "init_cache": "model.cache",
     "forward": "model.forward",
     "logits": "model.forward",
+    "observe": "model.forward",
     "rotary_frequencies": "model.forward",
     "unembed": "model.forward",
+    "Compute": "model.options",
+    "Layout": "model.options",
+    "Places": "model.options",
     "Llama": "model.params",
     "init": "model.params",
     "parameter_count": "model.params",
-    "MeshSizes": "parallel.mesh",
     "stack": "model.params",
     "unstack": "model.params",
+    "MeshSizes": "parallel.mesh",
     "Evaluation": "runs.evaluate",
     "evaluate": "runs.evaluate",
     "LengthLoss": "runs.lengths",
     "evaluate_lengths": "runs.lengths",
+    "train": "runs.loop",
     "NeedleTest": "runs.needle",
     "needle": "runs.needle",
     "Recipe": "runs.recipe",
-    "train": "runs.loop",
     "Message": "tokenizers",
     "TextStream": "tokenizers",
     "encode_chat": "tokenizers",
     "load_tokenizer": "tokenizers",
+    "Batch": "training.batch",
+    "LossOptions": "training.objective",
+    "next_token_loss": "training.objective",
+    "OptimizerSettings": "training.optimizer",
+    "make_optimizer": "training.optimizer",
+    "StepOptions": "training.step",
+    "TrainState": "training.step",
+    "init_state": "training.step",
+    "train_step": "training.step",
 }
 _ROOMS = (
     "analysis",
@@ -85,27 +110,35 @@ _ROOMS = (
     "training",
 )
 __all__ = [
+    "Batch",
     "CacheOptions",
     "Checkpoint",
     "CheckpointError",
+    "Compute",
     "ConfigError",
     "Evaluation",
     "Generation",
     "GenerationError",
     "KVCache",
+    "Layout",
     "LengthLoss",
     "Llama",
     "LlamaConfig",
+    "LossOptions",
     "MeshError",
     "MeshSizes",
     "Message",
     "NeedleTest",
+    "OptimizerSettings",
     "Piece",
+    "Places",
     "Recipe",
     "RopeScaling",
     "Sampling",
+    "StepOptions",
     "TextStream",
     "TokenizerError",
+    "TrainState",
     "UserError",
     "cache_bytes",
     "convert",
@@ -117,10 +150,14 @@ __all__ = [
     "grow",
     "init",
     "init_cache",
+    "init_state",
     "load",
     "load_tokenizer",
     "logits",
+    "make_optimizer",
     "needle",
+    "next_token_loss",
+    "observe",
     "parameter_count",
     "preset",
     "rotary_frequencies",
@@ -128,6 +165,7 @@ __all__ = [
     "stack",
     "stream",
     "train",
+    "train_step",
     "unembed",
     "unstack",
 ]
@@ -139,7 +177,8 @@ if TYPE_CHECKING:
     from llama_jax.inference.generate import Generation, Piece, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache
-    from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
+    from llama_jax.model.forward import forward, logits, observe, rotary_frequencies, unembed
+    from llama_jax.model.options import Compute, Layout, Places
     from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.evaluate import Evaluation, evaluate
@@ -148,6 +187,10 @@ if TYPE_CHECKING:
     from llama_jax.runs.needle import NeedleTest, needle
     from llama_jax.runs.recipe import Recipe
     from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer
+    from llama_jax.training.batch import Batch
+    from llama_jax.training.objective import LossOptions, next_token_loss
+    from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+    from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
 
 def __getattr__(name: str) -> Any:

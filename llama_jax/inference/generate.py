@@ -16,7 +16,7 @@ from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare, token_ids
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import CHUNK, Produced, Reading, Request, State, decode, empty_reading, enlarge, read, start
-from llama_jax.model.cache import CacheOptions, bucket
+from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 
@@ -145,7 +145,7 @@ class _Run:
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
     ) -> Iterator[Piece]:
         reading = self.read_prompts(tokens, lengths, options)
-        state, packed = _start(self.config, self.params, reading, tokens, lengths, request, self.layout)
+        state, packed = _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
         piece, done, _ = unpack(packed)
         yield piece
 
@@ -228,9 +228,11 @@ def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
     return piece_of(tokens, logprobs.view(np.float32), valid.astype(bool)), done, taken
 
 
-def start_packed(*args: Any) -> tuple[State, jax.Array]:
-    """`start`, with what it produced packed."""
-    state, produced = start(*args)
+def start_packed(
+    config: LlamaConfig, params: Llama, cache: KVCache, hidden: jax.Array, *rest: Any
+) -> tuple[State, jax.Array]:
+    """`start` of a reading in its two parts, of which only the cache can be donated; with what it produced packed."""
+    state, produced = start(config, params, Reading(cache, hidden), *rest)
     return state, pack(produced, state.done, jnp.int32(0))
 
 
@@ -242,7 +244,7 @@ def decode_packed(*args: Any) -> tuple[State, jax.Array]:
 
 _empty_reading = jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
 _read = jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
-_start = jax.jit(start_packed, static_argnums=(0, 6), donate_argnums=2)
+_start = jax.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
 _decode = jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2)
 _enlarge = jax.jit(enlarge, static_argnums=(1, 2))
 

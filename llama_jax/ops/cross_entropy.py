@@ -103,7 +103,7 @@ def _sums_and_gradients(
         return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden
 
     # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
-    start = _zeros(hidden), constrain(jnp.zeros((shares, *head.shape[::-1]), head.dtype), "head_gradient")
+    start = _zeros(hidden), constrain(jnp.zeros_like(head, shape=(shares, *head.shape[::-1])), "head_gradient")
     (total, of_head), of_hidden = lax.scan(add, start, _chunks(chunk, hidden, targets, weights))
     batch, length = targets.shape
     of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
@@ -136,7 +136,8 @@ def _chunk_sums(
 
 
 def _zeros(hidden: jax.Array) -> Surprise:
-    zeros = jnp.zeros(hidden.shape[0], jnp.promote_types(hidden.dtype, jnp.float32))
+    # Like `hidden`, so that under a `shard_map` that checks it they vary over the devices as the sums will.
+    zeros = jnp.zeros_like(hidden, jnp.promote_types(hidden.dtype, jnp.float32), shape=hidden.shape[:1])
     return Surprise(zeros, zeros)
 
 

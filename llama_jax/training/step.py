@@ -145,11 +145,7 @@ def _as_varying(tree: Any, axis_name: str) -> Any:
 
     Where `jax.shard_map` checks what varies, gradients of what is the same on all devices would be summed at once.
     """
-
-    def varying(x: jax.Array) -> jax.Array:
-        return x if axis_name in jax.typeof(x).vma else lax.pcast(x, axis_name, to="varying")
-
-    return jax.tree.map(varying, tree)
+    return lax.pcast(tree, axis_name, to="varying")
 
 
 def _updated(
