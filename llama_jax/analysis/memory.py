@@ -24,6 +24,7 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.pmapped import pmap_over
 from llama_jax.parallel.prompts import prefill_over
 from llama_jax.parallel.ring import check_length
 from llama_jax.parallel.specs import (
@@ -39,7 +40,7 @@ from llama_jax.parallel.specs import (
 from llama_jax.training.batch import Batch
 from llama_jax.training.objective import Remat
 from llama_jax.training.optimizer import adamw
-from llama_jax.training.step import init_state
+from llama_jax.training.step import init_state, train_step
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class Memory:
         return sum(asdict(self).values())
 
 
+class DoesNotFit(MeshError):
+    """The device's compiler refuses a program whose memory it cannot plan; the message is the compiler's."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A jitted function with the shapes and shardings of its arguments, not compiled yet.
@@ -76,6 +81,7 @@ class Program:
       layers: of the model.
       per_token: of a program that decodes, the bytes that a device cannot but read for a token of each row: its weights,
         without the embedding where that is only looked up, and its cache; 0 of others.
+      by_pmap: the function is one of `jax.pmap`, which brings its devices.
     """
 
     name: str
@@ -85,6 +91,7 @@ class Program:
     beside: int = 0
     layers: int = 0
     per_token: int = 0
+    by_pmap: bool = False
 
     @property
     def mesh(self) -> Mesh:
@@ -98,6 +105,8 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """Trace it for the platform of its mesh."""
+        if self.by_pmap:
+            return self.function.lower(*self.arguments)
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.function.lower(*self.arguments)
 
@@ -108,9 +117,19 @@ class Program:
           accelerator: on simulated CPU devices, as far as can be what a GPU or TPU would run, only to be looked at: without
             what the library does otherwise on a CPU, and with 16-bit numbers that stay so, also in what is exchanged. For
             where the accelerator's own compiler is missing.
+
+        Raises:
+          DoesNotFit: a compiler that plans for the memory of its device, as a TPU's does, cannot.
         """
         if not accelerator or self.platform != "cpu":
-            return self.lower().compile()
+            try:
+                return self.lower().compile()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                raise DoesNotFit(
+                    f"{self.name}: {str(error).splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ')}"
+                ) from error
         # Random bits of a GPU would be a call of its own library, which XLA for CPU does not have; a TPU's are plain code.
         lowered = self.function.trace(*self.arguments).lower(lowering_platforms=("tpu",))
         return lowered.compile(compiler_options={"xla_disable_hlo_passes": "float-normalization-bf16"})
@@ -161,6 +180,36 @@ def train_programs(
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
     return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
+
+
+def pmap_programs(
+    config: LlamaConfig,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    remat: Remat = "full",
+) -> list[Program]:
+    """The step that `train --backend pmap` runs: packed rows, and the whole state on every device.
+
+    Raises:
+      MeshError: a mesh that splits over more than `data`, or rows that cannot be divided.
+    """
+    sizes = MeshSizes(**mesh.shape)
+    if sizes.devices != sizes.data or batch % sizes.data:
+        raise MeshError(f"pmap divides batch={batch} rows over data alone, which mesh {sizes} does not")
+    optimizer = adamw(1e-4)
+    everywhere, shares = shardings(mesh, (P(), P("data")))
+    shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
+    row = jax.ShapeDtypeStruct((sizes.data, batch // sizes.data, length + 1), jnp.int32, sharding=shares)
+    step = partial(train_step, config, optimizer, dtype=dtype, remat=remat, clip_norm=1.0)
+    mapped = pmap_over(step, list(mesh.devices.flat))
+    share = bytes_per_device(state.params)
+    known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
+    arguments = (state, Batch(row, row, row))
+    return [Program("train step", mapped, arguments, known, layers=config.n_layers, by_pmap=True)]
 
 
 def decode_programs(

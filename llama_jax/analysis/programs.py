@@ -196,7 +196,7 @@ class Text:
         return len(own) + sum(self._size(name) for one in own for name in one.called if name in self.computations)
 
     def is_kernel(self, one: Instruction) -> bool:
-        """Whether the device starts something for it: on a TPU copies between memories are no kernels but run beside them."""
+        """Whether the device starts something for it. On a TPU copies between memories are none: they run beside."""
         if (
             one.opcode in _FREE
             or one.opcode in _CONTROL
@@ -211,6 +211,13 @@ class Text:
         if one.opcode.endswith("-start") or not any(shape for *_, shape, _ in ARRAY.findall(one.type)):
             return False
         return one.opcode in ("fusion", "convolution", "dot", "reduce", "sort", "scatter", "gather", "copy", "transpose")
+
+    def multiplies(self, one: Instruction) -> bool:
+        """Whether an instruction is a product of matrices or a kernel of its own, also inside of a fusion."""
+        if one.opcode in ("dot", "convolution") or (one.opcode == "custom-call" and one.target not in _FREE_CALLS):
+            return True
+        inside = self.computations.get(one.calls("calls"), []) if one.opcode == "fusion" else []
+        return any(self.multiplies(inner) for inner in inside)
 
     def memory_bytes(self, type: str) -> int:
         """Bytes of arrays that lie in the device's memory, by their type; 0 for those on the chip, or in the host's."""
@@ -415,12 +422,11 @@ def _count(shape: str) -> int:
 
 
 def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: Text) -> bool:
-    """Whether an asynchronous instruction has other kernels, or loops of them, between its start and its end."""
+    """Whether a device multiplies matrices, or calls a kernel or a loop, between an instruction's start and its end."""
     lines = list(computation)
-    after = lines[lines.index(start) + 1 :]
-    for one in after:
+    for one in lines[lines.index(start) + 1 :]:
         if one.opcode.endswith("-done") and start.name in one.operands:
             return False
-        if text.is_kernel(one) or one.opcode in _CONTROL:
+        if one.opcode in _CONTROL or text.multiplies(one):
             return True
     return True  # it ends in the next turn of the loop
