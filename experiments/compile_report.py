@@ -47,12 +47,14 @@ class Case:
     largest: bool = False
 
 
-ONE = dict.fromkeys(("h100", "h200", "tpu-v5e", "tpu-v5p", "tpu-v6e"), "data=1")
-EIGHT = {"h100": "tensor=8", "h200": "tensor=8", "tpu-v5e": "tensor=8", "tpu-v5p": "tensor=8", "tpu-v6e": "tensor=8"}
+INT8 = {"quantized": True}
 
 
 def on(mesh: str, *names: str) -> dict[str, str]:
     return dict.fromkeys(names, mesh)
+
+
+EIGHT = on("tensor=8", "tpu-v5e", "tpu-v6e")
 
 
 CASES = (
@@ -79,10 +81,10 @@ CASES = (
     Case("8b-prefill-ring", "prefill", "llama-3.1-8b", on("context=8", "h100", "tpu-v5p"), 1, 131072),
     # One token after the other.
     Case("1b-decode", "decode", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e", "tpu-v6e"), 1, 2048),
-    Case("8b-decode", "decode", "llama-3.1-8b", on("data=1", "h100", "h200", "tpu-v5p") | on("tensor=8", "tpu-v5e", "tpu-v6e"), 1, 2048),
+    Case("8b-decode", "decode", "llama-3.1-8b", on("data=1", "h100", "h200", "tpu-v5p") | EIGHT, 1, 2048),
     Case("8b-decode-8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048),
     Case("8b-decode-64", "decode", "llama-3.1-8b", on("data=1", "h100", "h200") | on("tensor=8", "tpu-v5e"), 64, 2048),
-    Case("8b-decode-int8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, {"quantized": True}),
+    Case("8b-decode-int8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, INT8),
     Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
     Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048),
     Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
@@ -127,7 +129,7 @@ def once(case: Case, name: str) -> dict[str, Any]:
     from llama_jax.analysis.compilers import mesh_for
     from llama_jax.analysis.findings import examine
     from llama_jax.analysis.hardware import named_hardware
-    from llama_jax.analysis.memory import DoesNotFit, decode_programs, pmap_programs, train_programs
+    from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
     from llama_jax.parallel.mesh import parse_mesh
 
     config, mesh = preset(case.model), mesh_for(name, parse_mesh(case.hardware[name]))
@@ -145,7 +147,7 @@ def once(case: Case, name: str) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         found = examine(program)
-    except DoesNotFit as error:
+    except DoesNotFitError as error:
         return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
     except Exception as error:  # a finding too: only this compiler raises it
         return {"batch": case.batch, "error": f"{type(error).__name__}: {error}"[:600], "compile_seconds": passed(began)}

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from llama_jax.parallel.mesh import MeshSizes
 
 
+class CompilerError(MeshError):
+    """A compiler that is not installed, or does not start."""
+
+
 @dataclass(frozen=True)
 class _Tpu:
     """A generation of TPUs.
@@ -126,7 +130,8 @@ def mesh_for(hardware: str, sizes: MeshSizes) -> Mesh:
     `memory.Program` does: `with jax.sharding.use_abstract_mesh(mesh.abstract_mesh)`.
 
     Raises:
-      MeshError: a number of devices that the hardware is not connected in; or its compiler is missing or does not start.
+      CompilerError: its compiler is missing or does not start.
+      MeshError: a number of devices that the hardware is not connected in.
     """
     from llama_jax.parallel.mesh import make_mesh
 
@@ -138,11 +143,11 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
     """So many devices of that hardware, of the smallest slice of a TPU pod or the smallest number of hosts that has them.
 
     Raises:
-      MeshError: as `mesh_for`.
+      CompilerError, MeshError: as `mesh_for`.
     """
     missing = compiler_missing(hardware)
     if missing:
-        raise MeshError(missing)
+        raise CompilerError(missing)
     from jax.experimental import topologies
 
     if hardware in TPUS:
@@ -159,7 +164,7 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
     try:
         found = topologies.get_topology_desc(**described).devices
     except Exception as error:  # of whatever type the plugin raises
-        raise MeshError(f"the compiler for {hardware} does not start: {str(error).splitlines()[0]:.300}") from error
+        raise CompilerError(f"the compiler for {hardware} does not start: {str(error).splitlines()[0]:.300}") from error
     return tuple(found)
 
 

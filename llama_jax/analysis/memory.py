@@ -67,7 +67,7 @@ class Memory:
         return sum(asdict(self).values())
 
 
-class DoesNotFit(MeshError):
+class DoesNotFitError(MeshError):
     """The device's compiler refuses a program whose memory it cannot plan; the message is the compiler's."""
 
 
@@ -119,7 +119,7 @@ class Program:
             where the accelerator's own compiler is missing.
 
         Raises:
-          DoesNotFit: a compiler that plans for the memory of its device, as a TPU's does, cannot.
+          DoesNotFitError: a compiler that plans for the memory of its device, as a TPU's does, cannot.
         """
         if not accelerator or self.platform != "cpu":
             try:
@@ -127,7 +127,7 @@ class Program:
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
-                raise DoesNotFit(
+                raise DoesNotFitError(
                     f"{self.name}: {str(error).splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ')}"
                 ) from error
         # Random bits of a GPU would be a call of its own library, which XLA for CPU does not have; a TPU's are plain code.
