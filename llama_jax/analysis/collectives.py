@@ -148,6 +148,7 @@ def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective
         _read(text, computation, one, shape, loops, conditional)
         for computation, loops, conditional in _walk(text, text.text.entry, (), False)
         for one in text.collectives[computation]
+        if computation not in text.continued
     ]
 
 
@@ -184,6 +185,12 @@ class _Program:
         computations = self.text.computations
         self.collectives = {name: [x for x in lines if _collective(x)] for name, lines in computations.items()}
         self.calls = {name: list(_calls(self.text, name)) for name in computations}
+        # A TPU writes an asynchronous collective three times: where it starts, where it goes on inside of a fusion that
+        # computes something else, and where it is waited for.
+        beside = [name for name in computations if name.startswith("async_collective_fusion")]
+        waiting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveDone" for x in lines)]
+        self.continued = {*beside, *waiting}
+        self.channels_beside = {_channel(one) for name in beside for one in self.collectives[name]}
         self._tables = {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in _TABLE.findall(text)}
         self._holding: dict[str, bool] = {}
 
@@ -247,6 +254,11 @@ def _collective(one: Instruction) -> re.Match[str] | None:
     return _COLLECTIVE.match(f" {one.opcode}(")
 
 
+def _channel(one: Instruction) -> str:
+    found = re.search(r"channel_id=(\d+)", one.rest)
+    return found[1] if found else one.name
+
+
 def _users(name: str, lines: list[Instruction]) -> list[Instruction]:
     return [one for one in lines if name in one.operands]
 
@@ -288,6 +300,9 @@ def _read(
     result = one.type
     if found["start"] and found["kind"] != "all-reduce":
         result = tuple_elements(result)[1]  # what goes in, what comes out, and sometimes more
+    kind = cast(Kind, found["kind"])
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # a TPU's name for it
+        kind, result = "reduce-scatter", lines[-1].type
     arrays = [array[:4] for array in ARRAY.findall(result)]
     sizes = [array_bytes(*array) for array in arrays]
     groups = _groups(one.rest, math.prod(mesh.values()))
@@ -296,16 +311,17 @@ def _read(
     group = math.prod(mesh[axis] for axis in axes) if found["kind"] == "collective-permute" else groups.shape[1]
     op_name = re.search(r'op_name="([^"]*)"', one.line)
     return Collective(
-        kind=cast(Kind, found["kind"]),
+        kind=kind,
         axes=axes,
         group=group,
         bytes=sum(sizes),
-        sliced=text.sliced(one, lines, sizes) if found["kind"] == "all-reduce" else 0,
+        sliced=text.sliced(one, lines, sizes) if kind == "all-reduce" else 0,
         dtypes=tuple(Counter("".join(array[:3]) for array in arrays)),
         shapes=tuple(f"{''.join(array[:3])}[{array[3]}]" for array in arrays),
         loops=loops,
         conditional=conditional,
-        asynchronous=bool(found["start"]) and is_overlapped(one, lines, text.text),
+        asynchronous=_channel(one) in text.channels_beside
+        or (bool(found["start"]) and is_overlapped(one, lines, text.text)),
         op_name=op_name[1] if op_name else "",
         stack=text.stack(one.line),
     )

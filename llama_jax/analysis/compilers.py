@@ -145,15 +145,9 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
     Raises:
       CompilerError, MeshError: as `mesh_for`.
     """
-    missing = compiler_missing(hardware)
-    if missing:
-        raise CompilerError(missing)
-    from jax.experimental import topologies
-
     if hardware in TPUS:
-        os.environ.update(_ENVIRONMENT)  # read once, when libtpu is loaded
         described = {"platform": "tpu", **tpu_topology(hardware, count)}
-    else:
+    elif hardware in GPUS:
         hosts, beyond = divmod(count, GPUS_PER_HOST)
         if hosts and beyond:
             raise MeshError(
@@ -161,6 +155,13 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
             )
         shape = f"{hosts}x{GPUS_PER_HOST}x1" if hosts else f"1x{count}x1"
         described = {"platform": "cuda", "target_config": gpu_target(hardware), "topology": shape}
+    missing = compiler_missing(hardware)
+    if missing:
+        raise CompilerError(missing)
+    from jax.experimental import topologies
+
+    if hardware in TPUS:
+        os.environ.update(_ENVIRONMENT)  # read once, when libtpu is loaded
     try:
         found = topologies.get_topology_desc(**described).devices
     except Exception as error:  # of whatever type the plugin raises

@@ -264,7 +264,7 @@ class Text:
             if one.opcode in _PARTS and place == 0:
                 used += elements(one.type)
             elif one.opcode in _IN_PLACE and place == 0:
-                continue
+                used += self._used(computation, one.name)  # by what reads the result, if anything does
             elif one.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
                 used += self._used(computation, one.name) if elements(one.type) == whole else whole
             elif one.opcode == "fusion" and one.called:
