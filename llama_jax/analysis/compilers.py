@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata, util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import MeshError
 
@@ -146,7 +146,7 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
       CompilerError, MeshError: as `mesh_for`.
     """
     if hardware in TPUS:
-        described = {"platform": "tpu", **tpu_topology(hardware, count)}
+        described: dict[str, Any] = {"platform": "tpu", **tpu_topology(hardware, count)}
     elif hardware in GPUS:
         hosts, beyond = divmod(count, GPUS_PER_HOST)
         if hosts and beyond:
@@ -169,7 +169,7 @@ def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
     return tuple(found)
 
 
-def tpu_topology(hardware: str, count: int) -> dict[str, object]:
+def tpu_topology(hardware: str, count: int) -> dict[str, Any]:
     """The slice of a pod with so many chips, as `topologies.get_topology_desc` takes it: powers of two, as square as can be.
 
     Raises:
@@ -186,7 +186,7 @@ def tpu_topology(hardware: str, count: int) -> dict[str, object]:
         raise MeshError(f"a pod of {hardware} has no slice of {count} chips")
     if count > 4:
         sides.sort()  # 2x4 and not 4x2; a host has 2x2x1
-    found: dict[str, object] = {"topology_name": f"{tpu.name}:{'x'.join(map(str, sides))}"}
+    found: dict[str, Any] = {"topology_name": f"{tpu.name}:{'x'.join(map(str, sides))}"}
     return found if count >= 4 else found | {"chips_per_host_bounds": [*sides, 1][:3]}
 
 

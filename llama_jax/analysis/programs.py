@@ -136,7 +136,7 @@ class Text:
                     self.computations[found[2]] = []
                     self.entry = found[2] if found[1] else self.entry
             elif name is not None and (match := _INSTRUCTION.match(line)):
-                self.computations[name].append(Instruction(*match.group("name", "type", "opcode", "rest"), line))
+                self.computations[name].append(Instruction(**match.groupdict(), line=line))
         self._named: dict[str, dict[str, Instruction]] = {}
 
     def named(self, computation: str) -> dict[str, Instruction]:

@@ -30,7 +30,7 @@ def kernel_scratch(program: str) -> int:
 
 
 def _largest_inside(body: str, kinds: tuple[str, ...]) -> int:
-    """The largest array, of all kinds or of these; parameters and the result belong to the plan, also under another shape."""
+    """The largest array, of all or these kinds; parameters and the result are in the plan, also under another shape."""
     result = re.search(r"ROOT \S+ = \S+ bitcast\(%([\w.\-]+)\)", body)
     outside = {result[1]} if result else set()
     return max(
