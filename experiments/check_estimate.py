@@ -42,6 +42,9 @@ class Case:
 
 
 CASES = (
+    Case("train step", "stories-15m", "data=1", 8, 256),
+    Case("train step", "stories-15m", "data=1", 8, 256, remat="none"),
+    Case("train step", "stories-15m", "data=1", 2, 64),
     Case("train step", "stories-42m", "data=1", 8, 512),
     Case("train step", "stories-42m", "data=1", 4, 256, remat="none"),
     Case("train step", "stories-42m", "data=1", 8, 512, dtype="bfloat16"),

@@ -22,6 +22,8 @@ from typing import Literal, cast, get_args
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from llama_jax.analysis.programs import ARRAY, Instruction, Text, array_bytes, is_overlapped, tuple_elements
+
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"]
 Phase = Literal["forward", "again", "backward", "rest"]
 
@@ -41,6 +43,7 @@ class Collective:
       shapes: of the arrays of the result, "f32[128,64]".
       loops: trip counts of the loops around it, the outermost first; None is one that the program does not know.
       conditional: it is in a branch that need not be taken; it is counted as if it were.
+      asynchronous: it is started and waited for, and the device computes in between.
       op_name: by JAX, of the operation that it belongs to: a path with the transformations applied.
       stack: "file:line function" of that operation, the innermost last; empty where the program does not tell.
     """
@@ -54,6 +57,7 @@ class Collective:
     shapes: tuple[str, ...]
     loops: tuple[int | None, ...] = ()
     conditional: bool = False
+    asynchronous: bool = False
     op_name: str = ""
     stack: tuple[str, ...] = ()
 
@@ -141,9 +145,10 @@ def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective
     text = _Program(program)
     shape = dict(mesh.shape)
     return [
-        _read(text, computation, line, shape, loops, conditional)
-        for computation, loops, conditional in _walk(text, text.entry, (), False)
-        for line in text.collectives[computation]
+        _read(text, computation, one, shape, loops, conditional)
+        for computation, loops, conditional in _walk(text, text.text.entry, (), False)
+        for one in text.collectives[computation]
+        if computation not in text.continued
     ]
 
 
@@ -168,33 +173,24 @@ def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
     return sorted(traffic, key=lambda t: -t.sent)
 
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>[^%\"]+?) (?P<opcode>[\w\-]+)\((?P<rest>.*)$")
 _COLLECTIVE = re.compile(rf" (?P<kind>{'|'.join(get_args(Kind))})(?P<start>-start)?\(")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|\w+_computations?)=(?:%?([\w.\-]+)|\{([^{}]*)\})")
-_TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"\}")
-_ARRAY = re.compile(r"([a-z]+)(\d*)(\w*)\[([\d,<=]*)\]")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
 
 
 class _Program:
-    """The lines of a program by the computation that they are in."""
+    """Where the collectives of a program are."""
 
     def __init__(self, text: str) -> None:
-        self.entry = ""
-        self.lines: dict[str, list[str]] = {}
-        name = None
-        for line in text.splitlines():
-            if not line.startswith(" "):
-                found = _COMPUTATION.match(line)
-                name = found[2] if found else None
-                if name is not None:
-                    self.lines[name] = []
-                    self.entry = name if found and found[1] else self.entry
-            elif name is not None:
-                self.lines[name].append(line)
-        self.collectives = {name: [x for x in lines if _collective(x)] for name, lines in self.lines.items()}
-        self.calls = {name: list(_calls(lines, self.lines.keys())) for name, lines in self.lines.items()}
+        self.text = Text(text)
+        computations = self.text.computations
+        self.collectives = {name: [x for x in lines if _collective(x)] for name, lines in computations.items()}
+        self.calls = {name: list(_calls(self.text, name)) for name in computations}
+        # A TPU writes an asynchronous collective three times: where it starts, where it goes on inside of a fusion that
+        # computes something else, and where it is waited for.
+        beside = [name for name in computations if name.startswith("async_collective_fusion")]
+        waiting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveDone" for x in lines)]
+        self.continued = {*beside, *waiting}
+        self.channels_beside = {_channel(one) for name in beside for one in self.collectives[name]}
         self._tables = {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in _TABLE.findall(text)}
         self._holding: dict[str, bool] = {}
 
@@ -205,38 +201,32 @@ class _Program:
             self._holding[name] = inside or bool(self.collectives[name])
         return self._holding[name]
 
-    def sliced(self, line: str, lines: list[str], sizes: list[int]) -> int:
+    def sliced(self, one: Instruction, lines: list[Instruction], sizes: list[int]) -> int:
         """Bytes of those arrays of a collective's result that are only read in parts; `lines` are its computation's."""
-        name = _named(line)
         if len(sizes) == 1:
-            return sizes[0] * self._is_sliced(name, lines)
+            return sizes[0] * self._is_sliced(one.name, lines)
         parts = {
-            int(found[1]): _named(other)
-            for other in _users(name, lines)
-            if (found := re.search(r" get-tuple-element\(.*index=(\d+)", other))
+            int(found[1]): other.name
+            for other in _users(one.name, lines)
+            if (found := re.search(r" get-tuple-element\(.*index=(\d+)", other.line))
         }
         return sum(size * (i in parts and self._is_sliced(parts[i], lines)) for i, size in enumerate(sizes))
 
-    def _is_sliced(self, name: str, lines: list[str]) -> bool:
+    def _is_sliced(self, name: str, lines: list[Instruction]) -> bool:
         """Whether nothing but slices at places that differ by device are taken of an array, also inside of fusions."""
         users = _users(name, lines)
         return bool(users) and all(self._slices(user, name, lines) for user in users)
 
-    def _slices(self, user: str, name: str, lines: list[str]) -> bool:
-        found = _INSTRUCTION.match(user)
-        if found is None:
-            return False
-        operands = re.findall(r"%([\w.\-]+)", found["rest"].split("), ")[0])
-        match found["opcode"]:
+    def _slices(self, user: Instruction, name: str, lines: list[Instruction]) -> bool:
+        match user.opcode:
             case "dynamic-slice":
-                return operands[0] == name
+                return user.operands[0] == name
             case "bitcast" | "reshape" | "transpose" | "copy" | "convert" | "add":
-                return self._is_sliced(found["name"], lines)
+                return self._is_sliced(user.name, lines)
             case "fusion":
-                called = re.search(r"calls=%([\w.\-]+)", user)
-                inside = self.lines[called[1]] if called else []
-                places = [i for i, operand in enumerate(operands) if operand == name]
-                entering = [_named(x) for x in inside for i in places if f" parameter({i})" in x]
+                inside = self.text.computations.get(user.calls("calls"), [])
+                places = [i for i, operand in enumerate(user.operands) if operand == name]
+                entering = [x.name for x in inside for i in places if f" parameter({i})" in x.line]
                 return all(self._is_sliced(parameter, inside) for parameter in entering)
             case _:
                 return False
@@ -260,36 +250,30 @@ class _Program:
         return tuple(reversed(found))
 
 
-def _collective(line: str) -> re.Match[str] | None:
-    found = _INSTRUCTION.match(line)
-    return _COLLECTIVE.match(f" {found['opcode']}(") if found else None
+def _collective(one: Instruction) -> re.Match[str] | None:
+    return _COLLECTIVE.match(f" {one.opcode}(")
 
 
-def _named(line: str) -> str:
-    found = _INSTRUCTION.match(line)
-    return found["name"] if found else ""
+def _channel(one: Instruction) -> str:
+    found = re.search(r"channel_id=(\d+)", one.rest)
+    return found[1] if found else one.name
 
 
-def _users(name: str, lines: list[str]) -> list[str]:
-    used = re.compile(rf"[(, ]%{re.escape(name)}[,)]")
-    return [line for line in lines if used.search(line)]
+def _users(name: str, lines: list[Instruction]) -> list[Instruction]:
+    return [one for one in lines if name in one.operands]
 
 
-def _calls(lines: list[str], computations: Iterable[str]) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
+def _calls(text: Text, computation: str) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
     """What a computation calls: its name, the trips of the loop if it is one's body, and whether it is a branch."""
-    known = set(computations)
-    for line in lines:
-        if "=%" not in line and "={%" not in line:
+    for one in text.computations[computation]:
+        if "=%" not in one.line and "={%" not in one.line:
             continue
-        found = _INSTRUCTION.match(line)
-        if found is None or _collective(line):
+        if _collective(one):
             continue  # the text of an asynchronous collective may hold the plain one as well
-        trips = _TRIPS.search(line)
-        loop = ((int(trips[1]) if trips else None),) if found["opcode"] == "while" else ()
-        for single, several in _CALLED.findall(line):
-            for name in re.findall(r"[\w.\-]+", single or several):
-                if name in known:
-                    yield name, loop, found["opcode"] == "conditional"
+        loop = (text.trips(computation, one),) if one.opcode == "while" else ()
+        for name in one.called:
+            if name in text.computations:
+                yield name, loop, one.opcode == "conditional"
 
 
 def _walk(
@@ -306,56 +290,41 @@ def _walk(
 def _read(
     text: _Program,
     computation: str,
-    line: str,
+    one: Instruction,
     mesh: dict[str, int],
     loops: tuple[int | None, ...],
     conditional: bool,
 ) -> Collective:
-    instruction, found = _INSTRUCTION.match(line), _collective(line)
-    assert instruction is not None
+    found, lines = _collective(one), text.text.computations[computation]
     assert found is not None
-    result = instruction["type"]
+    result = one.type
     if found["start"] and found["kind"] != "all-reduce":
-        result = _elements(result)[1]  # what goes in, what comes out, and sometimes more
-    arrays = _ARRAY.findall(result)
-    sizes = [_bytes(*array) for array in arrays]
-    groups = _groups(instruction["rest"], math.prod(mesh.values()))
+        result = tuple_elements(result)[1]  # what goes in, what comes out, and sometimes more
+    kind = cast(Kind, found["kind"])
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # a TPU's name for it
+        kind, result = "reduce-scatter", lines[-1].type
+    arrays = [array[:4] for array in ARRAY.findall(result)]
+    sizes = [array_bytes(*array) for array in arrays]
+    groups = _groups(one.rest, math.prod(mesh.values()))
     axes = _axes(groups, mesh)
     # All that a device's partners differ in, also where each is sent to one of them only.
     group = math.prod(mesh[axis] for axis in axes) if found["kind"] == "collective-permute" else groups.shape[1]
-    op_name = re.search(r'op_name="([^"]*)"', line)
+    op_name = re.search(r'op_name="([^"]*)"', one.line)
     return Collective(
-        kind=cast(Kind, found["kind"]),
+        kind=kind,
         axes=axes,
         group=group,
         bytes=sum(sizes),
-        sliced=text.sliced(line, text.lines[computation], sizes) if found["kind"] == "all-reduce" else 0,
+        sliced=text.sliced(one, lines, sizes) if kind == "all-reduce" else 0,
         dtypes=tuple(Counter("".join(array[:3]) for array in arrays)),
         shapes=tuple(f"{''.join(array[:3])}[{array[3]}]" for array in arrays),
         loops=loops,
         conditional=conditional,
+        asynchronous=_channel(one) in text.channels_beside
+        or (bool(found["start"]) and is_overlapped(one, lines, text.text)),
         op_name=op_name[1] if op_name else "",
-        stack=text.stack(line),
+        stack=text.stack(one.line),
     )
-
-
-def _elements(tuple_type: str) -> list[str]:
-    """The types in a tuple's: of "(f32[2], (f32[4], f32[4]))" the two."""
-    parts, depth = [""], 0
-    for character in tuple_type.strip()[1:-1]:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def _bytes(letters: str, bits: str, rest: str, shape: str) -> int:
-    if letters in ("token", "opaque"):
-        return 0
-    count = math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
-    return -(-count * int(bits or 8) // 8)
 
 
 def _groups(attributes: str, devices: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.pmapped import pmap_over
 from llama_jax.parallel.prompts import prefill_over
 from llama_jax.parallel.ring import check_length
 from llama_jax.parallel.specs import (
@@ -41,7 +42,7 @@ from llama_jax.parallel.specs import (
 from llama_jax.training.batch import Batch
 from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import adamw
-from llama_jax.training.step import StepOptions, init_state
+from llama_jax.training.step import StepOptions, init_state, train_step
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,10 @@ class Memory:
         return sum(asdict(self).values())
 
 
+class DoesNotFitError(MeshError):
+    """The device's compiler refuses a program whose memory it cannot plan; the message is the compiler's."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A jitted function with the shapes and shardings of its arguments, not compiled yet.
@@ -75,6 +80,10 @@ class Program:
     Attributes:
       known: what is certain of its memory without compiling, temporaries apart.
       beside: bytes that are alive on each device while it runs, but are no argument.
+      layers: of the model.
+      per_token: of a program that decodes, the bytes that a device cannot but read for a token of each row: its weights,
+        without the embedding where that is only looked up, and its cache; 0 of others.
+      by_pmap: the function is one of `jax.pmap`, which brings its devices.
     """
 
     name: str
@@ -82,16 +91,47 @@ class Program:
     arguments: tuple[Any, ...]
     known: Memory
     beside: int = 0
+    layers: int = 0
+    per_token: int = 0
+    by_pmap: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of its arguments."""
+        return jax.tree.leaves(self.arguments)[0].sharding.mesh
+
+    @property
+    def platform(self) -> str:
+        """Of the mesh: "cpu", "gpu" or "tpu"; the devices need not be there, see `compilers`."""
+        return self.mesh.devices.flat[0].platform
+
+    def lower(self) -> jax.stages.Lowered:
+        """Trace it for the platform of its mesh."""
+        if self.by_pmap:
+            return self.function.lower(*self.arguments)
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            return self.function.lower(*self.arguments)
 
     def compile(self, *, accelerator: bool = False) -> jax.stages.Compiled:
         """Compile the program for the devices of its arguments.
 
         Args:
-          accelerator: on simulated devices, as far as can be what a GPU or TPU would run, only to be looked at: without
-            what the library does otherwise on a CPU, and with 16-bit numbers that stay so, also in what is exchanged.
+          accelerator: on simulated CPU devices, as far as can be what a GPU or TPU would run, only to be looked at: without
+            what the library does otherwise on a CPU, and with 16-bit numbers that stay so, also in what is exchanged. For
+            where the accelerator's own compiler is missing.
+
+        Raises:
+          DoesNotFitError: a compiler that plans for the memory of its device, as a TPU's does, cannot.
         """
-        if not accelerator:
-            return self.function.lower(*self.arguments).compile()
+        if not accelerator or self.platform != "cpu":
+            try:
+                return self.lower().compile()
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                raise DoesNotFitError(
+                    f"{self.name}: {str(error).splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ')}"
+                ) from error
         # Random bits of a GPU would be a call of its own library, which XLA for CPU does not have; a TPU's are plain code.
         lowered = self.function.trace(*self.arguments).lower(lowering_platforms=("tpu",))
         return lowered.compile(compiler_options={"xla_disable_hlo_passes": "float-normalization-bf16"})
@@ -100,11 +140,12 @@ class Program:
         """XLA's plan, of the program as it was compiled before or is now; without the scratch of CPUs for accelerators."""
         compiled = self.compile(accelerator=accelerator) if compiled is None else compiled
         plan: Any = compiled.memory_analysis()
-        # Not the plan's arguments: it leaves out those that the program does not read, which are alive all the same.
-        alive = bytes_per_device(self.arguments) + plan.output_size_in_bytes - plan.alias_size_in_bytes
+        # The plan leaves out arguments that the program does not read, which are alive all the same; a TPU fills others up.
+        arguments = max(bytes_per_device(self.arguments), plan.argument_size_in_bytes)
+        alive = arguments + plan.output_size_in_bytes - plan.alias_size_in_bytes
         total = alive + plan.temp_size_in_bytes + self.beside
         known = replace(self.known, gradients=min(self.known.gradients, plan.temp_size_in_bytes))
-        scratch = 0 if accelerator else kernel_scratch(compiled.as_text() or "")
+        scratch = 0 if accelerator or self.platform != "cpu" else kernel_scratch(compiled.as_text() or "")
         return replace(known, temporaries=total - known.total, scratch=scratch)
 
 
@@ -116,11 +157,15 @@ def train_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     remat: Remat = "full",
+    packed: bool = False,
+    accumulate: int = 1,
 ) -> list[Program]:
     """One step of training with AdamW: float32 parameters, the computation in `dtype`.
 
     Args:
       batch, length: B rows over the whole mesh, of T tokens to predict each.
+      packed: rows have segments and positions, as `train` fills them with documents.
+      accumulate: parts of the batch that are read one after the other, see `train_step`.
 
     Raises:
       MeshError: the model or the batch cannot be split over the mesh.
@@ -130,13 +175,45 @@ def train_programs(
     placement = shardings(mesh, train_state_specs(config, sizes, optimizer))
     state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
-    tokens = Batch(_placed(rows, shardings(mesh, batch_spec(sizes, batch, length))))
-    options = StepOptions(LossOptions(Compute(dtype, remat)), clip_norm=1.0)
+    row = _placed(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
+    tokens = Batch(row, row, row) if packed else Batch(row)
+    options = StepOptions(LossOptions(Compute(dtype, remat)), accumulate, clip_norm=1.0)
     step = partial(step_over(config, mesh), optimizer, options=options)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
-    return [Program("train step", jitted, (state, tokens), known)]
+    return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
+
+
+def pmap_programs(
+    config: LlamaConfig,
+    mesh: Mesh,
+    batch: int,
+    length: int,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    remat: Remat = "full",
+) -> list[Program]:
+    """The step that `train --backend pmap` runs: packed rows, and the whole state on every device.
+
+    Raises:
+      MeshError: a mesh that splits over more than `data`, or rows that cannot be divided.
+    """
+    sizes = MeshSizes(**mesh.shape)
+    if sizes.devices != sizes.data or batch % sizes.data:
+        raise MeshError(f"pmap divides batch={batch} rows over data alone, which mesh {sizes} does not")
+    optimizer = adamw(1e-4)
+    everywhere, shares = shardings(mesh, (P(), P("data")))
+    shapes = jax.eval_shape(partial(init_state, optimizer), param_shapes(config))
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), shapes)
+    row = jax.ShapeDtypeStruct((sizes.data, batch // sizes.data, length + 1), jnp.int32, sharding=shares)
+    options = StepOptions(LossOptions(Compute(dtype, remat)), clip_norm=1.0)
+    step = partial(train_step, config, optimizer, options=options)
+    mapped = pmap_over(step, list(mesh.devices.flat))
+    share = bytes_per_device(state.params)
+    known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
+    arguments = (state, Batch(row, row, row))
+    return [Program("train step", mapped, arguments, known, layers=config.n_layers, by_pmap=True)]
 
 
 def decode_programs(
@@ -183,6 +260,8 @@ def decode_programs(
     cache, half = cache_of(capacity), cache_of(capacity // 2)
     share = bytes_per_device(params)
     known = Memory(parameters=share, cache=bytes_per_device(cache))
+    looked_up = 0 if params.lm_head is None else bytes_per_device(params.embedding)
+    per_token = (share - looked_up) * sizes.columns + known.cache
 
     tokens = per_row(jnp.int32, min(capacity, LARGEST_PREFILL))
     places = Places(per_row(jnp.int32), rope_lengths=per_row(jnp.int32))
@@ -192,11 +271,13 @@ def decode_programs(
     larger = jax.jit(partial(grow, capacity=capacity), out_shardings=placement)
     both = replace(known, cache=known.cache + bytes_per_device(half))
 
-    reading = Program("prefill", reads, (params, read_before, tokens, places), known)
+    reading = Program("prefill", reads, (params, read_before, tokens, places), known, layers=config.n_layers)
     if sizes.context > 1:
         check_length(sizes, capacity)
         over = jax.jit(prefill_over(config, mesh), out_shardings=(placement, rows))
-        reading = Program("prefill", over, (params, per_row(jnp.int32, capacity), per_row(jnp.int32)), known)
+        reading = Program(
+            "prefill", over, (params, per_row(jnp.int32, capacity), per_row(jnp.int32)), known, layers=config.n_layers
+        )
 
     sampling = jax.tree.map(lambda a: per_row(a.dtype, sharding=whole), Sampling().per_row(1))
     limit, stop = per_row(jnp.int32, sharding=whole), per_row(jnp.int32, 4, sharding=whole)
@@ -213,8 +294,8 @@ def decode_programs(
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [
         reading,
-        Program("grow", larger, (half,), both, beside=share),
-        Program("decode", run, (params, state, turns), known),
+        Program("grow", larger, (half,), both, beside=share, layers=config.n_layers),
+        Program("decode", run, (params, state, turns), known, layers=config.n_layers, per_token=per_token),
     ]
 
 

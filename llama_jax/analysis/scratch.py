@@ -1,7 +1,8 @@
 """What XLA's plan leaves out on CPU: arrays that a kernel library makes for itself while it runs.
 
-XLA for CPU hands groups of operations with a matrix product to YNNPACK, which holds what lies between them (the softmax's
-exponentials before the product with the values, say) in memory of its own, outside of the plan.
+XLA for CPU hands groups of operations with a matrix product or a sum to YNNPACK, which holds what lies between them (the
+softmax's exponentials before the product with the values, or before their sum over the vocabulary in the loss) in memory of
+its own, outside of the plan.
 """
 
 from __future__ import annotations
@@ -24,18 +25,20 @@ def kernel_scratch(program: str) -> int:
     """
     groups = set(_HANDED_OVER.findall(program))
     bodies = [found["body"] for found in _COMPUTATION.finditer(program) if found["name"] in groups]
-    return max((_largest_inside(body) for body in bodies if " dot(" in body), default=0)
+    # A sum of products (the norm of the gradients) is one kernel; a sum of exponentials makes them first.
+    return max((_largest_inside(body, () if " dot(" in body else ("exponential",)) for body in bodies), default=0)
 
 
-def _largest_inside(body: str) -> int:
-    """Parameters and the result belong to the plan, also a result under another shape."""
+def _largest_inside(body: str, kinds: tuple[str, ...]) -> int:
+    """The largest array, of all or these kinds; parameters and the result are in the plan, also under another shape."""
     result = re.search(r"ROOT \S+ = \S+ bitcast\(%([\w.\-]+)\)", body)
     outside = {result[1]} if result else set()
     return max(
         (
             math.prod(int(n) for n in found["shape"].split(",") if n) * max(int(found["bits"] or 8) // 8, 1)
             for found in _INSTRUCTION.finditer(body)
-            if found["kind"] not in ("parameter", "constant") and found["name"] not in outside
+            if (found["kind"] in kinds if kinds else found["kind"] not in ("parameter", "constant"))
+            if found["name"] not in outside
         ),
         default=0,
     )

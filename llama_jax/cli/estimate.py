@@ -14,9 +14,12 @@ import tyro
 from llama_jax.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from llama_jax.analysis.collectives import Collective
+    from llama_jax.analysis.findings import Findings
     from llama_jax.analysis.hardware import Hardware
-    from llama_jax.analysis.memory import Memory, Program
+    from llama_jax.analysis.memory import Program
     from llama_jax.analysis.roofline import Exchange, Roofline
     from llama_jax.config import LlamaConfig
     from llama_jax.parallel.mesh import MeshSizes
@@ -35,7 +38,8 @@ LABELS = {
 class Estimate:
     """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
 
-    Nothing is allocated, no weights are read: the program is compiled for simulated devices and looked at.
+    Nothing is allocated, no weights are read: the program is compiled for devices that need not be there and looked at. For
+    --hardware its own compiler is asked where it is installed (the extras compile-tpu and compile-gpu).
     """
 
     model: tyro.conf.Positional[str]
@@ -55,6 +59,10 @@ class Estimate:
     """When decoding, keys and values are of the dtype, or 8-bit numbers with a factor for each head and position."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
+    packed: bool = True
+    """When training, rows are filled with several documents each, as `train` does, and not with one."""
+    accumulate: int = 1
+    """When training, parts of the batch that are read one after the other."""
     hardware: str | None = None
     """Such as h200 or tpu-v5p: plan for it instead of for CPUs, see whether it fits, and bound the time by its figures."""
     json: bool = False
@@ -62,33 +70,36 @@ class Estimate:
 
     def run(self) -> None:
 
-        from llama_jax.analysis.collectives import find_collectives
+        from llama_jax.analysis.findings import examine
         from llama_jax.analysis.hardware import named_hardware
+        from llama_jax.analysis.memory import DoesNotFitError
         from llama_jax.analysis.roofline import exchange_seconds
         from llama_jax.cli.runtime import use_compilation_cache
         from llama_jax.model.cache import cache_bytes
         from llama_jax.model.params import parameter_count
-        from llama_jax.parallel.mesh import make_mesh, parse_mesh
+        from llama_jax.parallel.mesh import parse_mesh
 
         started = time.perf_counter()
         hardware = None if self.hardware is None else named_hardware(self.hardware)
         sizes = parse_mesh(self.mesh)
-        simulate_devices(sizes.devices)  # before a run's folder is opened, which starts JAX
+        mesh, compiler, note = devices_to_plan_for(self.hardware, sizes)  # before a run's folder is opened: it starts JAX
         config = read_config(self.model)
         self._check(config)
         use_compilation_cache()
-        mesh = make_mesh(sizes)
         least = self._least(config, sizes)
         if hardware is not None:
             exchange_seconds(least, sizes, hardware)  # raises before a compilation where its links do not reach
 
-        found, exchanged = {}, {}
-        for program in self._programs(config, sizes):
-            count = f"{sizes.devices} simulated device{'s' * (sizes.devices > 1)}"
-            print(f"compiling {program.name} for {count}...", file=sys.stderr, flush=True)
-            compiled = program.compile(accelerator=hardware is not None)
-            found[program.name] = program.memory(compiled, accelerator=hardware is not None)
-            exchanged[program.name] = find_collectives(compiled.as_text() or "", mesh)
+        found: dict[str, Findings] = {}
+        refused: dict[str, str] = {}
+        for program in self._programs(config, mesh):
+            count = f"{sizes.devices} {'simulated ' if compiler is None else ''}device{'s' * (sizes.devices > 1)}"
+            by = f" by {compiler}" if compiler else ""
+            print(f"compiling {program.name} for {count}{by}...", file=sys.stderr, flush=True)
+            try:
+                found[program.name] = examine(program, accelerator=hardware is not None)
+            except DoesNotFitError as error:
+                refused[program.name] = str(error)
         about = {
             "model": self.model,
             "mode": self.mode,
@@ -96,21 +107,28 @@ class Estimate:
             "length": self.length,
             "dtype": self.dtype,
             "remat": self._remat,
+            "packed": self.packed if self.mode == "train" else None,
+            "accumulate": self.accumulate if self.mode == "train" else None,
             "mesh": dict(sizes.items()),
             "devices": sizes.devices,
             "parameter_count": parameter_count(config),
             "cache_bytes_per_token": cache_bytes(config, 1, 1, self.dtype if self.cache == "auto" else self.cache),
+            "compiler": compiler or "XLA for CPU",
+            "note": note,
+            "refused": refused,
             "seconds": round(time.perf_counter() - started, 1),
         }
-        bounds = {} if hardware is None else self._bounds(config, sizes, hardware, found, exchanged, least)
+        bounds = {} if hardware is None or refused else self._bounds(config, sizes, hardware, found, least)
         if self.json:
-            print(as_json(about, found, exchanged, least, hardware, bounds))
+            print(as_json(about, found, least, hardware, bounds, own=compiler is not None))
             return
-        print(as_table(about, found, for_cpu=hardware is None))
+        print(as_table(about, found, for_cpu=hardware is None, own=compiler is not None))
         if sizes.devices > 1:
-            print(exchange_table(config.n_layers, exchanged, least))
-        if hardware is not None:
-            print(bound_table(hardware, max(memory.total for memory in found.values()), bounds))
+            print(exchange_table(config.n_layers, found, least, own=compiler is not None))
+        if compiler is not None:
+            print(programs_table(found))
+        if hardware is not None and found and not refused:
+            print(bound_table(hardware, max(one.memory.total for one in found.values()), bounds))
 
     @property
     def _remat(self) -> Literal["none", "dots", "full"] | None:
@@ -132,25 +150,25 @@ class Estimate:
         config: LlamaConfig,
         sizes: MeshSizes,
         hardware: Hardware,
-        found: dict[str, Memory],
-        exchanged: dict[str, list[Collective]],
+        found: dict[str, Findings],
         least: list[Exchange],
     ) -> dict[str, Roofline]:
         """The rooflines of the compiled program and, when training, of one with the least exchanges."""
         from llama_jax.analysis.roofline import decoding_roofline, training_roofline
 
         if self._remat is None:
-            resident = found["decode"].parameters * sizes.columns + found["decode"].cache
-            bound = decoding_roofline(config, sizes, self.batch, self.length, hardware, resident, exchanged["decode"])
+            memory, exchanged = found["decode"].memory, found["decode"].collectives
+            resident = memory.parameters * sizes.columns + memory.cache
+            bound = decoding_roofline(config, sizes, self.batch, self.length, hardware, resident, exchanged)
             return {"decode, a token of each row": bound}
         step = (config, sizes, self.batch, self.length, self.dtype, self._remat, hardware)
         return {
-            "as compiled": training_roofline(*step, exchanged["train step"]),
+            "as compiled": training_roofline(*step, found["train step"].collectives),
             "with the least exchanges": training_roofline(*step, least),
         }
 
     def _check(self, config: LlamaConfig) -> None:
-        for name in ("batch", "length"):
+        for name in ("batch", "length", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a positive whole number")
         # Tokens are counted in 32 bits, bytes in 64: XLA aborts where the scores of all layers overflow.
@@ -161,20 +179,57 @@ class Estimate:
             raise ConfigError(f"--remat {self.remat} is for --mode train: decoding has no backward pass; leave it out")
         if self.mode == "train" and self.cache != "auto":
             raise ConfigError(f"--cache {self.cache} is for --mode decode: training keeps no cache; leave it out")
+        if self.mode == "decode" and (self.accumulate > 1 or not self.packed):
+            raise ConfigError("--accumulate and --no-packed are for --mode train; leave them out")
+        if self.batch % self.accumulate:
+            raise ConfigError(f"batch={self.batch} rows cannot be divided into accumulate={self.accumulate} equal parts")
         if self.mode == "decode" and self.length > config.max_seq_len:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; take less")
 
-    def _programs(self, config: LlamaConfig, sizes: MeshSizes) -> list[Program]:
+    def _programs(self, config: LlamaConfig, mesh: Mesh) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
         from llama_jax.model.cache import bucket
-        from llama_jax.parallel.mesh import make_mesh
 
-        mesh = make_mesh(sizes)
         if self._remat is not None:
-            return train_programs(config, mesh, self.batch, self.length, dtype=self.dtype, remat=self._remat)
+            return train_programs(
+                config,
+                mesh,
+                self.batch,
+                self.length,
+                dtype=self.dtype,
+                remat=self._remat,
+                packed=self.packed,
+                accumulate=self.accumulate,
+            )
         capacity = bucket(self.length, SMALLEST_CACHE)
         return decode_programs(config, mesh, self.batch, capacity, dtype=self.dtype, quantized=self.cache == "int8")
+
+
+def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, str | None, str | None]:
+    """A mesh for the hardware's own compiler and that compiler's name, or one of simulated CPU devices and why.
+
+    It starts JAX on CPU.
+
+    Raises:
+      MeshError: more devices than can be simulated, or than the hardware is built of.
+    """
+    from llama_jax.analysis.compilers import CompilerError, compiler_missing, compiler_of, mesh_for
+    from llama_jax.parallel.mesh import make_mesh
+
+    note = None
+    if hardware is not None:
+        import jax
+
+        note = compiler_missing(hardware)
+        if note is None:
+            jax.config.update("jax_platforms", "cpu")
+            try:
+                return mesh_for(hardware, sizes), compiler_of(hardware), None
+            except CompilerError as error:
+                note = str(error)
+    simulate_devices(sizes.devices)
+    return make_mesh(sizes), None, note
 
 
 def read_config(model: str) -> LlamaConfig:
@@ -207,19 +262,20 @@ def simulate_devices(count: int) -> None:
 
 def as_json(
     about: dict[str, Any],
-    found: dict[str, Memory],
-    exchanged: dict[str, list[Collective]],
+    found: dict[str, Findings],
     least: list[Exchange],
     hardware: Hardware | None,
     bounds: dict[str, Roofline],
+    *,
+    own: bool,
 ) -> str:
     """One object: what was asked, for each program the bytes per device and what is exchanged, and the bounds."""
     from llama_jax.analysis.collectives import add_up
 
-    programs = {name: asdict(memory) | {"total": memory.total} for name, memory in found.items()}
-    peak = max(memory.total for memory in found.values())
+    programs = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
+    peak = max((one.memory.total for one in found.values()), default=0)
     sums = {"bytes_per_device": programs, "peak_per_device": peak, "peak_of_mesh": peak * about["devices"]}
-    traffic = {name: [asdict(row) for row in add_up(members)] for name, members in exchanged.items()}
+    traffic = {name: [asdict(row) for row in add_up(one.collectives)] for name, one in found.items()}
     needed = [asdict(row) | {"sent": row.sent} for row in least]
     rooflines = {
         name: asdict(bound)
@@ -227,18 +283,20 @@ def as_json(
         | {"mfu_overlapped": bound.utilization(bound.overlapped), "mfu_apart": bound.utilization(bound.apart)}
         for name, bound in bounds.items()
     }
-    plan = {"hardware": asdict(hardware), "fits": hardware.holds(peak), "rooflines": rooflines} if hardware else {}
-    return json.dumps(about | sums | {"exchanged": traffic, "least_exchanged": needed} | plan)
+    fits = hardware is not None and not about["refused"] and hardware.holds(peak)
+    plan = {"hardware": asdict(hardware), "fits": fits, "rooflines": rooflines} if hardware else {}
+    seen = {"programs": {name: one.as_dict() for name, one in found.items()}} if own else {}
+    return json.dumps(about | sums | {"exchanged": traffic, "least_exchanged": needed} | plan | seen)
 
 
-def as_table(about: dict[str, Any], found: dict[str, Memory], *, for_cpu: bool) -> str:
+def as_table(about: dict[str, Any], found: dict[str, Findings], *, for_cpu: bool, own: bool) -> str:
     """A column for each program, and one for all devices together while the hungriest of them runs."""
     from llama_jax.parallel.mesh import MeshSizes
 
-    columns = {name: asdict(memory) | {"total": memory.total} for name, memory in found.items()}
+    columns = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
     devices = about["devices"]
-    if devices > 1:
-        worst = max(found, key=lambda name: found[name].total)
+    if devices > 1 and found:
+        worst = max(found, key=lambda name: found[name].memory.total)
         columns[f"{worst}, all {devices}"] = {part: size * devices for part, size in columns[worst].items()}
     rows = [("GB per device", [*columns])]
     for part, label in (LABELS | {"total": "total"}).items():
@@ -252,34 +310,67 @@ def as_table(about: dict[str, Any], found: dict[str, Memory], *, for_cpu: bool) 
         scores = "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
     asked = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]
     asked += [f"remat {about['remat']}"] if about["remat"] else []
+    asked += ["packed"] if about["packed"] else []
+    asked += [f"accumulate {about['accumulate']}"] if (about["accumulate"] or 1) > 1 else []
     lines = [
         " · ".join([*asked, str(mesh)]),
         f"{about['parameter_count']:,} parameters · cache {about['cache_bytes_per_token']:,} bytes per token",
         "",
-        *(f"{label:<28}" + "".join(f"{cell:>{width}}" for cell in cells) for label, cells in rows),
-        "",
-        scores,
-        "Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently.",
     ]
+    if found:
+        lines += [*(f"{label:<28}" + "".join(f"{cell:>{width}}" for cell in cells) for label, cells in rows), ""]
+    lines += [f"It does not fit, says the compiler: {message}" for message in about["refused"].values()]
+    if own:
+        lines.append(f"Compiled by {about['compiler']}: this is its plan.")
+        return "\n".join(lines)
+    lines += [scores, "Temporaries are what XLA plans for CPU devices; GPU and TPU backends fuse differently."]
+    if about["note"]:
+        lines.append(f"Their own compiler was not asked: {about['note']}")
     if about["dtype"] == "bfloat16" and for_cpu:
         lines.append("XLA for CPU keeps many bfloat16 arrays in float32 as well: --hardware NAME plans without that.")
     return "\n".join(lines)
 
 
-def exchange_table(n_layers: int, exchanged: dict[str, list[Collective]], least: list[Exchange]) -> str:
+def programs_table(found: dict[str, Findings]) -> str:
+    """What the accelerator's compiler made of each program: kernels, copies, and what a token reads."""
+    lines = []
+    for name, one in found.items():
+        lines += ["", f"{name}: compiled in {one.seconds:.0f} s"]
+        if one.attention:
+            lines.append(f"  attention: {'; '.join(one.attention)}")
+        if one.calls:
+            calls = ", ".join(f"{kernel} in {count} place{'s' * (count > 1)}" for kernel, count in one.calls.items())
+            lines.append(f"  kernels called: {calls}")
+        if one.asynchronous is not None:
+            lines.append(f"  of the bytes sent {one.asynchronous:.0%} while matrices are multiplied")
+        if one.copies:
+            lines.append(f"  copies of at least 1 MiB: {len(one.copies)}, {one.copied / 1e9:,.3f} GB in all; the largest")
+            for copy in sorted(one.copies, key=lambda copy: -copy.bytes * copy.times)[:3]:
+                times = f" x {copy.times}" if copy.times > 1 else ""
+                lines.append(f"    {copy.shape} {copy.bytes / 1e9:,.3f} GB{times}{', in a loop' if copy.in_loop else ''}")
+        if one.token is not None and one.read_ratio is not None and one.kernels_per_layer is not None:
+            lines.append(
+                f"  a token of each row reads {one.token.read / 1e9:,.3f} GB, {one.read_ratio:.3f} of the least (weights and"
+                f" cache: {one.per_token / 1e9:,.3f} GB), and writes {one.token.written / 1e9:,.3f} GB"
+            )
+            lines.append(f"  {one.kernels_per_layer:.1f} kernels a layer, {one.token.kernels:,} in all")
+    return "\n".join(lines)
+
+
+def exchange_table(n_layers: int, found: dict[str, Findings], least: list[Exchange], *, own: bool) -> str:
     """What a device exchanges while each program runs once, and beside it the least."""
     from llama_jax.inference.generate import CHUNK
 
+    exchanged = {name: list(one.collectives) for name, one in found.items()}
     lines = []
     for program, members in exchanged.items():
         if members:
             lines += ["", *_kinds(program, members, n_layers)]
     lines += ["", *_least_of_each(least)] if least else []
     lines += ["", *_sums([one for members in exchanged.values() for one in members], least)] if least else []
+    lines += ["", "Sent is what a device sends by a ring. Where an all-reduce is followed by a slice, `scattered` is what a"]
     lines += [
-        "",
-        "Sent is what a device sends by a ring. XLA for CPU forms no reduce-scatter: `scattered` is what a backend sends",
-        "that does, where an all-reduce is followed by a slice.",
+        "reduce-scatter would send." if own else "backend sends that forms a reduce-scatter, which XLA for CPU does not."
     ]
     if any(not one.is_counted for members in exchanged.values() for one in members):
         lines.append(f"Of loops whose turns the program does not know one turn is counted: {CHUNK} tokens of each row.")

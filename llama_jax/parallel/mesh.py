@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -83,13 +84,16 @@ def parse_mesh(text: str) -> MeshSizes:
     return MeshSizes(**sizes)
 
 
-def make_mesh(sizes: MeshSizes) -> Mesh:
+def make_mesh(sizes: MeshSizes, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of those sizes over the first devices there are, with axes that XLA propagates by itself.
+
+    Args:
+      devices: others than `jax.devices()`, such as those of `analysis.compilers`, which are not there.
 
     Raises:
       MeshError: there are fewer devices.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if sizes.devices > len(devices):
         simulated = f"; JAX_NUM_CPU_DEVICES={sizes.devices} simulates them" if devices[0].platform == "cpu" else ""
         raise MeshError(f"mesh {sizes} needs {sizes.devices} devices; there are {len(devices)}{simulated}")

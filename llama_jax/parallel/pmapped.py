@@ -69,7 +69,18 @@ def pmap_step(
         these devices (from the returned function).
     """
     everywhere, shares = _placements(devices)
-    mapped = jax.pmap(
+    mapped = pmap_over(step, devices)
+
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        _check_replicated("a state", state, everywhere)
+        return mapped(state, jax.device_put(_split(batch, len(batch.tokens), len(devices)), shares))
+
+    return run
+
+
+def pmap_over(step: Callable[..., tuple[TrainState, Metrics]], devices: Sequence[jax.Device]) -> Any:
+    """The `jax.pmap` of a step over devices: of the state, and of rows [devices, B / devices, ...]."""
+    return jax.pmap(
         partial(step, layout=Layout(axis_name=AXIS)),
         axis_name=AXIS,
         in_axes=(None, 0),
@@ -77,12 +88,6 @@ def pmap_step(
         devices=devices,
         donate_argnums=0,
     )
-
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        _check_replicated("a state", state, everywhere)
-        return mapped(state, jax.device_put(_split(batch, len(batch.tokens), len(devices)), shares))
-
-    return run
 
 
 def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callable[..., list[Generation]]:

@@ -155,6 +155,13 @@ def test_scratch_is_what_lies_inside_a_group_that_a_kernel_library_runs():
     assert kernel_scratch(alone) == 4 * 96 * 4
 
 
+def test_scratch_of_a_sum_alone():
+    """Of the loss: the exponentials of a chunk of logits, which are nowhere in XLA's plan."""
+    (train,) = train_programs(preset("stories-15m"), make_mesh(parse_mesh("data=1")), 2, 64)
+    memory = train.memory()
+    assert memory.scratch == 2 * 64 * 32000 * 4
+
+
 def test_no_scratch_where_nothing_lies_between():
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     assert kernel_scratch(jax.jit(lambda x: x @ x.T).lower(x).compile().as_text()) == 0

@@ -38,7 +38,7 @@ def test_training_as_a_table(run):
     assert done.returncode == 0, done.stderr
     assert done.stderr == "compiling train step for 4 simulated devices...\n"
     lines = done.stdout.splitlines()
-    assert lines[0] == "stories-260k · train · batch 4 x 32 · float32 · remat full · data=2,fsdp=2,tensor=1"
+    assert lines[0] == "stories-260k · train · batch 4 x 32 · float32 · remat full · packed · data=2,fsdp=2,tensor=1"
     assert lines[1] == "260,032 parameters · cache 1,280 bytes per token"
     assert " ".join(lines[3].split()) == "GB per device train step train step, all 4"
     table = {line[:28].strip(): [float(cell) for cell in line[28:].split()] for line in lines[4 : lines.index("", 4)]}

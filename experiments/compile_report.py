@@ -1,0 +1,237 @@
+"""Every program of the library through the accelerators' own compilers, on a machine that has none of them.
+
+    python experiments/compile_report.py --compiler tpu        # with the extra compile-tpu
+    python experiments/compile_report.py --compiler gpu        # with the extra compile-gpu, in an environment of its own
+    python experiments/compile_report.py --compiler gpu --only 8b-decode,1b-train
+
+Of each program: the memory of a device as its compiler plans it and whether that fits; which attention was taken, and which
+kernels the program calls; what devices exchange, and which share of it while they multiply matrices; copies of at least a
+mebibyte; of decoding the bytes that are read for a token over the least, and kernels for each layer. None of it is time.
+Training is packed, in bfloat16 over float32 parameters, with AdamW and layers computed again unless said otherwise. Where
+"largest" is asked, the batch is doubled while it fits. Writes ``experiments/results/compile_report_tpu.json`` or
+``compile_report_gpu.json`` after each program, and the table beside it in ``.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+RESULTS = Path(__file__).parent / "results"
+Kind = Literal["train", "pmap", "decode", "prefill"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of the library.
+
+    Attributes:
+      hardware: names of which each compiles it, with its mesh.
+      batch, length: rows over the mesh, and tokens in each; of a cache, its slots.
+      options: of `train_programs` or `decode_programs`.
+      largest: double the batch while it fits.
+    """
+
+    name: str
+    kind: Kind
+    model: str
+    hardware: dict[str, str]
+    batch: int
+    length: int
+    options: dict[str, Any] = field(default_factory=dict)
+    largest: bool = False
+
+
+INT8 = {"quantized": True}
+
+
+def on(mesh: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, mesh)
+
+
+EIGHT = on("tensor=8", "tpu-v5e", "tpu-v6e")
+
+
+CASES = (
+    # Training, as `train` runs it.
+    Case("1b-train", "train", "tinyllama-1.1b", on("data=1", "h100", "h200", "tpu-v5p", "tpu-v6e"), 4, 2048),
+    Case("1b-train-none", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5p"), 4, 2048, {"remat": "none"}),
+    Case("1b-train-dots", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5p"), 4, 2048, {"remat": "dots"}),
+    Case("1b-train-4096", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5p"), 2, 4096),
+    Case("1b-train-32768", "train", "llama-3.2-1b", on("data=1", "h100", "tpu-v5p"), 1, 32768),
+    Case("1b-train-accumulated", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5p"), 8, 2048, {"accumulate": 2}),
+    Case("1b-train-whole", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5p"), 4, 2048, {"packed": False}),
+    Case("1b-train-8", "train", "tinyllama-1.1b", on("fsdp=8", "h100", "tpu-v5e", "tpu-v6e"), 8, 2048),
+    Case("1b-train-8-none", "train", "tinyllama-1.1b", on("fsdp=8", "tpu-v5e"), 8, 2048, {"remat": "none"}),
+    Case("1b-train-8-tensor", "train", "tinyllama-1.1b", on("fsdp=2,tensor=4", "h100", "tpu-v5e"), 8, 2048),
+    Case("1b-pmap", "pmap", "tinyllama-1.1b", on("data=8", "h100", "tpu-v5p"), 8, 2048),
+    Case("8b-train", "train", "llama-3.1-8b", on("fsdp=8", "h100", "h200", "tpu-v5p", "tpu-v6e"), 8, 8192, largest=True),
+    Case("8b-ring", "train", "llama-3.1-8b", on("context=8", "h100", "tpu-v5p"), 1, 131072),
+    Case("70b-train", "train", "llama-3.1-70b", on("fsdp=64", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
+    Case("405b-train", "train", "llama-3.1-405b", on("fsdp=64,tensor=8", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
+    # Reading prompts, a piece of 512 tokens after the other, or all of a long one over several devices.
+    Case("1b-prefill", "prefill", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 1, 2048),
+    Case("8b-prefill", "prefill", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 2048),
+    Case("8b-prefill-long", "prefill", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
+    Case("8b-prefill-ring", "prefill", "llama-3.1-8b", on("context=8", "h100", "tpu-v5p"), 1, 131072),
+    # One token after the other.
+    Case("1b-decode", "decode", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e", "tpu-v6e"), 1, 2048),
+    Case("8b-decode", "decode", "llama-3.1-8b", on("data=1", "h100", "h200", "tpu-v5p") | EIGHT, 1, 2048),
+    Case("8b-decode-8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048),
+    Case("8b-decode-64", "decode", "llama-3.1-8b", on("data=1", "h100", "h200") | on("tensor=8", "tpu-v5e"), 64, 2048),
+    Case("8b-decode-int8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, INT8),
+    Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
+    Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048),
+    Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compile every program of the library with an accelerator's own compiler, and write what it says."""
+
+    compiler: Literal["tpu", "gpu"]
+    only: str = ""
+    """Names of programs, separated by commas; others keep what the file has of them."""
+    hardware: str = ""
+    """Names such as h100, separated by commas: those only."""
+    skip: str = ""
+    """Names of programs to leave out."""
+    output: Path | None = None
+
+
+def look(case: Case, hardware: str) -> dict[str, Any]:
+    """Compile one program; of the largest batch that fits where that is asked."""
+    about = {"program": case.name, "hardware": hardware, "model": case.model, "mesh": case.hardware[hardware]}
+    about |= {"kind": case.kind, "length": case.length, "options": case.options}
+    row = about | once(case, hardware)
+    if case.largest and row.get("fits"):
+        while True:
+            case = replace(case, batch=2 * case.batch)
+            larger = once(case, hardware)
+            if not larger.get("fits"):
+                break
+            row |= {"largest_batch": case.batch, "largest_total": larger["bytes_per_device"]["total"]}
+        row.setdefault("largest_batch", row["batch"])
+    return row
+
+
+def once(case: Case, name: str) -> dict[str, Any]:
+    """Compile one program of one size."""
+    import jax
+
+    from llama_jax import preset
+    from llama_jax.analysis.compilers import mesh_for
+    from llama_jax.analysis.findings import examine
+    from llama_jax.analysis.hardware import named_hardware
+    from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
+    from llama_jax.parallel.mesh import parse_mesh
+
+    config, mesh = preset(case.model), mesh_for(name, parse_mesh(case.hardware[name]))
+    if case.length > config.max_seq_len:
+        config = replace(config, max_seq_len=case.length)
+    shape = (config, mesh, case.batch, case.length)
+    if case.kind == "train":
+        programs = train_programs(*shape, **{"dtype": "bfloat16", "packed": True} | case.options)
+    elif case.kind == "pmap":
+        programs = pmap_programs(*shape, dtype="bfloat16")
+    else:
+        programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
+    (program,) = programs
+    jax.clear_caches()
+    began = time.perf_counter()
+    try:
+        found = examine(program)
+    except DoesNotFitError as error:
+        return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
+    except Exception as error:  # a finding too: only this compiler raises it
+        return {"batch": case.batch, "error": f"{type(error).__name__}: {error}"[:600], "compile_seconds": passed(began)}
+    return {"batch": case.batch, "fits": named_hardware(name).holds(found.memory.total)} | found.as_dict()
+
+
+def passed(began: float) -> float:
+    return round(time.perf_counter() - began, 1)
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    """A line for each program and hardware."""
+    heads = [
+        "program",
+        "hardware",
+        "mesh",
+        "batch x length",
+        "arguments GB",
+        "temporaries GB",
+        "fits",
+        "attention",
+        "kernels called",
+    ]
+    heads += ["GB sent", "asynchronous", "copies GB", "read / least", "kernels a layer", "compiled in"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for row in rows:
+        cells = [row["program"], row["hardware"], row["mesh"], f"{row['batch']} x {row['length']:,}"]
+        if "bytes_per_device" not in row:
+            cells += ["", "", "no" if row.get("fits") is False else "error", row.get("refused", row.get("error", ""))[:120]]
+            lines.append(
+                "| " + " | ".join([*cells, *[""] * (len(heads) - len(cells) - 1), f"{row['compile_seconds']} s"]) + " |"
+            )
+            continue
+        memory = row["bytes_per_device"]
+        kept = memory["parameters"] + memory["optimizer"] + memory["cache"]
+        fits = "yes" if row["fits"] else "no"
+        if "largest_batch" in row:
+            fits += f", to batch {row['largest_batch']:,}"
+        calls = ", ".join(f"{count} {name.removeprefix('__cudnn$')}" for name, count in row["calls"].items())
+        sent = sum(one["sent"] for one in row["collectives"].values())
+        share, token = row["asynchronous_share"], row["token"]
+        cells += [f"{kept / 1e9:,.2f}", f"{(memory['total'] - kept) / 1e9:,.2f}", fits]
+        cells += ["; ".join(row["attention"]), calls, f"{sent / 1e9:,.2f}" if sent else ""]
+        cells += ["" if share is None else f"{share:.0%}", f"{row['copies']['bytes'] / 1e9:,.2f}"]
+        cells += [f"{token['read_ratio']:.3f}", f"{token['kernels_per_layer']:.1f}"] if token else ["", ""]
+        lines.append("| " + " | ".join([*cells, f"{row['compile_seconds']} s"]) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Arguments) -> None:
+    import jax
+
+    from llama_jax.analysis.compilers import GPUS, TPUS, compiler_missing, compiler_of
+
+    jax.config.update("jax_platforms", "cpu")
+    names = tuple(TPUS if arguments.compiler == "tpu" else GPUS)
+    missing = compiler_missing(names[0])
+    if missing:
+        raise SystemExit(missing)
+    output = arguments.output or RESULTS / f"compile_report_{arguments.compiler}.json"
+    kept = json.loads(output.read_text())["programs"] if output.exists() else []
+    only, hardware, skip = (
+        set(filter(None, text.split(","))) for text in (arguments.only, arguments.hardware, arguments.skip)
+    )
+    unknown = (only | skip) - {case.name for case in CASES}
+    if unknown:
+        raise SystemExit(
+            f"there is no program {', '.join(sorted(unknown))}; there are {', '.join(case.name for case in CASES)}"
+        )
+    wanted = [(case, name) for case in CASES for name in case.hardware if name in names]
+    order = [(case.name, name) for case, name in wanted]
+    rows = {(row["program"], row["hardware"]): row for row in kept}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for case, name in wanted:
+        if (only and case.name not in only) or (hardware and name not in hardware) or case.name in skip:
+            continue
+        rows[case.name, name] = look(case, name)
+        print(as_table([rows[case.name, name]]).splitlines()[-1], flush=True)
+        sorted_rows = [rows[key] for key in order if key in rows]
+        about = {"compiler": compiler_of(name), "jax": jax.__version__}
+        lines = ",\n  ".join(json.dumps(row) for row in sorted_rows)  # one a line
+        output.write_text(f'{json.dumps(about)[:-1]}, "programs": [\n  {lines}\n]}}\n')
+        output.with_suffix(".md").write_text(as_table(sorted_rows) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

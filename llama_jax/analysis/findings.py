@@ -1,0 +1,124 @@
+"""A program compiled and looked at: what it takes, which kernels it reached, and what it does that it need not."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from llama_jax.analysis.collectives import Collective, find_collectives
+from llama_jax.analysis.compilers import attention_choices
+from llama_jax.analysis.memory import Memory, Program
+from llama_jax.analysis.programs import Copy, Text, Token, custom_calls, find_copies, token_of
+from llama_jax.inference.generate import CHUNK
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What is known of a compiled program, per device.
+
+    Attributes:
+      memory: as its compiler plans it.
+      seconds: of tracing and compiling.
+      attention: what attention said while it was traced: which way was taken and why.
+      calls: kernels that are not the compiler's own, and how many places start them.
+      collectives: in the order of the program.
+      copies: of at least a mebibyte, that only move something.
+      token: of a program that decodes, what a token of each row takes.
+      per_token: the least bytes that it could read.
+      layers: of the model.
+    """
+
+    name: str
+    memory: Memory
+    seconds: float
+    attention: tuple[str, ...]
+    calls: dict[str, int]
+    collectives: tuple[Collective, ...]
+    copies: tuple[Copy, ...]
+    token: Token | None
+    per_token: int
+    layers: int
+
+    @property
+    def copied(self) -> int:
+        """Bytes that all copies write in a run of the program, of one turn of loops that do not tell theirs."""
+        return sum(copy.bytes * copy.times for copy in self.copies)
+
+    @property
+    def asynchronous(self) -> float | None:
+        """Of the bytes that collectives send, the share of those that the device computes beside; None without any."""
+        sent = sum(one.sent * one.count for one in self.collectives)
+        return sum(one.sent * one.count for one in self.collectives if one.asynchronous) / sent if sent else None
+
+    @property
+    def read_ratio(self) -> float | None:
+        """Bytes read for a token over the least."""
+        return self.token.read / self.per_token if self.token and self.per_token else None
+
+    @property
+    def kernels_per_layer(self) -> float | None:
+        """Kernels that decoding starts for each layer and token."""
+        return self.token.kernels_of_layers / self.layers if self.token and self.layers else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: sizes in bytes."""
+        kinds: dict[str, dict[str, int]] = {}
+        for one in self.collectives:
+            row = kinds.setdefault(f"{one.kind} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "sent": 0})
+            row["count"] += one.count
+            row["asynchronous"] += one.count * one.asynchronous
+            row["sent"] += int(one.sent * one.count)
+        token = None
+        if self.token is not None:
+            token = asdict(self.token) | {
+                "least_read": self.per_token,
+                "read_ratio": self.read_ratio,
+                "kernels_per_layer": self.kernels_per_layer,
+            }
+        return {
+            "bytes_per_device": asdict(self.memory) | {"total": self.memory.total},
+            "compile_seconds": round(self.seconds, 1),
+            "attention": list(self.attention),
+            "calls": self.calls,
+            "collectives": kinds,
+            "asynchronous_share": None if self.asynchronous is None else round(self.asynchronous, 3),
+            "copies": {
+                "count": len(self.copies),
+                "bytes": self.copied,
+                "largest": [asdict(c) for c in _largest(self.copies)],
+            },
+            "token": token,
+        }
+
+
+def examine(program: Program, *, accelerator: bool = False) -> Findings:
+    """Compile a program for its mesh and look at it.
+
+    Args:
+      accelerator: see `Program.compile`.
+    """
+    started = time.perf_counter()
+    with attention_choices() as said:
+        compiled: jax.stages.Compiled = program.compile(accelerator=accelerator)
+    seconds = time.perf_counter() - started
+    source = compiled.as_text() or ""
+    text = Text(source)
+    return Findings(
+        name=program.name,
+        memory=program.memory(compiled, accelerator=accelerator),
+        seconds=seconds,
+        attention=tuple(said),
+        calls=dict(custom_calls(text)),
+        collectives=tuple(find_collectives(source, program.mesh)),
+        copies=tuple(find_copies(text)),
+        token=token_of(text, program.layers, CHUNK) if program.per_token else None,
+        per_token=program.per_token,
+        layers=program.layers,
+    )
+
+
+def _largest(copies: tuple[Copy, ...], count: int = 4) -> list[Copy]:
+    return sorted(copies, key=lambda copy: -copy.bytes * copy.times)[:count]

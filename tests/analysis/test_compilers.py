@@ -1,0 +1,114 @@
+import subprocess
+import sys
+
+import pytest
+
+from llama_jax.analysis import compilers
+from llama_jax.analysis.compilers import CompilerError, compiler_missing, devices_of, gpu_target, tpu_topology
+from llama_jax.analysis.hardware import BY_NAME, named_hardware
+from llama_jax.errors import MeshError
+
+
+@pytest.mark.parametrize("name", compilers.NAMES)
+def test_every_compiler_has_its_hardware(name):
+    assert name in BY_NAME
+    if name in compilers.GPUS:
+        gpu, published = compilers.GPUS[name], named_hardware(name)
+        assert gpu.bandwidth == pytest.approx(published.memory_bandwidth, rel=0.05)
+        assert gpu.memory == pytest.approx(published.memory, rel=0.03)
+        assert f"core_count: {gpu.cores} " in gpu_target(name)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "count", "topology"),
+    [
+        ("tpu-v5e", 8, "v5e:2x4"),
+        ("tpu-v5e", 4, "v5e:2x2"),
+        ("tpu-v5e", 256, "v5e:16x16"),
+        ("tpu-v6e", 2, "v6e:2x1"),
+        ("tpu-v5p", 4, "v5p:2x2x1"),
+        ("tpu-v5p", 8, "v5p:2x2x2"),
+        ("tpu-v5p", 512, "v5p:8x8x8"),
+    ],
+)
+def test_slices_of_pods(hardware, count, topology):
+    assert tpu_topology(hardware, count)["topology_name"] == topology
+
+
+def test_what_cannot_be_had():
+    with pytest.raises(MeshError, match="powers of two, not with 12 chips"):
+        tpu_topology("tpu-v5e", 12)
+    with pytest.raises(MeshError, match="no slice of 512 chips"):
+        tpu_topology("tpu-v5e", 512)
+    with pytest.raises(MeshError, match="12 GPUs are not whole hosts of 8"):
+        devices_of("h100", 12)
+    assert compiler_missing("l4") is not None
+    with pytest.raises(CompilerError, match="no compiler is described for l4; there are tpu-v5e"):
+        devices_of("l4", 1)
+
+
+def test_a_missing_compiler_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(compilers.util, "find_spec", lambda name: None)
+    for name in compilers.NAMES:
+        assert "pip install" in (compiler_missing(name) or "")
+
+
+LOOK = """
+import json, sys
+from dataclasses import replace
+import jax
+jax.config.update("jax_platforms", "cpu")
+import llama_jax
+from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.findings import examine
+from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
+from llama_jax.ops.platform import lowering_platform
+from llama_jax.parallel.mesh import MeshSizes
+hardware = sys.argv[1]
+small = replace(llama_jax.preset("tinyllama-1.1b"), n_layers=4)
+out = {}
+for count in (1, 2, 4, 8, 512 if hardware == "tpu-v5p" else 16):
+    mesh = mesh_for(hardware, MeshSizes(fsdp=count))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        out[count] = lowering_platform(), mesh.devices.size
+one, eight = mesh_for(hardware, MeshSizes()), mesh_for(hardware, MeshSizes(fsdp=8))
+programs = train_programs(small, eight, 8, 512, dtype="bfloat16", packed=True)
+programs += pmap_programs(small, mesh_for(hardware, MeshSizes(data=8)), 8, 256, dtype="bfloat16")
+programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[2:]
+out["programs"] = [examine(program).as_dict() for program in programs]
+large = replace(llama_jax.preset("llama-3.1-8b"), n_layers=2, vocab_size=1024)
+try:
+    examine(train_programs(large, one, 4096, 8192, dtype="bfloat16", remat="none")[0])
+except DoesNotFitError as error:
+    out["refused"] = str(error)
+print(json.dumps(out))
+"""
+
+
+def look(hardware):
+    import json
+
+    missing = compiler_missing(hardware)
+    if missing:
+        pytest.skip(missing)
+    done = subprocess.run([sys.executable, "-c", LOOK, hardware], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("hardware", ["tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "b200"])
+def test_programs_by_the_compilers(hardware):
+    found = look(hardware)
+    platform = "tpu" if hardware.startswith("tpu") else "gpu"
+    sizes = [int(key) for key in found if key.isdigit()]
+    assert [found[str(size)] for size in sizes] == [[platform, size] for size in sizes]
+    step, mapped, decode = found["programs"]
+    assert step["bytes_per_device"]["parameters"] == pytest.approx(mapped["bytes_per_device"]["parameters"] / 8, rel=0.01)
+    assert step["collectives"]["all-gather over fsdp"]["count"] >= 4 or "collective-permute over fsdp" in step["collectives"]
+    assert mapped["collectives"]["all-reduce over data"]["count"] >= 1
+    token = decode["token"]
+    assert 0.2 < token["read_ratio"] < 1.5  # a TPU keeps some of so small a model on the chip
+    assert token["kernels_per_layer"] > 4
+    if platform == "tpu":
+        assert "exceeds available HBM" in found["refused"] or "memory" in found["refused"]
