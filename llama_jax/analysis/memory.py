@@ -24,6 +24,7 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Produced, Reading, Request, State, decode, read
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
+from llama_jax.ops.platform import planned_for
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.pmapped import pmap_over
@@ -133,7 +134,8 @@ class Program:
                     f"{self.name}: {str(error).splitlines()[0].removeprefix('RESOURCE_EXHAUSTED: ')}"
                 ) from error
         # Random bits of a GPU would be a call of its own library, which XLA for CPU does not have; a TPU's are plain code.
-        lowered = self.function.trace(*self.arguments).lower(lowering_platforms=("tpu",))
+        with planned_for("accelerator"):
+            lowered = self.function.trace(*self.arguments).lower(lowering_platforms=("tpu",))
         return lowered.compile(compiler_options={"xla_disable_hlo_passes": "float-normalization-bf16"})
 
     def memory(self, compiled: jax.stages.Compiled | None = None, *, accelerator: bool = False) -> Memory:

@@ -11,6 +11,12 @@ from jax import lax
 
 Tree = TypeVar("Tree")
 
+planned_for = jax.make_user_context(None)
+"""A context that says which platform a program is planned for, where devices of another one stand in for it.
+
+JAX keeps it in the keys of its caches. "accelerator" is any but a CPU, of which no kernel is known.
+"""
+
 
 def lowering_platform() -> str:
     """The platform that what is traced now will be lowered for: "cpu", "gpu" or "tpu".
@@ -20,6 +26,8 @@ def lowering_platform() -> str:
     not there; else from `jax.default_device`; else it is the default backend. A program for another platform than the
     default one must therefore be traced under its mesh, as the library's own functions for a mesh do.
     """
+    if planned_for.value is not None:
+        return planned_for.value
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = getattr(device, "platform", None)
     if platform is None:
@@ -31,6 +39,8 @@ def lowering_platform() -> str:
 
 def lowering_device_kind() -> str:
     """The name of the devices that what is traced now will be lowered for, as JAX has it: "NVIDIA H100 80GB HBM3"."""
+    if planned_for.value is not None:
+        return planned_for.value
     mesh_kind = getattr(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), "device_kind", None)
     return mesh_kind or jax.local_devices(backend=lowering_platform())[0].device_kind
 
