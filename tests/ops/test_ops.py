@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llama_jax.ops.linear import sum_of_outer
 
 from llama_jax import ops
 from llama_jax.ops.attention import Seen, View
+from llama_jax.ops.linear import sum_of_outer
 from llama_jax.ops.rotary import SCALINGS
 
 
