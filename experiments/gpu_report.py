@@ -61,6 +61,7 @@ from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.errors import ConfigError
 from llama_jax.inference import generate as library
+from llama_jax.ops.attention import Seen, View
 from llama_jax.training import flops
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
@@ -620,7 +621,11 @@ def attend(
     backend: str, width: int, queries: jax.Array, keys: jax.Array, values: jax.Array, of_mixed: jax.Array | None = None
 ) -> Any:
     """What attention gives, and with `of_mixed`, the gradient of that, also those of its arguments."""
-    program = functools.partial(ops.attention, scale=width**-0.5, backend=backend)
+
+    def program(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        seen = Seen.whole(queries.shape[2])
+        return ops.attend(queries, View.of(keys, values), seen, scale=width**-0.5, backend=backend)  # type: ignore[arg-type]
+
     if of_mixed is None:
         return program(queries, keys, values)
     mixed, backward = jax.vjp(program, queries, keys, values)
