@@ -1,0 +1,149 @@
+"""Attention through the TPU's and the GPU's own compilers: kernels are reached where the work is. Needs no device."""
+
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax import ops
+from llama_jax.ops.attention import Division, Seen, View, observed
+
+pytestmark = pytest.mark.accelerators
+
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 10 } runtime_version { major: 12 minor: 8 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+KERNEL = {"tpu": 'custom_call_target="tpu_custom_call"', "gpu": r'custom_call_target="__cudnn\$fmha\w*"'}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_compilation_cache():
+    """JAX reads no program for devices that are not there out of its cache, and warns."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+def mesh_of(topology, shape, names):
+    """Of devices that are not there; skips where their compiler is not installed."""
+    if topology == "h100":
+        pytest.importorskip("jax_plugins.xla_cuda12", exc_type=ImportError)
+        told = {"platform": "cuda", "target_config": H100, "topology": f"1x{np.prod(shape)}x1"}
+    else:
+        pytest.importorskip("libtpu")
+        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+        told = {"platform": "tpu", "topology_name": topology}
+    devices = topologies.get_topology_desc(**told).devices[: np.prod(shape)]
+    return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def compiled(mesh, division, function, *shapes):
+    """A function of bfloat16 arrays by shape, int32 where the shape has two axes, and what attention it took."""
+
+    def struct(shape):
+        spec = P(division.mesh_axes_of_rows or None, *[division.mesh_axes_of_heads or None] * (len(shape) > 2))
+        spec = P() if shape[0] == 1 else spec
+        return jax.ShapeDtypeStruct(
+            shape, jnp.int32 if len(shape) == 2 else jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        )
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), observed() as taken:
+        return jax.jit(function).lower(*map(struct, shapes)).compile(), set(taken)
+
+
+def kernels_in(program, mesh):
+    return re.findall(KERNEL[mesh.devices.flat[0].platform], program.as_text())
+
+
+@pytest.mark.parametrize(("length", "width"), [(2048, 64), (4096, 128)])
+@pytest.mark.parametrize(
+    ("topology", "shape", "names"),
+    [
+        ("v5e:2x4", (1,), ("fsdp",)),
+        ("v5e:2x4", (2, 4), ("fsdp", "tensor")),
+        ("v5p:2x2x2", (2, 2, 2), ("data", "fsdp", "tensor")),
+        ("h100", (1,), ("fsdp",)),
+        ("h100", (2, 4), ("fsdp", "tensor")),
+    ],
+    ids=str,
+)
+def test_packed_training_is_by_kernels_forward_and_backward(topology, shape, names, length, width):
+    mesh = mesh_of(topology, shape, names)
+    division = Division(*(tuple(n for n in names if (n == "tensor") == heads) for heads in (False, True)))
+
+    def step(queries, keys, values, segments, gradient):
+        seen = Seen.whole(length, segments)
+        mixed, back = jax.vjp(
+            lambda q, k, v: ops.attend(q, View.of(k, v), seen, scale=0.1, division=division), queries, keys, values
+        )
+        return mixed, back(gradient)
+
+    of_queries, of_keys = (8, 8, length, 4, width), (8, 8, length, width)
+    program, taken = compiled(mesh, division, step, of_queries, of_keys, of_keys, (8, length), of_queries)
+    assert taken == {"splash" if "v5" in topology else "cudnn"}
+    # splash: the mixture, the gradients of queries, those of keys and values; cuDNN: both ways for each block of queries.
+    assert len(kernels_in(program, mesh)) == (3 if "v5" in topology else 8)
+    scores = 8 * 32 * length * length * 4 / mesh.size
+    assert program.memory_analysis().temp_size_in_bytes < scores / 4
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100"])
+def test_a_prompt_reaches_the_kernels(topology):
+    mesh, division = mesh_of(topology, (1,), ("tensor",)), Division()
+    of_queries, of_keys, of_cache = (1, 8, 512, 4, 128), (1, 8, 512, 128), (1, 8, 8192, 128)
+
+    def first(queries, keys, values):
+        return ops.attend(queries, View.of(keys, values), Seen.whole(512), scale=0.1)
+
+    def later(queries, keys, values, positions):
+        seen = Seen(positions, jnp.arange(8192, dtype=jnp.int32)[None])
+        return ops.attend(queries, View(keys, values), seen, scale=0.1)
+
+    program, _ = compiled(mesh, division, first, of_queries, of_keys, of_keys)
+    assert len(kernels_in(program, mesh)) == 1
+    program, taken = compiled(mesh, division, later, of_queries, of_cache, of_cache, (1, 512))
+    assert taken == ({"cudnn"} if topology == "h100" else {"blockwise"})
+    assert program.memory_analysis().temp_size_in_bytes < 64 * 2**20  # all scores are 512
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "h100"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_decoded_token_makes_no_copy_of_the_cache(topology, batch):
+    """XLA reads keys and values once, by two matmuls with the softmax between them: no kernel does less."""
+    mesh, division = mesh_of(topology, (1,), ("tensor",)), Division()
+
+    def decode(queries, keys, values, positions):
+        seen = Seen(positions, jnp.arange(2048, dtype=jnp.int32)[None])
+        return ops.attend(queries, View(keys, values), seen, scale=0.1)
+
+    of_cache = (batch, 8, 2048, 128)
+    program, taken = compiled(mesh, division, decode, (batch, 8, 1, 4, 128), of_cache, of_cache, (batch, 1))
+    assert taken == {"rows"}
+    cache = 2 * np.prod(of_cache) * 2
+    # One row: partial sums of a matmul that is split over the slots.
+    assert program.memory_analysis().temp_size_in_bytes < cache / 8
+    entry = program.as_text().split("ENTRY")[1]
+    made = re.findall(r"= bf16\[(?:\d+,)*2048,128\][^ ]* (\w[\w-]*)\(", entry)
+    assert set(made) <= {"parameter", "bitcast", "copy-done"}  # the last: a TPU fetches ahead of a matmul
+    parameters = re.findall(r"%([\w.-]+) = bf16\[(?:\d+,)*2048,128\]\S* parameter\(", entry)
+    assert [len(re.findall(rf"%{re.escape(name)}[,)]", entry)) for name in parameters] == [1, 1]  # keys, values
+    if topology == "h100":
+        assert len(re.findall(r" (?:fusion|custom-call|copy|transpose|dot|reduce)\(", entry)) <= 4
