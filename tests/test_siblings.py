@@ -1,5 +1,6 @@
 """Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all rooms."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ import llama_jax
 from llama_jax import LlamaConfig, Sampling, ops
 from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
 from llama_jax.checkpoints.store import name_of
+from llama_jax.cli import main
 from llama_jax.config import KINDS, preset
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import forward, unembed
@@ -314,3 +316,16 @@ def test_missing_experts_are_named(models, tmp_path):
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers.1.block_sparse_moe.experts.w3.weight' there are only \[0, 1, 3\]"):
         llama_jax.load(tmp_path / "model")
+
+
+@each
+def test_commands_know_them(models, kind, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("jax.config.update", lambda *_: None)
+    llama_jax.save(tmp_path / "model", *models[kind])
+    llama_jax.convert(tmp_path / "model", tmp_path / "model.gguf", format="gguf")
+    words = {"mistral": "attention window", "qwen2": "biases", "qwen3": "key norms", "mixtral": "4, 2 for a token"}
+    for path in ("model", "model.gguf"):
+        monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(tmp_path / path)])
+        main()
+        assert words[kind] in capsys.readouterr().out

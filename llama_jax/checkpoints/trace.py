@@ -86,7 +86,8 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
     """What one layer leaves of a stream [T, D]: a model of that layer alone, whose vocabulary is the stream."""
     streams: list[jax.Array] = []
     alone = Llama(embedding=stream, blocks=(block,), final_norm=block.ffn_norm, lm_head=None)
-    forward(replace(config, n_layers=1), alone, jnp.arange(len(stream))[None], constrain=partial(_record, streams))
+    config = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True)
+    forward(config, alone, jnp.arange(len(stream))[None], constrain=partial(_record, streams))
     return streams[-1][0]
 
 
