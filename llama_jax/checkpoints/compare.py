@@ -32,7 +32,18 @@ COARSE = 0.7 / TIMES  # of this rounding and above, such an error would pass
 LOGITS_ABSOLUTE, LOGITS_RELATIVE = 1e-3, 1e-4
 
 # Sizes without which nothing can be compared; and what may differ without any effect on what is computed.
-SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
+SIZES = (
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "qkv_bias",
+    "qk_norm",
+    "experts",
+)
 NO_EFFECT = ("max_seq_len", "tie_embeddings")
 
 Settings = tuple[tuple[str, Any, Any], ...]  # of what differs: name, value here, value there

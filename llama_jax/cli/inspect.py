@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "tie_embeddings")
+SIZES += ("qkv_bias", "qk_norm", "experts")
 CACHE_DTYPES = ("bfloat16", "float32")
 
 
@@ -119,6 +120,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         ["RoPE scaling", _scaling(c["rope_scaling"])],
         ["RMSNorm epsilon", f"{c['norm_eps']:g}"],
         ["tied embeddings", "yes" if c["tie_embeddings"] else "no"],
+        *_only_in_siblings(c),
         ["preset", "; ".join(_preset(**each) for each in facts["presets"]) or "none of these sizes"],
         ["", ""],
         ["parameters", f"{facts['parameters']:,}"],
@@ -153,11 +155,19 @@ def _files(opened: Opened | Stored) -> list[Path]:
 
 def _files_of(tensor: Any) -> list[Path]:
     from llama_jax.checkpoints.pickled import Strided
-    from llama_jax.checkpoints.tensors import Joined
+    from llama_jax.checkpoints.tensors import Joined, Stacked
 
-    if isinstance(tensor, Joined):
+    if isinstance(tensor, Joined | Stacked):
         return [file for part in tensor.parts for file in _files_of(part)]
     return [tensor.span.path if isinstance(tensor, Strided) else tensor.path]
+
+
+def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
+    """What no Llama has, of a model that has it."""
+    rows = [["attention window", f"{c['window']:,} tokens"]] if c["window"] else []
+    rows += [["query, key and value biases", "yes"]] if c["qkv_bias"] else []
+    rows += [["query and key norms", "yes"]] if c["qk_norm"] else []
+    return rows + ([["experts", f"{c['experts']:,}, {c['experts_per_token']:,} for a token"]] if c["experts"] else [])
 
 
 def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, int]]:
