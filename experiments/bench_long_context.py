@@ -133,9 +133,7 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
 
 def _mixed(backend: Any, queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
     """Attention of whole rows."""
-    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
-    seen = Seen(slots, slots, ordered=True)
-    return attend(queries, View.of(keys, values), seen, scale=WIDTH**-0.5, backend=backend)
+    return attend(queries, View.of(keys, values), Seen.whole(keys.shape[2]), scale=WIDTH**-0.5, backend=backend)
 
 
 def long_config(shape: str, length: int) -> Any:

@@ -618,11 +618,10 @@ def attend(
     backend: str, width: int, queries: jax.Array, keys: jax.Array, values: jax.Array, of_mixed: jax.Array | None = None
 ) -> Any:
     """What attention gives, and with `of_mixed`, the gradient of that, also those of its arguments."""
-    slots = jnp.arange(keys.shape[2], dtype=jnp.int32)[None]
-    seen = Seen(slots, slots, ordered=True)
 
     def program(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        return ops.attend(queries, View.of(keys, values), seen, scale=width**-0.5, backend=backend)
+        whole = Seen.whole(keys.shape[2])
+        return ops.attend(queries, View.of(keys, values), whole, scale=width**-0.5, backend=backend)
 
     if of_mixed is None:
         return program(queries, keys, values)

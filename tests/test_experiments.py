@@ -6,13 +6,19 @@ import re
 from dataclasses import replace
 
 import context_extension
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scaling
 import shakespeare
+import soft_cap
 import stories
 import three_ways
 
+import llama_jax
+from llama_jax import ops
+from llama_jax.ops.attention import Seen, View
 from llama_jax.runs import recipes
 from llama_jax.tokenizers.making import byte_tokenizer
 
@@ -206,6 +212,41 @@ def test_stories(text, tmp_path, capsys):
     assert "tokens/s" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--data is missing"):
         stories.main(stories.Arguments("15m"))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_capped_attention_is_attention_where_scores_are_small(window):
+    keys = jax.random.split(jax.random.key(0), 3)
+    queries = jax.random.normal(keys[0], (2, 2, 8, 3, 4))
+    view = View.of(*(jax.random.normal(key, (2, 2, 8, 4)) for key in keys[1:]))
+    seen = Seen.whole(8, jnp.array([[1] * 8, [1] * 3 + [2] * 5]))
+    capped, plain = (attend(queries, view, seen, scale=0.1, window=window) for attend in (soft_cap.capped, ops.attend))
+    np.testing.assert_allclose(capped, plain, atol=1e-3)
+    capped, plain = (attend(queries, view, seen, scale=100.0, window=window) for attend in (soft_cap.capped, ops.attend))
+    assert np.abs(capped - plain).max() > 0.01
+
+
+def test_an_attention_of_ones_own_is_trained_sampled_and_evaluated(capsys):
+    found = soft_cap.main(soft_cap.Arguments(steps=25, new_tokens=6))
+    assert found["after"] < found["before"] - 1
+    assert "nats per token" in capsys.readouterr().out
+
+
+def test_an_attention_of_ones_own_is_the_one_that_is_used():
+    config, prompt, compute = llama_jax.preset("stories-260k"), [1, 7, 300], llama_jax.Compute(attend=soft_cap.capped)
+    params = llama_jax.init(config, jax.random.key(1))
+    loud = params.blocks.replace(attention=params.blocks.attention.replace(qkv=40 * params.blocks.attention.qkv))
+    params = llama_jax.unstack(params.replace(blocks=loud))  # scores beyond the cap
+    [written] = llama_jax.generate(config, params, [prompt], max_new_tokens=6, compute=compute)
+    row = jnp.array([prompt + written.tokens])
+    hidden, _ = llama_jax.forward(config, params, row[:, :-1], compute=compute)
+    logits = llama_jax.unembed(config, params, hidden)[0]
+    assert written.tokens == logits.argmax(-1)[len(prompt) - 1 :].tolist()
+    by_hand = -jnp.take_along_axis(jax.nn.log_softmax(logits), row[0, 1:, None], axis=-1).mean()
+    batch = llama_jax.Batch(row)
+    capped = llama_jax.next_token_loss(config, params, batch, llama_jax.LossOptions(compute))
+    np.testing.assert_allclose(capped, by_hand, rtol=1e-5)
+    assert abs(capped - llama_jax.next_token_loss(config, params, batch)) > 1e-3
 
 
 @pytest.mark.slow

@@ -1,0 +1,74 @@
+"""An attention of one's own, trained, sampled and evaluated through the public functions: scores that are capped softly.
+
+    python experiments/soft_cap.py              (PYTHONPATH=. where the package is not installed)
+
+50 * tanh(scores / 50) keeps every score between -50 and 50 and leaves small ones nearly as they are, as in Gemma 2 (Gemma
+Team 2024, section 2). No file of the library knows of it: `Compute(attend=...)` takes any function with the arguments of
+`llama_jax.ops.attend`, and the same `Compute` goes to `train_step`, `next_token_loss` and `generate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+import llama_jax
+from llama_jax import Batch, Compute, LossOptions, Sampling, StepOptions
+from llama_jax.ops.attention import Seen, View, visible
+
+CAP = 50.0
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to train."""
+
+    model: str = "stories-260k"
+    text: str = "One day a llama met a lion. The lion was sad. The llama sang a song, and the lion was happy again. "
+    steps: int = 150
+    new_tokens: int = 60
+
+
+def capped(queries: jax.Array, view: View, seen: Seen, *, scale: float, window: int | None = None) -> jax.Array:
+    """[B, K, T, G, H], as `llama_jax.ops.attend` gives it, with soft-capped scores."""
+    keys, values = view.read()  # [B, K, S, H] each: fresh ones, or those of a layer's cache
+    scores = jnp.einsum("bktgh,bksh->bktgs", queries, keys, preferred_element_type=jnp.float32) * scale
+    scores = CAP * jnp.tanh(scores / CAP)
+    sees = visible(seen, window)[:, None, :, None]  # [B, 1, T, 1, S]
+    weights = jax.nn.softmax(jnp.where(sees, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return jnp.einsum("bktgs,bksh->bktgh", weights.astype(values.dtype), values)
+
+
+def main(arguments: Arguments) -> dict[str, float | str]:
+    """Losses before and after, and what the model then writes."""
+    config, compute = llama_jax.preset(arguments.model), Compute(attend=capped)
+    options = StepOptions(LossOptions(compute), clip_norm=1.0)
+    letters = [3 + byte for byte in arguments.text.encode()]
+    batch = Batch(jnp.array([letters[i:] + letters[:i] for i in range(0, len(letters), 8)], jnp.int32))
+    optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(learning_rate=5e-3, warmup_steps=10), arguments.steps)
+    state = llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
+    step = jax.jit(partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
+    loss = jax.jit(partial(llama_jax.next_token_loss, config, options=options.loss))
+    before = float(loss(state.params, batch))
+    for _ in range(arguments.steps):
+        state, _ = step(state, batch)
+    [written] = llama_jax.generate(
+        config,
+        llama_jax.unstack(state.params),
+        [letters[:20]],
+        max_new_tokens=arguments.new_tokens,
+        sampling=Sampling(temperature=0.0),
+        compute=compute,
+    )
+    text = bytes(token - 3 for token in written.tokens if 3 <= token < 259).decode(errors="replace")
+    found = {"before": before, "after": float(loss(state.params, batch)), "text": arguments.text[:20] + text}
+    print(f"{found['before']:.3f} -> {found['after']:.3f} nats per token; it writes {found['text']!r}")
+    return found
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
