@@ -29,6 +29,7 @@ _FREE = {
     *("copy-done", "slice-done", "send-done", "recv-done"),
 }
 _FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
+_FREE_CALLS |= {"AsyncCollectiveStart", "AsyncCollectiveDone"}
 _CONTROL = {"while", "conditional", "call"}
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
 _MOVES = {
