@@ -16,7 +16,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops import cpu
 from llama_jax.ops.attention.seen import NO_KEY
-from llama_jax.ops.cpu import for_cpu, keep, restore
+from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized
@@ -209,9 +209,7 @@ def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | N
     if isinstance(buffer, Quantized):
         short = quantize(new)
         return Quantized(_put(buffer.values, short.values, slots, layer), _put(buffer.scales, short.scales, slots, layer))
-    # Short floats as bits: XLA for CPU scatters them by way of float32, the whole buffer there and back.
-    put = jax.tree.map(lambda buffer, new: _put(buffer, new, slots, layer), keep(buffer), keep(new.astype(buffer.dtype)))
-    return restore(put)
+    return _put(buffer, new.astype(buffer.dtype), slots, layer)
 
 
 @for_cpu(cpu.put)

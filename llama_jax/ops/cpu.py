@@ -114,15 +114,18 @@ def _flat(x: jax.Array) -> jax.Array:
 def put(
     plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None
 ) -> jax.Array:
-    """`model.cache`'s write of one token of a single row into [1, K, S, ...], by a scatter.
+    """`model.cache`'s write of new tokens.
 
-    The batch axis is merged into the heads for the matmul with a query, and XLA fuses that reshape with an update of a
-    slice: the written buffer is then made twice, and a whole layer copied at every step. With a scatter it fuses nothing.
+    Of a single row the batch axis is merged into the heads for the matmul with a query, and XLA fuses that reshape with the
+    update of the slice: the written buffer is then made twice, and a whole layer copied at every step. Out of a branch it
+    fuses nothing. Several rows are a scatter, which XLA does on 16-bit floats by way of float32, the whole buffer there and
+    back; on integers of the same bits it does not.
     """
-    if layer is not None or slots.ndim == 2 or new.shape[0] > 1 or new.shape[2] > 1:
-        return plain(buffer, new, slots, layer)
-    at = jnp.zeros((1, 1), slots.dtype), jnp.arange(buffer.shape[1], dtype=slots.dtype)[None], slots[:, None]
-    return buffer.at[at].set(new[:, :, 0], unique_indices=True, indices_are_sorted=True)
+    if layer is None and slots.ndim == 1 and new.shape[0] == 1:
+        fits = slots[0] + new.shape[2] <= buffer.shape[2]
+        return lax.cond(fits, lambda buffer: plain(buffer, new, slots, layer), lambda buffer: buffer, buffer)
+    put_bits = jax.tree.map(lambda buffer, new: plain(buffer, new, slots, layer), keep(buffer), keep(new))
+    return restore(put_bits)
 
 
 # --- residuals -----------------------------------------------------------------------------------------------------------

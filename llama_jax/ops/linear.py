@@ -36,9 +36,9 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
       [..., *out].
     """
     out_dtype = out_dtype or x.dtype
-    if not isinstance(weight, jax.Array):
+    if hasattr(weight, "project"):
         return weight.project(x, out_dtype)
-    return multiply(x, weight, out_dtype)
+    return multiply(x, jnp.asarray(weight), out_dtype)
 
 
 @for_cpu(cpu.multiply)
