@@ -100,6 +100,7 @@ def write_folder(folder: Path, gigabytes: float) -> None:
         name.format(i): Held(numbers[: int(np.prod(shapes[part]))].reshape(shapes[part]))
         for part, name in huggingface.NAMES.items()
         for i in range(layers if "{}" in name else 1)
+        if part in shapes
     }
     opened = Opened("made here", folder, config, tensors, huggingface.NAMES, False, lambda: None)
     huggingface.write_folder(folder, opened, None, largest_file=1_000_000_000)

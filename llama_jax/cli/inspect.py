@@ -21,8 +21,19 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints.tensors import Described, Opened
     from llama_jax.tokenizers import Tokenizer
 
-SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "tie_embeddings")
-SIZES += ("qkv_bias", "qk_norm", "experts")
+SIZES = (
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "tie_embeddings",
+    "qkv_bias",
+    "qk_norm",
+    "experts",
+)
 CACHE_DTYPES = ("bfloat16", "float32")
 
 

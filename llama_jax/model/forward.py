@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.model.cache import KVCache, key_positions, slots_of, write
 from llama_jax.model.options import Compute, Layout, Places, identity
-from llama_jax.model.params import Block, Llama, check_params
+from llama_jax.model.params import Block, Llama, check_head, check_params
 from llama_jax.model.remat import rematerialise
 from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.rotary import BY_LENGTH, SCALINGS, Frequencies, Length
@@ -340,12 +340,8 @@ def head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     Raises:
       ConfigError: the parameters have one where they are tied, or none where they are not.
     """
-    head = params.lm_head
-    if (head is None) != config.tie_embeddings:
-        raise ConfigError(
-            f"tie_embeddings={config.tie_embeddings} but the parameters have {'no' if head is None else 'an'} lm_head"
-        )
-    return params.embedding if head is None else head
+    check_head(config, params)
+    return params.embedding if params.lm_head is None else params.lm_head
 
 
 def logits(config: LlamaConfig, params: Llama, tokens: jax.Array, compute: Compute = Compute()) -> jax.Array:

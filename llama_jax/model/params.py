@@ -157,6 +157,7 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
     Raises:
       ConfigError: what is missing, left over or misshapen; the message names it.
     """
+    check_head(config, params)
     blocks = params.blocks
     stacked = isinstance(blocks, Block)
     layers = (blocks,) if isinstance(blocks, Block) else blocks
@@ -174,6 +175,13 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
         raise ConfigError(
             f"parameters of {len(layers)} layers are not those of the configuration: n_layers={config.n_layers}"
         )
+
+
+def check_head(config: LlamaConfig, params: Llama) -> None:
+    """Raise ConfigError where there is an output projection though it is the embedding, or none though it is not."""
+    if (params.lm_head is None) != config.tie_embeddings:
+        found = "no" if params.lm_head is None else "an"
+        raise ConfigError(f"tie_embeddings={config.tie_embeddings} but the parameters have {found} lm_head")
 
 
 class _Place(NamedTuple):

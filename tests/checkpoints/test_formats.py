@@ -103,7 +103,7 @@ def unrenamed(config, state, names):
     found = {}
     for part, name in formats.NAMES.items():
         for i in range(config.n_layers if "{}" in name else 1):
-            if names[part].format(i) in state:
+            if part in names and names[part].format(i) in state:
                 weight = state[names[part].format(i)]
                 if part in ("q", "k"):
                     heads = weight.reshape(-1, config.head_dim // 2, 2, config.dim)
