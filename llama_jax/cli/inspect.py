@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints.tensors import Described, Opened
     from llama_jax.tokenizers import Tokenizer
 
-SIZES = (
+SIZES: tuple[str, ...] = (
     "vocab_size",
     "dim",
     "n_layers",

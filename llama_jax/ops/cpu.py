@@ -53,7 +53,9 @@ def is_short(*arrays: Any) -> bool:
 
 
 def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """`linear.multiply`: for 16-bit numbers by float32 results, with two rows at least."""
+    """`linear.multiply` by a matrix; for 16-bit numbers by float32 results, with two rows at least."""
+    if weight.ndim > 2:  # given a weight of more axes, XLA for CPU transposes a copy of it at every matmul
+        return multiply(plain, x, _flat(weight), out_dtype).reshape(*x.shape[:-1], *weight.shape[:-1])
     if not is_short(x):
         return plain(x, weight, out_dtype)
     if math.prod(x.shape[:-1]) > 1:
@@ -65,7 +67,6 @@ def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, o
 @jax.custom_vjp
 def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
     """[..., D] by [*out, D]: float32[..., *out]; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
-    # As a matrix: given a weight of more axes, XLA for CPU transposes a copy of it at every matmul.
     found = _by_rows(_flat(x), _flat(weight.astype(x.dtype)))
     return found.reshape(*x.shape[:-1], *weight.shape[:-1])
 
