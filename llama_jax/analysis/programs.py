@@ -254,23 +254,30 @@ class Text:
                 return min(1.0, self._used(computation, one.name) / whole) if whole else 0.0
         return 1.0
 
-    def _used(self, computation: str, name: str) -> int:
-        """Elements of an array that the instructions of a fusion read, at most all."""
-        named = self.named(computation)
-        whole, used = elements(named[name].type), 0
-        for one in self.computations[computation]:
+    def _used(self, computation: str, name: str, in_place: bool = False) -> int:
+        """Elements of an array that the instructions of a fusion read, at most all.
+
+        Args:
+          in_place: it is the array after an update, so that being the result is not being read.
+        """
+        lines = self.computations[computation]
+        whole, used = elements(self.named(computation)[name].type), 0
+        if lines[-1].name == name:
+            return 0 if in_place else whole
+        for one in lines:
             if name not in one.operands:
                 continue
             place = one.operands.index(name)
             if one.opcode in _PARTS and place == 0:
                 used += elements(one.type)
             elif one.opcode in _IN_PLACE and place == 0:
-                used += self._used(computation, one.name)  # by what reads the result, if anything does
+                used += self._used(computation, one.name, True)
             elif one.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
-                used += self._used(computation, one.name) if elements(one.type) == whole else whole
+                same = elements(one.type) == whole
+                used += self._used(computation, one.name, in_place) if same else whole
             elif one.opcode == "fusion" and one.called:
                 used += math.ceil(self._share(one.called[0], place) * whole)
-            elif one.opcode == "tuple":
+            elif one.opcode == "tuple" and in_place:
                 continue
             else:
                 return whole

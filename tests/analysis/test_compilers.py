@@ -108,7 +108,7 @@ def test_programs_by_the_compilers(hardware):
     assert step["collectives"]["all-gather over fsdp"]["count"] >= 4 or "collective-permute over fsdp" in step["collectives"]
     assert mapped["collectives"]["all-reduce over data"]["count"] >= 1
     token = decode["token"]
-    assert 0.2 < token["read_ratio"] < 1.5  # a TPU keeps some of so small a model on the chip
+    assert 0.5 < token["read_ratio"] < 1.2  # a TPU keeps a part of so small a model on the chip
     assert token["kernels_per_layer"] > 4
     if platform == "tpu":
         assert "exceeds available HBM" in found["refused"] or "memory" in found["refused"]
