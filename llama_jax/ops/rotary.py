@@ -221,7 +221,7 @@ def apply_rotary(
     Returns:
       [..., H] in the dtype of `x`.
     """
-    wide = x.astype(cos.dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, cos.dtype))
     if layout == "half":
         first, second = jnp.split(wide, 2, axis=-1)
     else:
