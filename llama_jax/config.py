@@ -13,7 +13,7 @@ RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama
 NEEDED: Any = object()  # stands for the value of a field that must be given
 _BY_PARTS = {"original_max_seq_len": NEEDED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 # What each kind of rope scaling reads besides its factor, and what it takes for a field that is not given. What is computed
-# from them is in `ops.rotary.SCALINGS`.
+# from them is in `ops.rope_scaling.SCALINGS`.
 ROPE_FIELDS: dict[str, dict[str, Any]] = {
     "linear": {},
     "ntk": {},
@@ -101,7 +101,7 @@ class RopeScaling:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the kind reads, by name: the arguments of its function in `ops.rotary.SCALINGS`."""
+        """What the kind reads, by name: the arguments of its function in `ops.rope_scaling.SCALINGS`."""
         return {"factor": self.factor} | {name: getattr(self, name) for name in ROPE_FIELDS[self.kind]}
 
 

@@ -18,7 +18,8 @@ from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensors import Tensor
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.ops.rotary import SCALINGS, inverse_frequencies, yarn_attention_factor
+from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
+from llama_jax.ops.rotary import inverse_frequencies
 
 FACTORS = "rope_freqs.weight"  # what Llama 3.1's scaling divides each frequency by; no key says it
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"

@@ -15,7 +15,7 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.ops import cpu
-from llama_jax.ops.attention.seen import NO_KEY
+from llama_jax.ops.attention.view import NO_KEY
 from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 

@@ -18,7 +18,8 @@ from llama_jax.model.options import Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama, check_head, check_params
 from llama_jax.model.remat import rematerialise
 from llama_jax.ops.attention import Seen, View
-from llama_jax.ops.rotary import BY_LENGTH, SCALINGS, Frequencies, Length
+from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length
+from llama_jax.ops.rotary import Frequencies
 
 
 def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Frequencies, float]:
@@ -170,7 +171,9 @@ def _run(
         after = layout.constrain(after, "residual")
         return after, buffers, None if tap is None else tap(Layer(hidden, after, heads.keys, heads.values))
 
-    layer_step = rematerialise(compute.remat, run_layer, stacked=isinstance(params.blocks, Block))
+    layer_step: Callable[..., Any] = run_layer
+    if compute.remat != "none":
+        layer_step = rematerialise(compute.remat, run_layer, stacked=isinstance(params.blocks, Block))
     buffers: Any = None if cache is None else (cache.k, cache.v)
     if isinstance(params.blocks, Block):
 

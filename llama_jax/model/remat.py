@@ -23,8 +23,6 @@ def rematerialise(remat: Remat, layer: Callable[..., Any], *, stacked: bool) -> 
     """
     if remat not in get_args(Remat):
         raise ConfigError(f"remat={remat!r} must be one of {', '.join(get_args(Remat))}")
-    if remat == "none":
-        return layer
     policies = jax.checkpoint_policies
     policy = {
         # Attention by blocks takes longest of all where rows are long, and what is saved of it is no more than one matmul.

@@ -21,7 +21,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.state import Reading, read
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
-from llama_jax.ops.rotary import BY_LENGTH, SCALINGS
+from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS
 
 jit_forward = jax.jit(forward, static_argnums=0)
 jit_read = jax.jit(read, static_argnums=0)

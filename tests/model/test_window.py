@@ -16,7 +16,7 @@ from llama_jax.model.cache import CacheOptions, cache_bytes, grow, init_cache, k
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
 from llama_jax.model.params import stack
-from llama_jax.ops.attention.seen import NO_KEY
+from llama_jax.ops.attention.view import NO_KEY
 from llama_jax.ops.quantized import dequantize, quantize
 
 WINDOW, SINKS, LENGTH = 6, 2, 30

@@ -20,7 +20,7 @@ from llama_jax.ops import cpu
 from llama_jax.ops.attention import Division, Problem, Seen, View, choose, observed
 from llama_jax.ops.attention.blockwise import backward_part, forward_part, mean_of, merge
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
-from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY
+from llama_jax.ops.attention.view import NO_KEY, NO_QUERY
 from llama_jax.ops.quantized import dequantize, quantize
 
 blockwise = sys.modules["llama_jax.ops.attention.blockwise"]

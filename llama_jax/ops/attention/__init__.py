@@ -2,8 +2,7 @@
 
 from llama_jax.ops.attention.attend import announce, attend, attend_with_sinks, observed
 from llama_jax.ops.attention.choose import Backend, Division, Problem, choose
-from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, Seen, visible
-from llama_jax.ops.attention.view import View
+from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, View, visible
 
 __all__ = [
     "NO_KEY",

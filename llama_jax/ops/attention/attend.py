@@ -17,8 +17,7 @@ from llama_jax.ops.attention.choose import Backend, Division, Problem, choose, m
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
-from llama_jax.ops.attention.seen import NO_KEY, Seen
-from llama_jax.ops.attention.view import View
+from llama_jax.ops.attention.view import NO_KEY, Seen, View
 from llama_jax.ops.platform import lowering_device_kind, lowering_platform
 from llama_jax.ops.quantized import Quantized, over_rows
 

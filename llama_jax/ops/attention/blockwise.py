@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
 from llama_jax.ops.attention.products import mix, scores_of
-from llama_jax.ops.attention.seen import NO_KEY, NO_QUERY, Seen, visible
+from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, visible
 from llama_jax.ops.cpu import for_cpu, keep, restore
 from llama_jax.ops.linear import sum_of_outer
 from llama_jax.ops.quantized import Quantized, over_rows

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.ops.attention.choose import Division
-from llama_jax.ops.attention.seen import Seen, visible
+from llama_jax.ops.attention.view import Seen, visible
 
 LANES = 128  # a TPU kernel's blocks are multiples of it
 FEWEST_MASKED, BLOCKS, LONG, BLOCKS_OF_LONG = 512, 4, 16_384, 8  # queries for a block with a mask, and blocks

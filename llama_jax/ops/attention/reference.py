@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from llama_jax.ops.attention.seen import Seen, visible
+from llama_jax.ops.attention.view import Seen, visible
 
 
 def reference(

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops.attention.blockwise import LOWEST, MIXED
 from llama_jax.ops.attention.products import mix, scores_of
-from llama_jax.ops.attention.seen import Seen, visible
+from llama_jax.ops.attention.view import Seen, visible
 from llama_jax.ops.quantized import Quantized, over_rows
 
 # Of n blocks of queries only (n + 1) / 2n of all scores are computed; each block is more code to compile.

@@ -1,14 +1,18 @@
-"""What one layer's queries may read, as it lies in memory."""
+"""What one layer's queries may read, as it lies in memory, and what each of them may see of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
 from llama_jax.ops.quantized import Quantized, over_rows
+
+# The position of a key that no query sees, and of a query that sees nothing.
+NO_KEY, NO_QUERY = 2**31 - 1, -1
 
 
 class View(struct.PyTreeNode):
@@ -40,3 +44,48 @@ class View(struct.PyTreeNode):
             return lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
         return over_rows(of_layer, self.keys), over_rows(of_layer, self.values)
+
+
+class Seen(struct.PyTreeNode):
+    """Where queries and keys stand. The same for all heads; a first axis of size 1 is the same for all rows.
+
+    Attributes:
+      query_positions: int32[B|1, T]; -1 for a query that sees nothing.
+      key_positions: int32[B|1, S]; 2**31 - 1 for a slot that holds no key.
+      query_segments, key_segments: int32[B|1, T] and int32[B|1, S], or None: a query sees the keys of its own segment only,
+        as do the documents packed into a row.
+      ordered: query t and key t both stand at slot t, T = S, and the positions say no more than that. What comes after a
+        block of queries is then not even computed, and a kernel needs no mask. Never of a program's inputs: static.
+    """
+
+    query_positions: Any
+    key_positions: Any
+    query_segments: Any = None
+    key_segments: Any = None
+    ordered: bool = struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def whole(cls, length: int, segments: jax.Array | None = None) -> Seen:
+        """Of whole rows of T tokens, each of which sees itself and those before it: `segments` int32[B, T] or None."""
+        slots = jnp.arange(length, dtype=jnp.int32)[None]
+        return cls(slots, slots, segments, segments, ordered=True)
+
+    def part(self, queries: slice, keys: slice) -> Seen:
+        """The same of some queries and some keys."""
+        return Seen(
+            self.query_positions[..., queries],
+            self.key_positions[..., keys],
+            None if self.query_segments is None else self.query_segments[..., queries],
+            None if self.key_segments is None else self.key_segments[..., keys],
+        )
+
+
+def visible(seen: Seen, window: int | None = None) -> jax.Array:
+    """bool[B|1, T, S]: the key is not after the query, not `window` or more before it, and of its segment."""
+    queries, keys = seen.query_positions[..., :, None], seen.key_positions[..., None, :]
+    found = keys <= queries
+    if window is not None:
+        found &= queries - keys < window
+    if seen.query_segments is not None and seen.key_segments is not None:
+        found &= seen.query_segments[..., :, None] == seen.key_segments[..., None, :]
+    return found
