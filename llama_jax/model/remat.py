@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Remat
 from llama_jax.ops.attention.blockwise import MIXED
+from llama_jax.ops.linear import PRODUCT
 
 LAYER_INPUT = "layer_input"
 
@@ -26,9 +27,8 @@ def rematerialise(remat: Remat, layer: Callable[..., Any], *, stacked: bool) -> 
     policies = jax.checkpoint_policies
     policy = {
         # Attention by blocks takes longest of all where rows are long, and what is saved of it is no more than one matmul.
-        "dots": policies.save_from_both_policies(
-            policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(MIXED)
-        ),
+        # By names: a policy of JAX's own does not see into a matmul with a derivative of its own.
+        "dots": policies.save_only_these_names(PRODUCT, MIXED),
         "full": policies.nothing_saveable,
         "offload": policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],

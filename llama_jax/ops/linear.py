@@ -7,9 +7,13 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
+
+
+PRODUCT = "product"  # the name of every result of `project`, so that training can save them
 
 
 class Weight(Protocol):
@@ -38,7 +42,7 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
     out_dtype = out_dtype or x.dtype
     if hasattr(weight, "project"):
         return weight.project(x, out_dtype)
-    return multiply(x, jnp.asarray(weight), out_dtype)
+    return checkpoint_name(multiply(x, jnp.asarray(weight), out_dtype), PRODUCT)
 
 
 @for_cpu(cpu.multiply)

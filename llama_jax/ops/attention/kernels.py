@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from llama_jax.ops.attention.blockwise import MIXED
 from llama_jax.ops.attention.choose import Division
 from llama_jax.ops.attention.view import Seen, visible
 
@@ -105,6 +106,7 @@ def splash(
             block_q_dq=side,
             block_kv_dq=side,
         ),
+        residual_checkpoint_name=MIXED,
         interpret=interpret,
     )
     segments = None
