@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
 
-
 PRODUCT = "product"  # the name of every result of `project`, so that training can save them
 
 
