@@ -11,6 +11,7 @@ The public face, loaded on first use so that importing the package costs nothing
   next_token_loss(config, params, batch)       what it makes smaller, of a Batch of rows
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
+  register_for_export()               programs of these as bytes, by `jax.export`
 
 and what they are told:
 
@@ -49,6 +50,7 @@ _HOME = {
     "MeshError": "errors",
     "TokenizerError": "errors",
     "UserError": "errors",
+    "register_for_export": "exporting",
     "Generation": "inference.generate",
     "Piece": "inference.generate",
     "generate": "inference.generate",
@@ -160,6 +162,7 @@ __all__ = [
     "observe",
     "parameter_count",
     "preset",
+    "register_for_export",
     "rotary_frequencies",
     "save",
     "stack",
@@ -174,6 +177,7 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints import Checkpoint, convert, load, save
     from llama_jax.config import LlamaConfig, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
+    from llama_jax.exporting import register_for_export
     from llama_jax.inference.generate import Generation, Piece, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache

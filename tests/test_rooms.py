@@ -20,6 +20,7 @@ FLOOR = {
     "tokenizers": 3,
     "data": 4,  # reads text through a tokenizer
     "parallel": 4,  # lays out what is trained and decoded
+    "exporting": 4,  # names the trees of both
     "analysis": 5,  # looks at the programs of all rooms below
     "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
     "runs": 6,  # the training loop: reads data, lays it out, writes checkpoints
