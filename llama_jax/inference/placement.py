@@ -48,7 +48,7 @@ class Placement:
                 spec = P(self._lookup)
             case "embedded":  # [B, T, D] as it lies in the table
                 spec = P(self._lookup, None, self.width)
-            case "residual" | "row":  # [B, ...]
+            case "residual" | "normed" | "added" | "row":  # [B, ...]
                 spec = P(self.rows)
             case "logits":  # [B, V], and what else there is one of for every token of the vocabulary
                 spec = P(self.rows, self.vocabulary)

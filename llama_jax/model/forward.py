@@ -66,8 +66,9 @@ def forward(
         `params.blocks`: a tuple for a tuple, stacked for stacked.
       places: where the tokens stand, where it is not one after the other from what the cache holds.
       compute: dtype, rematerialisation, attention.
-      layout: over which devices. `constrain` is told "tokens" [B, T], to be looked up; "embedded" and "residual", both
-        [B, T, D], as they were looked up and the residual stream between layers.
+      layout: over which devices. `constrain` is told "tokens" [B, T], to be looked up; and of [B, T, D]
+        "embedded", as they were looked up, "residual", the stream between layers, "normed", what the first matmuls of
+        attention and feed-forward read, and "added", what their last ones give.
 
     Returns:
       hidden [B, T, D] in the dtype of the computation, to be given to `unembed` where logits are wanted; and the cache with
@@ -162,12 +163,13 @@ def _run(
     hidden = layout.constrain(layout.constrain(embedded, "embedded"), "residual")
 
     def run_layer(block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array | None = None) -> Any:
-        heads = _project_heads(config, block, hidden, step)
+        normed = layout.constrain(ops.rms_norm(hidden, block.attention_norm, config.norm_eps), "normed")
+        heads = _project_heads(config, block, normed, step)
         buffers, view = _view_of(cache, buffers, heads, step, index)
         mixed = mix(heads, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        after = hidden + ops.project(mixed, block.attention.out)
-        normed = ops.rms_norm(after, block.ffn_norm, config.norm_eps)
-        after = after + _feed_forward(config, block, normed)
+        after = hidden + layout.constrain(ops.project(mixed, block.attention.out), "added")
+        normed = layout.constrain(ops.rms_norm(after, block.ffn_norm, config.norm_eps), "normed")
+        after = after + layout.constrain(_feed_forward(config, block, normed), "added")
         after = layout.constrain(after, "residual")
         return after, buffers, None if tap is None else tap(Layer(hidden, after, heads.keys, heads.values))
 
@@ -280,8 +282,7 @@ class _Heads(NamedTuple):
     values: jax.Array
 
 
-def _project_heads(config: LlamaConfig, block: Block, hidden: jax.Array, step: _Step) -> _Heads:
-    normed = ops.rms_norm(hidden, block.attention_norm, config.norm_eps)
+def _project_heads(config: LlamaConfig, block: Block, normed: jax.Array, step: _Step) -> _Heads:
     weights = block.attention
     qkv = ops.project(normed, weights.qkv)
     if weights.qkv_bias is not None:

@@ -26,7 +26,7 @@ from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
 from llama_jax.inference.placement import layout_of
 from llama_jax.model.cache import CacheOptions
-from llama_jax.model.options import Compute, Layout
+from llama_jax.model.options import Compute, unconstrained
 from llama_jax.parallel import serving
 from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh, parse_mesh
@@ -160,7 +160,7 @@ def collectives(config, params, batch):
     tokens, lengths, request = module.prepare(config, prompts, NEW, Sampling(temperature=1.0, top_p=0.9, top_k=50), [7])
     reading = module._empty_reading(config, params, batch, 256, CacheOptions(), layout)
     reading = reading._replace(cache=reading.cache.replace(fresh=False))
-    state, _ = module._start(config, params, reading, tokens, lengths, request, layout)
+    state, _ = module._start(config, params, *reading, tokens, lengths, request, layout)
     lowered = module._decode.lower(config, params, state, np.int32(1), 4, Compute(), layout)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all"
     found = re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", lowered.compile().as_text())
@@ -316,7 +316,7 @@ def test_parameters_on_one_device_ask_for_no_layout(params):
     on_the_host = jax.tree.map(np.asarray, params)
     on_a_mesh_of_one = jax.device_put(params, NamedSharding(make_mesh(MeshSizes()), P()))
     for found in (params, on_another, on_the_host, on_a_mesh_of_one):
-        assert layout_of(found) == Layout()
+        assert layout_of(found).constrain is unconstrained
 
 
 def test_any_layout_of_the_parameters_says_where_the_rest_lies(params):
