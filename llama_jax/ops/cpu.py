@@ -53,9 +53,13 @@ def is_short(*arrays: Any) -> bool:
 
 
 def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """`linear.multiply` by a matrix; for 16-bit numbers by float32 results, with two rows at least."""
-    if weight.ndim > 2:  # given a weight of more axes, XLA for CPU transposes a copy of it at every matmul
-        return multiply(plain, x, _flat(weight), out_dtype).reshape(*x.shape[:-1], *weight.shape[:-1])
+    """`linear.multiply` of matrices; for 16-bit numbers by float32 results, with two rows at least.
+
+    Of more axes, XLA for CPU transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
+    """
+    if weight.ndim > 2 or x.ndim > 2:
+        found = multiply(plain, _flat(x), _flat(weight), out_dtype)
+        return found.reshape(*x.shape[:-1], *weight.shape[:-1])
     if not is_short(x):
         return plain(x, weight, out_dtype)
     if math.prod(x.shape[:-1]) > 1:
