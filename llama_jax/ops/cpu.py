@@ -186,7 +186,7 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
 FEW_QUERIES = 64  # of so many at most, keys are not worth converting
-FINER = 254  # how much finer the second whole number of a query's entry counts than the first
+FINER = 254  # how much finer the second integer of a query's entry counts than the first
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
@@ -199,8 +199,8 @@ def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) 
     return plain(jnp.pad(a, [(0, 0)] * (a.ndim - 2) + [(0, 1), (0, 0)]), b)[..., :1, :]
 
 
-def multiply_by_whole_numbers(plain: Callable[..., jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """`attention.products.with_whole_numbers` of few queries, each entry as the sum of two whole numbers.
+def multiply_by_integers(plain: Callable[..., jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """`attention.products.with_integers` of few queries, each entry as the sum of two integers.
 
     The second counts 1 / 254 of the first, so that an entry is wrong by at most 1.6e-5 of its query's largest, as little as
     16 bits can be. The keys are wrong by 250 times as much. Other platforms take the queries as they are.
@@ -208,7 +208,7 @@ def multiply_by_whole_numbers(plain: Callable[..., jax.Array], queries: jax.Arra
     if queries.shape[-3] * queries.shape[-2] > FEW_QUERIES:
         return plain(queries, keys)
     if keys.ndim == 4 and keys.shape[0] == 1:
-        return multiply_by_whole_numbers(plain, queries[0], keys[0])[None]
+        return multiply_by_integers(plain, queries[0], keys[0])[None]
     exact = queries.astype(jnp.float32)
     factors = jnp.max(jnp.abs(exact), axis=-1, keepdims=True) / 127
     scaled = exact / jnp.where(factors == 0, 1, factors)

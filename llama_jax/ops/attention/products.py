@@ -20,7 +20,7 @@ def scores_of(queries: jax.Array, keys: jax.Array | Quantized, allowed: jax.Arra
       allowed: bool[B|1, T, S].
     """
     if isinstance(keys, Quantized):
-        scores = with_whole_numbers(queries, keys.values) * keys.scales[:, :, None, None, :]
+        scores = with_integers(queries, keys.values) * keys.scales[:, :, None, None, :]
     else:
         scores = with_keys(queries.astype(keys.dtype), keys)
     return jnp.where(allowed[:, None, :, None, :], scores * scale, -jnp.inf)
@@ -54,8 +54,8 @@ def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
     return lax.dot_general(weights, values, dimensions, preferred_element_type=wide(values))
 
 
-@for_cpu(cpu.multiply_by_whole_numbers)
-def with_whole_numbers(queries: jax.Array, keys: jax.Array) -> jax.Array:
+@for_cpu(cpu.multiply_by_integers)
+def with_integers(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """`with_keys` of int8 keys, without their factors; an accelerator converts them as it reads them."""
     return with_keys(queries, keys.astype(queries.dtype))
 
