@@ -7,12 +7,12 @@ since nothing can be measured.
 
 The wheels are big or belong to a machine, so they are no requirement of this package. For the TPU:
 
-    pip install "llama-jax[compile-tpu]"
+    pip install -e ".[compile-tpu]"
 
 For GPUs, in an environment of its own. The second line brings JAX's plugin without the CUDA libraries that only running
 needs (4.4 GB); cuDNN asks for cuBLAS, which its compiler does not read, and is therefore installed without what it asks for:
 
-    pip install "llama-jax[compile-gpu]"
+    pip install -e ".[compile-gpu]"
     pip install --no-deps nvidia-cudnn-cu12
 """
 
@@ -107,13 +107,11 @@ def compiler_missing(hardware: str) -> str | None:
       hardware: a name such as "tpu-v5e" or "h100", see `hardware.named_hardware`.
     """
     if hardware in TPUS:
-        return (
-            None if util.find_spec("libtpu") else 'libtpu is not installed; pip install "llama-jax[compile-tpu]" brings it'
-        )
+        return None if util.find_spec("libtpu") else 'libtpu is not installed; pip install -e ".[compile-tpu]" brings it'
     if hardware in GPUS:
         if util.find_spec("jax_cuda12_plugin"):
             return None
-        return 'the CUDA plugin is not installed; pip install "llama-jax[compile-gpu]" brings it, see analysis/compilers.py'
+        return 'the CUDA plugin is not installed; pip install -e ".[compile-gpu]" brings it, see analysis/compilers.py'
     return f"no compiler is described for {hardware}; there are {', '.join(NAMES)}"
 
 
