@@ -12,6 +12,7 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.options import Remat
 from llama_jax.ops.attention.blockwise import MIXED
 from llama_jax.ops.linear import PRODUCT
+from llama_jax.ops.platform import recomputing
 
 LAYER_INPUT = "layer_input"
 
@@ -39,7 +40,8 @@ def rematerialise(remat: Remat, layer: Callable[..., Any], *, stacked: bool) -> 
     }[remat]
 
     def named(block: Any, hidden: jax.Array, *rest: Any) -> Any:
-        return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
+        with recomputing(True):
+            return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
     # Nothing of a scan can be merged with the forward pass: the barrier that prevents it would only cost.
     return jax.checkpoint(named, prevent_cse=not stacked, policy=policy)

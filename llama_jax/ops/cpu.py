@@ -26,18 +26,24 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.platform import lowering_platform, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def for_cpu(variant: Callable[..., Any]) -> Callable[[F], F]:
-    """Where a program is made for a CPU, call `variant` with the decorated function and its arguments in its place."""
+def for_cpu(variant: Callable[..., Any], *, to_plan: bool = False) -> Callable[[F], F]:
+    """Where a program is made for a CPU, call `variant` with the decorated function and its arguments in its place.
+
+    Args:
+      to_plan: also where a CPU's compiler stands in for an accelerator's, see `platform.planned_for`, because it could not
+        compile the plain function.
+    """
+    platforms = ("cpu", "accelerator") if to_plan else ("cpu",)
 
     def decorate(plain: F) -> F:
         @functools.wraps(plain)
         def chosen(*args: Any, **options: Any) -> Any:
-            return variant(plain, *args, **options) if lowering_platform() == "cpu" else plain(*args, **options)
+            return variant(plain, *args, **options) if lowering_platform() in platforms else plain(*args, **options)
 
         return chosen  # type: ignore[return-value]
 
@@ -55,36 +61,44 @@ def is_short(*arrays: Any) -> bool:
 def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """`linear.multiply` of matrices; for 16-bit numbers by float32 results, with two rows at least.
 
-    Of more axes, XLA for CPU transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
+    XLA for CPU has no matmul with a 16-bit result, and converts to one with a float32 result, which it cannot where it plans
+    for an accelerator. Of more axes, it transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
     """
     if weight.ndim > 2 or x.ndim > 2:
         found = multiply(plain, _flat(x), _flat(weight), out_dtype)
         return found.reshape(*x.shape[:-1], *weight.shape[:-1])
     if not is_short(x):
         return plain(x, weight, out_dtype)
-    if math.prod(x.shape[:-1]) > 1:
+    if math.prod(x.shape[:-1]) > 1 or lowering_platform() != "cpu":
         return _multiply_short(x, weight).astype(out_dtype)
     rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
     return _multiply_short(rows, weight)[:1].reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
 
 
-@jax.custom_vjp
 def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[..., D] by [*out, D]: float32[..., *out]; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
-    found = _by_rows(_flat(x), _flat(weight.astype(x.dtype)))
-    return found.reshape(*x.shape[:-1], *weight.shape[:-1])
+    """[..., D] by [*out, D]: float32[..., *out]."""
+    return _multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
 
 
-def _multiply_short_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, weight = restore(residuals)
-    rows = _flat(gradient.astype(x.dtype).reshape(*x.shape[:-1], -1))
-    matrix = _flat(weight.astype(x.dtype))
-    of_x = lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    of_weight = _outer_short(rows, _flat(x), jnp.float32)
-    return of_x.reshape(x.shape).astype(x.dtype), of_weight.reshape(weight.shape).astype(weight.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
+    """As `linear` has it, of matrices; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
+    return _by_rows(x, weight.astype(x.dtype))
 
 
-_multiply_short.defvjp(lambda x, weight: (_multiply_short(x, weight), keep((x, weight))), _multiply_short_backward)
+def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
+    matrix = weight.astype(x.dtype)
+    return _by_rows(x, matrix), keep((x, matrix if settings[0] else weight))
+
+
+def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, matrix = restore(residuals)
+    rows = gradient.astype(x.dtype)
+    of_x = lax.dot_general(rows, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return of_x.astype(x.dtype), _outer_short(rows, x, jnp.float32).astype(settings[1])
+
+
+_multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
 def sum_of_outer(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
@@ -96,9 +110,11 @@ def sum_of_outer(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, ou
 
 def _outer_short(a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
     """The smaller one transposed: XLA merges the transpose into the matmul again, unless a row of zeros is added to it."""
+    batch = tuple(range(a.ndim - 2))
+    if lowering_platform() != "cpu":  # planning
+        return lax.dot_general(a, b, (((a.ndim - 2,), (b.ndim - 2,)), (batch, batch)), preferred_element_type=out_dtype)
     if a.shape[-1] > b.shape[-1]:
         return _outer_short(b, a, out_dtype).swapaxes(-1, -2)
-    batch = tuple(range(a.ndim - 2))
     turned = jnp.pad(a.swapaxes(-1, -2), [*[(0, 0)] * len(batch), (0, 1), (0, 0)])
     dimensions = (((a.ndim - 1,), (a.ndim - 2,)), (batch, batch))
     return lax.dot_general(turned, b, dimensions, preferred_element_type=out_dtype)[..., :-1, :]

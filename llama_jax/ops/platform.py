@@ -1,4 +1,7 @@
-"""Which platform a program is being made for, and what must be chosen by it beside attention and `cpu`."""
+"""Which platform a program is being made for, and what must be chosen by it beside attention and `cpu`.
+
+The two contexts are JAX's own: it keeps them in the keys of its caches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,15 @@ Tree = TypeVar("Tree")
 planned_for = jax.make_user_context(None)
 """A context that says which platform a program is planned for, where devices of another one stand in for it.
 
-JAX keeps it in the keys of its caches. "accelerator" is any but a CPU, of which no kernel is known.
+"accelerator" is any but a CPU, of which no kernel is known.
+"""
+
+recomputing = jax.make_user_context(False)
+"""A context that says whether the layer that is traced is computed again in the backward pass.
+
+A weight that was cast for the computation is then saved as it was cast, which costs nothing, for it is computed again: so
+both passes read the same array, and where devices hold parts of it, XLA gathers it once. Otherwise the weight itself is
+saved, which is there already.
 """
 
 
