@@ -205,9 +205,10 @@ def test_a_step_whose_frequencies_depend_on_the_length_is_that_of_one_device():
 
 @pytest.mark.slow
 def test_a_16_bit_step_is_close():
+    options = step_options(dtype="bfloat16", chunk=8)
     batch = Batch(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, LENGTH + 1), np.int32))
     params = llama_jax.init(CONFIG, jax.random.key(0))
-    step = jax.jit(partial(step_over(CONFIG, make_mesh(MeshSizes(context=8))), adamw(1e-3), dtype="bfloat16", chunk=8))
+    step = jax.jit(partial(step_over(CONFIG, make_mesh(MeshSizes(context=8))), adamw(1e-3), options=options))
     _, metrics = step(init_state(adamw(1e-3), params), batch)
     wanted = jax.jit(partial(next_token_loss, CONFIG, options=loss_options(dtype="bfloat16")))(params, batch)
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=2e-3)

@@ -24,6 +24,7 @@ from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
+from llama_jax.inference import requests
 from llama_jax.inference.placement import layout_of
 from llama_jax.model.cache import CacheOptions
 from llama_jax.model.options import Compute, unconstrained
@@ -135,9 +136,9 @@ def test_a_cache_that_remembers_less_is_divided_as_well(text, options, params, l
 
 @pytest.mark.slow
 def test_a_single_prompt_over_tensor_through_growing_buckets(load, alone, monkeypatch):
-    """Its cache is decoded without a batch axis. The program of a bucket is compiled once, whatever laid out its input."""
+    """The program of a bucket is compiled once, whatever laid out its input."""
     monkeypatch.setattr(module, "SMALLEST_CACHE", 8)
-    monkeypatch.setattr(module, "SMALLEST_PREFILL", 4)
+    monkeypatch.setattr(requests, "SMALLEST_PREFILL", 4)
     before = module._decode._cache_size()
     pieces = list(llama_jax.stream(*load("tensor=8"), PROMPTS[:1], max_new_tokens=NEW))
     assert [piece.tokens.shape[1] for piece in pieces] == [1, 4, 4, 4]
