@@ -11,6 +11,7 @@ import llama_jax
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError
 from llama_jax.inference import generate as module
+from llama_jax.inference import requests
 
 NEW = 12
 
@@ -112,7 +113,7 @@ def test_the_penalty_sees_prompt_and_continuation(model):
 def test_the_cache_grows_through_buckets_and_prompts_are_read_in_pieces(model, monkeypatch):
     monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
     monkeypatch.setattr(module, "LARGEST_PREFILL", 8)
-    monkeypatch.setattr(module, "SMALLEST_PREFILL", 4)
+    monkeypatch.setattr(requests, "SMALLEST_PREFILL", 4)
     prompts = [PROMPTS[2], PROMPTS[0], list(range(8))]
     for prompt, result in zip(prompts, llama_jax.generate(*model, prompts, max_new_tokens=30), strict=True):
         assert result.tokens == plain_greedy(*model, prompt, 30)
