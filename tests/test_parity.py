@@ -21,6 +21,7 @@ from llama_jax.checkpoints.memory import from_params
 from llama_jax.checkpoints.pickled import read_pickled
 from llama_jax.inference.sampling import penalise, threshold
 from llama_jax.model.forward import forward, logits, unembed
+from llama_jax.model.options import Places
 
 pytestmark = [
     pytest.mark.parity,
@@ -180,7 +181,8 @@ def test_ragged_batch_equals_each_row_alone_in_transformers():
     params = params_of(config, tensors)
     lengths = np.array([4, 13, 9])
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (3, 13), dtype=np.int32)
-    hidden, cache = jit_forward(config, params, tokens, llama_jax.init_cache(config, 3, 16), lengths=jnp.asarray(lengths))
+    cache = llama_jax.init_cache(config, 3, 16)
+    hidden, cache = jit_forward(config, params, tokens, cache, places=Places(jnp.asarray(lengths)))
     following = np.array([[5], [6], [7]], np.int32)
     step, _ = jit_forward(config, params, following, cache)
     for i, n in enumerate(lengths):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig, Sampling, ops
@@ -17,6 +18,7 @@ from llama_jax.cli import main
 from llama_jax.config import KINDS, preset
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Places
 from llama_jax.model.params import init, parameter_count, stack, unstack
 from llama_jax.parallel.fit import fit, unfit
 from llama_jax.parallel.mesh import MeshSizes
@@ -125,7 +127,7 @@ def test_packed_rows_give_the_same(models, kind):
     apart = [jit_logits(config, params, TOKENS[:1, :8]), jit_logits(config, params, TOKENS[:1, 8:])]
     positions = jnp.concatenate([jnp.arange(8), jnp.arange(12)])[None]
     segments = (jnp.arange(20) >= 8).astype(jnp.int32)[None]
-    hidden, _ = jit_forward(config, params, TOKENS[:1], positions=positions, segment_ids=segments)
+    hidden, _ = jit_forward(config, params, TOKENS[:1], places=Places(positions=positions, segment_ids=segments))
     np.testing.assert_allclose(unembed(config, params, hidden), np.concatenate(apart, axis=1), atol=2e-4)
 
 
@@ -194,7 +196,7 @@ def test_training_lowers_the_loss(kind, optimizer):
     rule = make_optimizer(OptimizerSettings(name=optimizer, learning_rate=3e-3, schedule="constant"), 20)
     state = init_state(rule, init(config, jax.random.key(0)), ema=True)
     batch = Batch(TOKENS)
-    step = jax.jit(partial(train_step, config, rule, ema_decay=0.9))
+    step = jax.jit(partial(train_step, config, rule, options=step_options(ema_decay=0.9)))
     before = state.params
     losses = []
     for _ in range(12):

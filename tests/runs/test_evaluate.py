@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax.data import Corpus, DataError, validation_batches
 from llama_jax.model.forward import forward, logits, unembed
-from llama_jax.model.options import Places
+from llama_jax.model.options import Compute, Places
 from llama_jax.runs.evaluate import Evaluation, choose_sizes, evaluate, token_nats
 from llama_jax.runs.windows import Rows
 
@@ -139,7 +139,7 @@ def test_stacked_blocks_and_bfloat16(models, measure):
     expected = evaluate(config, params, corpus, batch=3, measure=measure).loss
     stacked = llama_jax.stack(params)
     assert evaluate(config, stacked, corpus).loss == pytest.approx(expected, rel=1e-6)
-    in_bfloat16 = jax.jit(partial(token_nats, config, dtype=jnp.bfloat16))
+    in_bfloat16 = jax.jit(partial(token_nats, config, compute=Compute(jnp.bfloat16)))
     found = evaluate(config, stacked, corpus, measure=in_bfloat16).loss
     assert found != expected
     assert found == pytest.approx(expected, rel=1e-2)
