@@ -73,7 +73,8 @@ for count in (1, 2, 4, 8, 512 if hardware == "tpu-v5p" else 16):
         out[count] = lowering_platform(), mesh.devices.size
 one, eight = mesh_for(hardware, MeshSizes()), mesh_for(hardware, MeshSizes(fsdp=8))
 programs = train_programs(small, eight, 8, 512, dtype="bfloat16", packed=True)
-programs += pmap_programs(small, mesh_for(hardware, MeshSizes(data=8)), 8, 256, dtype="bfloat16")
+host = 4 if hardware == "tpu-v5p" else 8  # chips: pmap is of one process
+programs += pmap_programs(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256, dtype="bfloat16")
 programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[2:]
 out["programs"] = [examine(program).as_dict() for program in programs]
 large = replace(llama_jax.preset("llama-3.1-8b"), n_layers=2, vocab_size=1024)
