@@ -394,7 +394,7 @@ def _element(one: Instruction | None) -> int | None:
 
 
 def _whole(one: Instruction | None) -> int | None:
-    """The value of a constant that is a whole number."""
+    """The value of a constant that is an integer."""
     found = re.match(r"(-?\d+)\)", one.rest) if one and one.opcode == "constant" else None
     return int(found[1]) if found else None
 

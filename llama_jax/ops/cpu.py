@@ -195,8 +195,6 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 # --- attention -----------------------------------------------------------------------------------------------------------
 #
-# - A decoded row's cache [1, K, S, H] is copied whole in every step if its matmul is given the axis of 1 (the reshape is
-#   merged with the write of the new token, whose result is then needed twice): the axis is dropped before the matmul.
 # - int8 keys converted to float32 would be written before they are read, where int8 by int8 reads them as they lie.
 # - The scores of a block, of all rows and heads, should stay in the processor's cache.
 
@@ -206,9 +204,7 @@ FINER = 254  # how much finer the second integer of a query's entry counts than 
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`attention.products`: of [*batch, T, G, ...] and [*batch, S, H]; no axis of one row, and two queries at least."""
-    if b.ndim == 4 and b.shape[0] == 1:
-        return multiply_heads(plain, a[0], b[0])[None]
+    """`attention.products`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)

@@ -1,4 +1,4 @@
-"""Attention: what may be read (`View`), what may be seen (`Seen`), one door (`attend`) and the ways behind it."""
+"""Attention: what may be read (`View`), what may be seen (`Seen`), one door (`attend`) and the ways to compute it."""
 
 from llama_jax.ops.attention.attend import announce, attend, attend_with_sinks, observed
 from llama_jax.ops.attention.choose import Backend, Division, Problem, choose

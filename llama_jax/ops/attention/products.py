@@ -41,6 +41,8 @@ def mix(weights: jax.Array, values: jax.Array | Quantized, dtype: jax.typing.DTy
 @for_cpu(cpu.multiply_heads)
 def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """[*batch, T, G, H] times [*batch, S, H]: [*batch, T, G, S], in float32 at least."""
+    if _is_one_row(keys):
+        return with_keys(queries[0], keys[0])[None]
     batch = tuple(range(keys.ndim - 2))
     dimensions = ((queries.ndim - 1,), (keys.ndim - 1,)), (batch, batch)
     return lax.dot_general(queries, keys, dimensions, preferred_element_type=wide(keys))
@@ -49,6 +51,8 @@ def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
 @for_cpu(cpu.multiply_heads)
 def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
     """[*batch, T, G, S] times [*batch, S, H]: [*batch, T, G, H], in float32 at least."""
+    if _is_one_row(values):
+        return with_values(weights[0], values[0])[None]
     batch = tuple(range(values.ndim - 2))
     dimensions = ((weights.ndim - 1,), (values.ndim - 2,)), (batch, batch)
     return lax.dot_general(weights, values, dimensions, preferred_element_type=wide(values))
@@ -58,6 +62,11 @@ def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
 def with_integers(queries: jax.Array, keys: jax.Array) -> jax.Array:
     """`with_keys` of int8 keys, without their factors; an accelerator converts them as it reads them."""
     return with_keys(queries, keys.astype(queries.dtype))
+
+
+def _is_one_row(x: jax.Array) -> bool:
+    """Whether there is an axis of one row, to be left out: with it XLA for CPU and GPU copies the cache that is decoded."""
+    return x.ndim == 4 and x.shape[0] == 1
 
 
 def wide(x: jax.Array) -> jax.typing.DTypeLike:

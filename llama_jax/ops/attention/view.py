@@ -1,4 +1,4 @@
-"""What one layer's queries may read, as it lies in memory, and what each of them may see of it."""
+"""What one layer's queries may read, as it is kept in memory, and what each of them may see of it."""
 
 from __future__ import annotations
 
