@@ -533,7 +533,11 @@ class _Run:
             jax.block_until_ready(state)
             self._end_profile()
             if step == self.trace.start:
-                jax.profiler.start_trace(str(self.folder / "trace"))
+                # Without Python's own frames: the hook that records them ends a thread which starts at a bad moment, and
+                # a save whose thread has died waits for it.
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0
+                jax.profiler.start_trace(str(self.folder / "trace"), profiler_options=options)
                 self.tracing = True
 
     def _end_profile(self) -> None:
