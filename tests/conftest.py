@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+
+# Most of the time of the suite is XLA's compiling, and most of that makes programs fast that run once. These settings leave
+# that out: the same passes over HLO, so memory, copies and collectives are the same, and simple code for them. The wait of
+# simulated devices for one another is longer than on a machine of their own. XLA_FLAGS in the environment replaces all this.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_collective_call_warn_stuck_timeout_seconds=60 --xla_cpu_collective_call_terminate_timeout_seconds=300",
+)
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +35,25 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Compiling is most of the time of a test, so an example may be slow without the code being slow.
 settings.register_profile("llama_jax", deadline=None, max_examples=25, derandomize=True)
 settings.load_profile("llama_jax")
+
+
+LARGEST_PROGRAMS = 2**30
+"""Bytes of compiled programs above which the next run begins with none."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs compiled once are kept: for the processes of this run, and for the next run."""
+    if getattr(config, "cache", None) is None or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = config.cache.mkdir("programs")
+    if not hasattr(config, "workerinput") and sum(file.stat().st_size for file in folder.iterdir()) > LARGEST_PROGRAMS:
+        shutil.rmtree(folder)
+        folder.mkdir()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def shared_data(name: str) -> Path:

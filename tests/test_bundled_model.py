@@ -1,13 +1,11 @@
 """The model in the box: what its card says is so, and the commands take it where none is named."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import bundled as experiment
 import pytest
+from commands import run_here
 from conftest import shared_data
 
 import llama_jax
@@ -32,17 +30,10 @@ def text():
     return shared_data("text")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
-        "COLUMNS": "200",
-    }
-
+@pytest.fixture
+def run():
     def run(*arguments, lines=""):
-        command = [sys.executable, "-c", "from llama_jax.cli import main; main()", *map(str, arguments)]
-        done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300, env=environment)
+        done = run_here(*arguments, lines=lines.encode())
         assert done.returncode == 0, done.stderr
         return done
 

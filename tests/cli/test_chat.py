@@ -12,6 +12,7 @@ import make_goldens
 import numpy as np
 import pytest
 import vocabularies
+from commands import run_here
 from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,9 +105,8 @@ def test_ctrl_c_twice_does_what_it_always_does():
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def environment():
     return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "JAX_PLATFORMS": "cpu",
         "COLUMNS": "200",
     }
@@ -120,17 +120,10 @@ def model(tmp_path_factory):
     return vocabularies.write(folder, "sentencepiece", tokenizer_config={"chat_template": TEMPLATE})
 
 
-@pytest.fixture(scope="module")
-def chat(environment, model):
-    def chat(lines, *arguments, **options):
-        return subprocess.run(
-            [*PROGRAM, "--model", str(model), "--temperature", "0", *map(str, arguments)],
-            input=lines,
-            capture_output=True,
-            timeout=300,
-            env=environment,
-            **options,
-        )
+@pytest.fixture
+def chat(model):
+    def chat(lines, *arguments):
+        return run_here("chat", "--model", model, "--temperature", 0, *arguments, lines=lines)
 
     return chat
 
@@ -139,10 +132,10 @@ def test_a_conversation(chat):
     lines = ["Hello", "", "Hello", "/clear", "Hello", "/clear", "/system Be kind.", "Hello", "/unknown", "/help", " /slash"]
     lines += ["x" * 300, "caf\udcff", "Hello", "/exit", "never read"]
     done = chat("\n".join(lines).encode(errors="surrogateescape"), "--max-new-tokens", 8, "--context", 100)
-    err = done.stderr.decode()
+    err = done.stderr
     assert done.returncode == 0, err
     assert "format template · context 100 tokens" in err.splitlines()[0]
-    replies = done.stdout.decode(errors="replace").removesuffix("\n").split("\n")
+    replies = done.stdout.removesuffix("\n").split("\n")
     assert len(replies) == 6
     assert replies[0] == replies[2]  # the same history, greedily
     assert replies[0] != replies[1]
@@ -159,7 +152,7 @@ def test_a_full_context_is_said(chat):
     lines = b"".join(b"once upon a time number %d\n" % i for i in range(4))
     done = chat(lines, "--max-new-tokens", 8, "--context", 100, "--system", "Be kind.")
     assert done.returncode == 0, done.stderr
-    notes = [line for line in done.stderr.decode().splitlines() if "is full" in line]
+    notes = [line for line in done.stderr.splitlines() if "is full" in line]
     assert notes
     assert notes[0] == (
         "llama-jax: the context of 100 tokens is full: dropped the 2 oldest messages, from 'once upon a time number 0' on"
@@ -177,9 +170,9 @@ def test_a_full_context_is_said(chat):
 )
 def test_bad_arguments_are_one_line_and_exit_code_2(chat, arguments, message):
     done = chat(b"Hello\n", *arguments)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert message in done.stderr.decode()
-    assert done.stderr.count(b"\n") == 1
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_model_without_a_chat_format_says_what_to_choose(chat, model, tmp_path):
@@ -187,8 +180,8 @@ def test_a_model_without_a_chat_format_says_what_to_choose(chat, model, tmp_path
     alone.write_bytes((model / alone.name).read_bytes())
     done = chat(b"", "--tokenizer", alone)
     assert done.returncode == 2
-    assert b"the model has no chat template" in done.stderr
-    assert b"choose a format (--format): llama2, llama3 or zephyr, or plain" in done.stderr
+    assert "the model has no chat template" in done.stderr
+    assert "choose a format (--format): llama2, llama3 or zephyr, or plain" in done.stderr
     assert chat(b"", "--tokenizer", alone, "--format", "zephyr").returncode == 0
 
 
@@ -209,7 +202,7 @@ def test_plain_is_one_text_that_both_write():
 def test_any_model_goes_on_with_plain_text(chat):
     done = chat(b"Once upon a time\nThen\n", "--format", "plain", "--max-new-tokens", 6)
     assert done.returncode == 0, done.stderr
-    assert b"format plain" in done.stderr.splitlines()[0]
+    assert "format plain" in done.stderr.splitlines()[0]
     alone = chat(b"Once upon a time\n", "--format", "plain", "--max-new-tokens", 6)
     assert done.stdout.startswith(alone.stdout)
     assert len(done.stdout) > len(alone.stdout)

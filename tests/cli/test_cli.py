@@ -10,6 +10,7 @@ from pathlib import Path
 import make_goldens
 import numpy as np
 import pytest
+from commands import run_here
 from conftest import write_hf_folder
 
 import llama_jax
@@ -20,17 +21,23 @@ PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def environment():
     """A compilation cache that the tests of this file share, and no accelerator."""
     return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "JAX_PLATFORMS": "cpu",
         "COLUMNS": "200",
     }
 
 
+@pytest.fixture
+def run():
+    return run_here
+
+
 @pytest.fixture(scope="module")
-def run(environment):
+def process(environment):
+    """The same as a process of its own."""
+
     def run(*arguments, **options):
         return subprocess.run(
             [*PROGRAM, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=environment, **options
@@ -39,8 +46,8 @@ def run(environment):
     return run
 
 
-def test_version(run):
-    assert run("--version").stdout == f"llama-jax {llama_jax.__version__}\n"
+def test_version(process):
+    assert process("--version").stdout == f"llama-jax {llama_jax.__version__}\n"
 
 
 def test_quickstart(run):
@@ -63,8 +70,8 @@ def test_help_imports_nothing_heavy(environment):
     assert "--max-new-tokens" in done.stdout
 
 
-def test_generate_streams_text_and_statistics(run, stories_folder):
-    done = run("generate", "Once upon a time", "--model", stories_folder, "--temperature", 0, "--max-new-tokens", 40)
+def test_generate_streams_text_and_statistics(process, stories_folder):
+    done = process("generate", "Once upon a time", "--model", stories_folder, "--temperature", 0, "--max-new-tokens", 40)
     assert done.returncode == 0, done.stderr
     expected = (stories_folder / "expected.txt").read_text()
     assert done.stdout.startswith("Once upon a time, there was a little girl named Lily.")
@@ -162,9 +169,9 @@ def test_a_damaged_model_is_one_line_and_exit_code_2(run, tmp_path, spoil, setti
     assert done.stderr.count("\n") == 1
 
 
-def test_a_missing_backend_is_one_line(run, stories_folder, environment, monkeypatch):
+def test_a_missing_backend_is_one_line(process, stories_folder, environment, monkeypatch):
     monkeypatch.setitem(environment, "JAX_PLATFORMS", "no_such_device")
-    done = run("generate", "Once", "--model", stories_folder)
+    done = process("generate", "Once", "--model", stories_folder)
     assert done.returncode == 2
     assert "JAX finds no device" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from commands import run_here
 from conftest import write_hf_folder
 from make_format_goldens import FORMATS, SMALL
 from make_goldens import random_tensors
@@ -18,14 +19,9 @@ from llama_jax.cli.convert import FORMATS as OFFERED
 START = "from llama_jax.cli import main; "
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def run():
-    def run(*arguments, before=""):
-        command = [sys.executable, "-c", START + before + "main()", "convert", *map(str, arguments)]
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-
-    return run
+    return lambda *arguments: run_here("convert", *arguments)
 
 
 def test_there_and_back(run, tmp_path):
@@ -70,8 +66,11 @@ INTERRUPT = (
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_nothing_is_left_when_it_is_stopped(run, name, tmp_path):
-    done = run(FORMATS / "meta-1", tmp_path / "out", "--format", "safetensors", before=INTERRUPT.format(name))
+def test_nothing_is_left_when_it_is_stopped(name, tmp_path):
+    program = START + INTERRUPT.format(name) + "main()"
+    command = [sys.executable, "-c", program, "convert", FORMATS / "meta-1", tmp_path / "out", "--format", "safetensors"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1] == "llama-jax: stopped; nothing was written"
     assert not os.listdir(tmp_path)

@@ -8,6 +8,7 @@ import sys
 import check_estimate
 import mesh_report
 import pytest
+from commands import run_here
 
 from llama_jax import cache_bytes, parameter_count, preset
 from llama_jax.checkpoints.huggingface import config_to_dict
@@ -17,11 +18,15 @@ PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "esti
 CONFIG = preset("stories-260k")
 
 
+@pytest.fixture
+def run():
+    return lambda *arguments: run_here("estimate", *arguments)
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    # Another platform and number of devices than asked for: the command simulates its own.
+def process():
+    """A process of its own, with another platform and number of devices than asked for: the command simulates its own."""
     environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "JAX_PLATFORMS": "cuda",
         "JAX_NUM_CPU_DEVICES": "1",
         "COLUMNS": "200",
@@ -33,8 +38,8 @@ def run(tmp_path_factory):
     return run
 
 
-def test_training_as_a_table(run):
-    done = run("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "fsdp=2,data=2")
+def test_training_as_a_table(process):
+    done = process("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "fsdp=2,data=2")
     assert done.returncode == 0, done.stderr
     assert done.stderr == "compiling train step for 4 simulated devices...\n"
     lines = done.stdout.splitlines()
@@ -88,7 +93,7 @@ def test_one_device_exchanges_nothing(run):
 
 
 @pytest.mark.slow
-def test_hardware_bounds_the_time(run):
+def test_hardware_bounds_the_time(process):
     asked = [
         "stories-260k",
         "--batch",
@@ -102,7 +107,7 @@ def test_hardware_bounds_the_time(run):
         "--dtype",
         "bfloat16",
     ]
-    table, found = run(*asked, "--hardware", "h200"), run(*asked, "--hardware", "h200", "--json")
+    table, found = process(*asked, "--hardware", "h200"), process(*asked, "--hardware", "h200", "--json")
     assert (table.returncode, found.returncode) == (0, 0), table.stderr + found.stderr
     lines = table.stdout.splitlines()
     assert any(line.startswith("H200 SXM: 989.5 TFLOP/s, memory 4.8 TB/s, links 450 GB/s between 8") for line in lines)
@@ -123,8 +128,8 @@ def test_hardware_bounds_the_time(run):
 
 
 @pytest.mark.slow
-def test_decoding_on_hardware_is_bound_by_the_token(run):
-    done = run("stories-260k", "--batch", 2, "--length", 64, "--mesh", "tensor=2", "--hardware", "tpu-v5p")
+def test_decoding_on_hardware_is_bound_by_the_token(process):
+    done = process("stories-260k", "--batch", 2, "--length", 64, "--mesh", "tensor=2", "--hardware", "tpu-v5p")
     assert done.returncode == 0, done.stderr
     assert "decode, a token of each row" in done.stdout
     assert "one turn is counted" in done.stdout
@@ -242,10 +247,10 @@ def test_the_estimate_is_what_a_process_takes(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "count"), [("llama-2-70b", 68_976_648_192), ("llama-3.1-405b", 405_853_388_800)])
-def test_the_largest_models_on_512_devices(run, model, count):
+def test_the_largest_models_on_512_devices(process, model, count):
     """Of no device is anything allocated: the shares of all add up to terabytes."""
     asked = [model, "--mode", "train", "--mesh", "fsdp=64,tensor=8", "--batch", 128, "--length", 2048, "--dtype", "bfloat16"]
-    done = run(*asked, "--hardware", "h100", "--json")
+    done = process(*asked, "--hardware", "h100", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["seconds"] < 300

@@ -18,7 +18,6 @@ PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 def run(tmp_path_factory):
     """A command with two simulated devices, the model in the box, and a compilation cache of this file."""
     environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
     }

@@ -87,7 +87,6 @@ def run(files, tmp_path_factory, monkeypatch, capsys):
 @pytest.fixture(scope="module")
 def environment(files):
     return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(files / "programs"),
         "XDG_CACHE_HOME": str(files / "cache"),
         "JAX_PLATFORMS": "cpu",
         "COLUMNS": "200",
