@@ -1,0 +1,18 @@
+"""What a Llama is: its sizes, checked once, and the sizes that were published."""
+
+from llama_jax.config.llama import KINDS, Kind, LlamaConfig
+from llama_jax.config.presets import PRESETS, ffn_hidden_dim, preset
+from llama_jax.config.rope import NEEDED, ROPE_FIELDS, RopeScaling, RopeScalingKind
+
+__all__ = [
+    "KINDS",
+    "NEEDED",
+    "PRESETS",
+    "ROPE_FIELDS",
+    "Kind",
+    "LlamaConfig",
+    "RopeScaling",
+    "RopeScalingKind",
+    "ffn_hidden_dim",
+    "preset",
+]

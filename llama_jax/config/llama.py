@@ -1,0 +1,121 @@
+"""What a Llama is: its sizes, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.rope import RopeScaling, check_fits
+from llama_jax.errors import ConfigError
+
+Kind = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral"]
+# What the families of models have that Llama has not.
+KINDS: dict[Kind, set[str]] = {
+    "llama": set(),
+    "mistral": {"window"},
+    "qwen2": {"qkv_bias"},
+    "qwen3": {"qk_norm"},
+    "mixtral": {"window", "experts"},
+}
+
+
+class _Following(int):
+    """A head_dim that is dim / n_heads: `dataclasses.replace` with another dim or n_heads computes it anew."""
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes and constants of one Llama: frozen, hashable (a static argument of ``jax.jit``) and validated.
+
+    Attributes:
+      vocab_size: V, rows of the embedding.
+      dim: D, width of the residual stream.
+      n_layers: L.
+      n_heads: N, query heads.
+      n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
+      head_dim: H; dim / n_heads unless a checkpoint says otherwise. Where it is that, it stays so: with another `dim` or
+        `n_heads`, `dataclasses.replace` computes it anew; any other is kept.
+      hidden_dim: F, width of the gated feed-forward, which no rule ties to `dim` (`ffn_hidden_dim` is Meta's): give both to
+        `dataclasses.replace`.
+      norm_eps: added to the mean square in RMSNorm.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: how the frequencies are stretched, or None.
+      max_seq_len: positions that the model was made for; generation refuses to go beyond. See `RopeScaling` for more.
+      tie_embeddings: the output projection is the embedding.
+      window: a token sees itself and the window - 1 tokens before it (Mistral: Jiang et al. 2023, section 2); None for all.
+      qkv_bias: a bias after the projections of queries, keys and values (Qwen2).
+      qk_norm: RMSNorm of every query and key before the rotary embedding (Qwen3).
+      experts: E feed-forwards in the place of one, of which a router chooses `experts_per_token` for each token (Mixtral:
+        Jiang et al. 2024, section 2); 0 for a single one.
+
+    Raises:
+      ConfigError: a size that cannot be; the message names it.
+    """
+
+    vocab_size: int
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    max_seq_len: int
+    norm_eps: float
+    rope_theta: float
+    tie_embeddings: bool
+    head_dim: int = 0  # 0 stands for dim // n_heads and is replaced below, so that a reader never sees it
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
+            require_positive_int(name, getattr(self, name))
+        require_number("norm_eps", self.norm_eps, above=0.0)
+        require_number("rope_theta", self.rope_theta, above=1.0)
+        if self.head_dim == 0 or isinstance(self.head_dim, _Following):
+            if self.dim % self.n_heads:
+                raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
+            object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+        require_positive_int("head_dim", self.head_dim)
+        if self.head_dim * self.n_heads == self.dim:
+            object.__setattr__(self, "head_dim", _Following(self.head_dim))
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of features")
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
+        for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.window is not None:
+            require_positive_int("window", self.window)
+        if (self.experts, self.experts_per_token) != (0, 0):
+            for name in ("experts", "experts_per_token"):
+                require_positive_int(name, getattr(self, name))
+            if self.experts_per_token > self.experts:
+                raise ConfigError(f"experts_per_token={self.experts_per_token} must be at most experts={self.experts}")
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ConfigError(f"rope_scaling={self.rope_scaling!r} must be a RopeScaling or None")
+        if self.rope_scaling is not None:
+            check_fits(self.rope_scaling, self.head_dim)
+
+    @property
+    def kind(self) -> Kind:
+        """The first of the families that has all that this model has; what no Llama has tells them apart.
+
+        Raises:
+          ConfigError: none has; such a model can be trained, and no other program could read it.
+        """
+        here = {name for name in ("window", "qkv_bias", "qk_norm", "experts") if getattr(self, name)}
+        for kind, features in KINDS.items():
+            if here <= features:
+                return kind
+        raise ConfigError(f"no family of models has {' and '.join(sorted(here))} together")
+
+    @property
+    def queries_per_kv_head(self) -> int:
+        """G, the query heads that share one key/value head."""
+        return self.n_heads // self.n_kv_heads

@@ -1,0 +1,241 @@
+"""The sizes that were published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llama_jax.config.llama import LlamaConfig
+from llama_jax.config.rope import RopeScaling
+from llama_jax.errors import ConfigError
+
+
+def ffn_hidden_dim(dim: int, *, multiple_of: int = 256, ffn_dim_multiplier: float | None = None) -> int:
+    """Meta's rule for F: two thirds of 4 * dim, times a multiplier, rounded up to a multiple (Llama 2 reference code).
+
+    The truncation to whole numbers after each step is part of the rule: published sizes depend on it.
+    """
+    hidden = int(2 * (4 * dim) / 3)
+    if ffn_dim_multiplier is not None:
+        hidden = int(ffn_dim_multiplier * hidden)
+    return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
+
+
+def _llama1(dim: int, n_layers: int, n_heads: int, norm_eps: float = 1e-6) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32_000,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_heads,
+        hidden_dim=ffn_hidden_dim(dim),
+        max_seq_len=2048,
+        norm_eps=norm_eps,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    )
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32_000,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        max_seq_len=4096,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    )
+
+
+def _codellama(base: LlamaConfig, vocab_size: int) -> LlamaConfig:
+    return replace(base, vocab_size=vocab_size, max_seq_len=16_384, rope_theta=1_000_000.0)
+
+
+def _llama3(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    hidden_dim: int,
+    *,
+    rope_factor: float | None = None,
+    tie_embeddings: bool = False,
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128_256,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        hidden_dim=hidden_dim,
+        max_seq_len=8192 if rope_factor is None else 131_072,
+        norm_eps=1e-5,
+        rope_theta=500_000.0,
+        tie_embeddings=tie_embeddings,
+        rope_scaling=None if rope_factor is None else RopeScaling("llama3", rope_factor),
+    )
+
+
+def _qwen2(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    hidden_dim: int,
+    *,
+    max_seq_len: int = 131_072,
+    norm_eps: float = 1e-5,
+    small: bool = False,
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=151_936 if small else 152_064,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        max_seq_len=max_seq_len,
+        norm_eps=1e-6 if small else norm_eps,
+        rope_theta=1_000_000.0,
+        tie_embeddings=small,
+        qkv_bias=True,
+    )
+
+
+def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, *, tie_embeddings: bool = False) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=151_936,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=8,
+        head_dim=128,
+        hidden_dim=hidden_dim,
+        max_seq_len=40_960,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        tie_embeddings=tie_embeddings,
+        qk_norm=True,
+    )
+
+
+_MISTRAL = LlamaConfig(
+    vocab_size=32_000,
+    dim=4096,
+    n_layers=32,
+    n_heads=32,
+    n_kv_heads=8,
+    hidden_dim=14_336,
+    max_seq_len=32_768,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+    window=4096,
+)
+
+
+_MIXTRAL = replace(_MISTRAL, window=None, rope_theta=1_000_000.0, experts=8, experts_per_token=2)
+
+
+def _stories(dim: int, n_layers: int, n_heads: int, max_seq_len: int, n_kv_heads: int, vocab_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        # llama2.c rounds to 32 in its training script; the 260K model was made with 4.
+        hidden_dim=ffn_hidden_dim(dim, multiple_of=32 if dim > 64 else 4),
+        max_seq_len=max_seq_len,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=True,
+    )
+
+
+# Sizes as published: Llama 1 (Touvron et al. 2023a, table 2), Llama 2 (2023b, table 1), Llama 3 (Grattafiori et al. 2024,
+# table 3) with the params.json of each release; TinyLlama (Zhang et al. 2024, table 1); OpenLLaMA 3B; llama2.c's stories. Of
+# Mistral, Mixtral, Qwen2.5 and Qwen3 the config.json of each base model.
+PRESETS: dict[str, LlamaConfig] = {
+    "llama-7b": _llama1(4096, 32, 32),
+    "llama-13b": _llama1(5120, 40, 40),
+    "llama-30b": _llama1(6656, 60, 52),
+    "llama-65b": _llama1(8192, 80, 64, norm_eps=1e-5),
+    "llama-2-7b": _llama2(4096, 32, 32, 32, ffn_hidden_dim(4096)),
+    "llama-2-13b": _llama2(5120, 40, 40, 40, ffn_hidden_dim(5120)),
+    "llama-2-70b": _llama2(8192, 80, 64, 8, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)),
+    # Code Llama (Roziere et al. 2023, section 2): Llama 2 trained on with theta 1e6 at 16,384 tokens.
+    "codellama-7b": _codellama(_llama2(4096, 32, 32, 32, ffn_hidden_dim(4096)), 32_016),
+    "codellama-13b": _codellama(_llama2(5120, 40, 40, 40, ffn_hidden_dim(5120)), 32_016),
+    "codellama-34b": _codellama(_llama2(8192, 48, 64, 8, ffn_hidden_dim(8192)), 32_000),
+    "codellama-70b": _codellama(
+        _llama2(8192, 80, 64, 8, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)), 32_016
+    ),
+    "llama-3-8b": _llama3(4096, 32, 32, ffn_hidden_dim(4096, multiple_of=1024, ffn_dim_multiplier=1.3)),
+    "llama-3-70b": _llama3(8192, 80, 64, ffn_hidden_dim(8192, multiple_of=4096, ffn_dim_multiplier=1.3)),
+    "llama-3.1-8b": _llama3(4096, 32, 32, 14_336, rope_factor=8.0),
+    "llama-3.1-70b": _llama3(8192, 80, 64, 28_672, rope_factor=8.0),
+    "llama-3.1-405b": _llama3(16_384, 126, 128, 53_248, rope_factor=8.0),
+    "llama-3.2-1b": _llama3(2048, 16, 32, 8192, rope_factor=32.0, tie_embeddings=True),
+    "llama-3.2-3b": _llama3(3072, 28, 24, 8192, rope_factor=32.0, tie_embeddings=True),
+    "llama-3.3-70b": _llama3(8192, 80, 64, 28_672, rope_factor=8.0),
+    "tinyllama-1.1b": LlamaConfig(
+        vocab_size=32_000,
+        dim=2048,
+        n_layers=22,
+        n_heads=32,
+        n_kv_heads=4,
+        hidden_dim=5632,
+        max_seq_len=2048,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    ),
+    # 32 heads of 100 features: the published size whose head_dim is not a power of two.
+    "open-llama-3b": LlamaConfig(
+        vocab_size=32_000,
+        dim=3200,
+        n_layers=26,
+        n_heads=32,
+        n_kv_heads=32,
+        hidden_dim=8640,
+        max_seq_len=2048,
+        norm_eps=1e-6,
+        rope_theta=10_000.0,
+        tie_embeddings=False,
+    ),
+    "mistral-7b": _MISTRAL,
+    "mistral-7b-v0.3": replace(_MISTRAL, vocab_size=32_768, window=None, rope_theta=1_000_000.0),
+    "mixtral-8x7b": _MIXTRAL,
+    "mixtral-8x22b": replace(_MIXTRAL, dim=6144, n_layers=56, n_heads=48, hidden_dim=16_384, max_seq_len=65_536),
+    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, max_seq_len=32_768, small=True),
+    "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 8960, small=True),
+    "qwen2.5-3b": _qwen2(2048, 36, 16, 2, 11_008, max_seq_len=32_768, small=True),
+    "qwen2.5-7b": _qwen2(3584, 28, 28, 4, 18_944, norm_eps=1e-6),
+    "qwen2.5-14b": _qwen2(5120, 48, 40, 8, 13_824),
+    "qwen2.5-32b": _qwen2(5120, 64, 40, 8, 27_648),
+    "qwen2.5-72b": _qwen2(8192, 80, 64, 8, 29_568),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 3072, tie_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 6144, tie_embeddings=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tie_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 12_288),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17_408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25_600),
+    "stories-260k": _stories(64, 5, 8, 512, n_kv_heads=4, vocab_size=512),
+    "stories-15m": _stories(288, 6, 6, 256, n_kv_heads=6, vocab_size=32_000),
+    "stories-42m": _stories(512, 8, 8, 1024, n_kv_heads=8, vocab_size=32_000),
+    "stories-110m": _stories(768, 12, 12, 1024, n_kv_heads=12, vocab_size=32_000),
+}
+
+
+def preset(name: str) -> LlamaConfig:
+    """The published size of that name.
+
+    Raises:
+      ConfigError: no such name; the message lists those there are.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}; the presets are {', '.join(PRESETS)}")
+    return PRESETS[name]

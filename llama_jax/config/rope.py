@@ -1,0 +1,135 @@
+"""How a Llama is used beyond the context that it was first trained at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.errors import ConfigError
+
+RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama3", "longrope"]
+
+NEEDED: Any = object()  # stands for the value of a field that must be given
+_BY_PARTS = {"original_max_seq_len": NEEDED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+# What each kind of rope scaling reads besides its factor, and what it takes for a field that is not given. What is computed
+# from them is in `ops.rope_scaling.SCALINGS`.
+ROPE_FIELDS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "ntk": {},
+    "dynamic": {"original_max_seq_len": NEEDED},
+    "by_parts": _BY_PARTS,
+    "yarn": _BY_PARTS | {"attention_factor": None, "mscale": None, "mscale_all_dim": None},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_seq_len": 8192},
+    "longrope": {"original_max_seq_len": NEEDED, "short_factor": NEEDED, "long_factor": NEEDED, "attention_factor": None},
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context that the model was first trained at.
+
+    A field that the kind does not read is None, and giving it is an error. To use a model at four times its context:
+    ``replace(config, max_seq_len=4 * n, rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=n))``.
+
+    Attributes:
+      kind: ``linear`` slows every pair of features by `factor` (position interpolation: Chen et al. 2023, section 3.2).
+        ``ntk`` raises theta so that the slowest pair is slowed by `factor` and the fastest not at all ("NTK-aware": Peng et
+        al. 2023, section 3.1). ``dynamic`` does that by as much as the length of the sequence asks for (section 3.3, with
+        transformers' factor). ``by_parts`` slows the pairs that do not turn often within the original context and leaves
+        the others ("NTK-by-parts", section 3.2); ``yarn`` also sharpens the attention (section 3.4). ``llama3`` is a ramp
+        over turns and not over pairs (Llama 3.1 reference code, ``apply_scaling``). ``longrope`` divides each pair's
+        frequency by a number of its own, of two lists by the length (Ding et al. 2024, section 3).
+      factor: how many times the context is longer, at least 1; ``longrope`` reads it for the attention factor alone.
+      low_freq_factor, high_freq_factor: turns within the original context: up to the first a pair is slowed, from the second
+        on it is left; 1 and 4 where not given. For ``llama3``.
+      original_max_seq_len: the context that the model was first trained at; 8,192 for ``llama3`` where not given. All but
+        ``linear`` and ``ntk`` need it.
+      beta_fast, beta_slow: turns likewise, from the first on and up to the second; 32 and 1 where not given. For
+        ``by_parts`` and ``yarn``.
+      truncate: whether the ramp between them begins and ends at whole pairs, as it does where not given.
+      attention_factor: what cosine and sine are multiplied by, and so the scores by its square; where not given,
+        0.1 ln(factor) + 1 for ``yarn``, and sqrt(1 + ln(factor) / ln(original_max_seq_len)) for ``longrope``.
+      mscale, mscale_all_dim: weights of the logarithm in a ratio of two such factors, in the place of `attention_factor`
+        (DeepSeek-V2's YaRN); both or neither. For ``yarn``.
+      short_factor, long_factor: one number for each of the H/2 pairs, for sequences up to the original context and for
+        longer ones. For ``longrope``.
+
+    Raises:
+      ConfigError: a kind that is not there, a field that it needs, does not read or cannot have.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_seq_len: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in ROPE_FIELDS:
+            raise ConfigError(f"rope scaling kind={self.kind!r:.40} is not supported; use {', '.join(ROPE_FIELDS)}")
+        require_number("factor", self.factor, minimum=1.0)
+        read = ROPE_FIELDS[self.kind]
+        for field in fields(self)[2:]:
+            name, value = field.name, getattr(self, field.name)
+            if name not in read:
+                if value is not None:
+                    raise ConfigError(f"rope scaling kind={self.kind!r} does not read {name}={value!r:.40}; leave it out")
+            elif value is not None:
+                object.__setattr__(self, name, _checked(name, value))
+            elif read[name] is NEEDED:
+                raise ConfigError(f"rope scaling kind={self.kind!r} needs {name}")
+            else:
+                object.__setattr__(self, name, read[name])
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if low in read and not getattr(self, high) > getattr(self, low):
+                raise ConfigError(f"{high}={getattr(self, high)} must be larger than {low}={getattr(self, low)}")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ConfigError(f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} go together; give both")
+        if self.mscale is not None and self.attention_factor is not None:
+            raise ConfigError(f"attention_factor={self.attention_factor} and mscale={self.mscale} exclude each other")
+        if self.kind == "longrope" and self.original_max_seq_len == 1:
+            raise ConfigError("original_max_seq_len=1 must be at least 2: longrope divides by its logarithm")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the kind reads, by name: the arguments of its function in `ops.rope_scaling.SCALINGS`."""
+        return {"factor": self.factor} | {name: getattr(self, name) for name in ROPE_FIELDS[self.kind]}
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value of a field of a rope scaling, as it is kept; ConfigError where it cannot be."""
+    if name == "original_max_seq_len":
+        require_positive_int(name, value)
+    elif name == "truncate":
+        if not isinstance(value, bool):
+            raise ConfigError(f"truncate={value!r:.40} must be True or False")
+    elif name in ("short_factor", "long_factor"):
+        if not isinstance(value, list | tuple) or not value:
+            raise ConfigError(f"{name}={value!r:.40} must be a list of numbers, one for each pair of features")
+        for i, number in enumerate(value):
+            require_number(f"{name}[{i}]", number, above=0.0)
+        return tuple(value)
+    else:
+        require_number(name, value, above=0.0)
+    return value
+
+
+def check_fits(scaling: RopeScaling, head_dim: int) -> None:
+    """Raise ConfigError for a scaling that heads of this size cannot have."""
+    if scaling.kind in ("ntk", "dynamic") and head_dim < 4:
+        raise ConfigError(f"head_dim={head_dim} is too small for rope scaling kind={scaling.kind!r}, which needs two pairs")
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(scaling, name)
+        if factors is not None and len(factors) != head_dim // 2:
+            raise ConfigError(
+                f"{name} has {len(factors)} numbers, head_dim={head_dim} needs {head_dim // 2}, one for each pair"
+            )
