@@ -26,7 +26,7 @@ import numpy as np
 import tyro
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import parameter_count
+from llama_jax.model.trees import parameter_count
 from llama_jax.runs.overrides import override
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.optimizer import OptimizerSettings

@@ -25,7 +25,7 @@ import numpy as np
 import tyro
 
 from llama_jax.config import preset
-from llama_jax.model.params import parameter_count
+from llama_jax.model.trees import parameter_count
 from llama_jax.runs import recipes
 from llama_jax.runs.overrides import override
 from llama_jax.runs.recipe import Recipe

@@ -70,8 +70,8 @@ _HOME = {
     "Layout": "model.options",
     "Places": "model.options",
     "Llama": "model.params",
-    "init": "model.params",
-    "parameter_count": "model.params",
+    "init": "model.trees",
+    "parameter_count": "model.trees",
     "stack": "model.params",
     "unstack": "model.params",
     "MeshSizes": "parallel.mesh",
@@ -183,7 +183,8 @@ if TYPE_CHECKING:
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, logits, observe, rotary_frequencies, unembed
     from llama_jax.model.options import Compute, Layout, Places
-    from llama_jax.model.params import Llama, init, parameter_count, stack, unstack
+    from llama_jax.model.params import Llama, stack, unstack
+    from llama_jax.model.trees import init, parameter_count
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.evaluate import Evaluation, evaluate
     from llama_jax.runs.lengths import LengthLoss, evaluate_lengths

@@ -10,7 +10,7 @@ from conftest import shared_data
 
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.model.params import count
+from llama_jax.model.trees import count
 
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play"
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.fill import Array, Part, fill
+from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.errors import CheckpointError
-from llama_jax.model.params import Llama, build
-from llama_jax.model.table import Row, shape_of
+from llama_jax.model.params import Llama, Row, shape_of
+from llama_jax.model.trees import build
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
@@ -80,7 +81,7 @@ def plan(opened: Opened) -> Llama:
     def array(row: Row, layer: int) -> Array:
         """A parameter; its shares lie side by side along its second axis, where there are several."""
         parts, first = [], 0
-        for share in row.shares:
+        for share in shares_of(row):
             columns = None
             if share.width:
                 columns = slice(first, first + shape_of(share.width, c)[0])

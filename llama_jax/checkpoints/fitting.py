@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llama_jax.checkpoints.assemble import plan
+from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import Opened, Tensor
-from llama_jax.model.table import TABLE, rows
+from llama_jax.model.params import TABLE, rows
 from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes
 
@@ -88,10 +89,10 @@ def fit_opened(opened: Opened, sizes: MeshSizes) -> Opened:
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:
-        tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in row.shares} & set(tensors)
+        tables = {opened.names[share.name] for row in TABLE if row.has_vocabulary for share in shares_of(row)} & set(tensors)
         tensors |= {name: Padded(tensors[name], target.vocab_size) for name in tables}
     if copies > 1:
-        shares = [share.name for row in rows(config) for share in row.shares if share.axes.startswith("K*H")]
+        shares = [share.name for row in rows(config) for share in shares_of(row) if share.axes.startswith("K*H")]
         heads = [opened.names[name].format(i) for i in range(config.n_layers) for name in shares]
         tensors |= {name: Copied(tensors[name], config.head_dim, copies) for name in heads}
     return replace(opened, config=target, tensors=tensors)

@@ -20,10 +20,10 @@ import numpy as np
 
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.table import names
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 NAMES = names("gguf")

@@ -15,12 +15,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, read_bytes
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.table import names
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name in the file, by what it is here.

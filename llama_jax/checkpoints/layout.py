@@ -10,8 +10,9 @@ import numpy as np
 
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.fill import RUN, cast, check
+from llama_jax.checkpoints.names import Share, shares_of
 from llama_jax.checkpoints.tensors import Opened, Tensor
-from llama_jax.model.table import Share, rows
+from llama_jax.model.params import rows
 from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
 
 
@@ -108,6 +109,6 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:
         return Piece(share.name, layer, tensor, f"{opened.path}: tensor {name!r}")
 
     table = rows(config)
-    layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in row.shares]
-    first, *rest = (piece(share) for row in table if not row.in_blocks for share in row.shares)
+    layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in shares_of(row)]
+    first, *rest = (piece(share) for row in table if not row.in_blocks for share in shares_of(row))
     return [first, *layers, *rest]

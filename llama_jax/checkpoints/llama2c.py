@@ -19,12 +19,13 @@ import numpy as np
 
 from llama_jax.checkpoints import meta
 from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import rotary_frequencies
-from llama_jax.model.table import names, rows, shape_of
+from llama_jax.model.params import rows, shape_of
 from llama_jax.tokenizers import find_tokenizer
 
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
@@ -168,7 +169,7 @@ def _legacy(path: Path) -> LlamaConfig | None:
 
 def _shapes(c: LlamaConfig, order: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     """Shape of each part, of one layer, in the file's order."""
-    shapes = {share.name: shape_of(share.axes, c) for row in rows(c) for share in row.shares}
+    shapes = {share.name: shape_of(share.axes, c) for row in rows(c) for share in shares_of(row)}
     shapes |= dict.fromkeys(("cos", "sin"), (c.max_seq_len, c.head_dim // 2))
     return {part: shapes[part] for part in order if part in shapes}
 

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Block, Llama
-from llama_jax.model.table import BLOCKS, Row, rows, shape_of
+from llama_jax.model.params import BLOCKS, Block, Llama, Row, rows, shape_of
 from llama_jax.tokenizers import Tokenizer
 
 
@@ -57,7 +57,7 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None)
 
     def put(row: Row, node: Any, layer: int = 0) -> None:
         array, first = np.asarray(attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
-        for share in row.shares:
+        for share in shares_of(row):
             held = array
             if share.width:
                 last = first + shape_of(share.width, config)[0]

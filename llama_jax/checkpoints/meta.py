@@ -13,16 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
 from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.table import TABLE, names
+from llama_jax.model.params import TABLE
 from llama_jax.tokenizers import find_tokenizer
 
 NAMES = names("meta")
 # Axis along which the ranks' parts lie side by side; what is not named (norms) every rank has whole.
-SPLIT = {share.name: share.cut for row in TABLE for share in row.shares if share.cut is not None}
+SPLIT = {share.name: share.cut for row in TABLE for share in shares_of(row) if share.cut is not None}
 # Buffers that some releases store; the configuration says the same.
 IGNORED = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
 # What params.json must say, and all that it may.

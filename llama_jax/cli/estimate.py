@@ -76,7 +76,7 @@ class Estimate:
         from llama_jax.analysis.roofline import exchange_seconds
         from llama_jax.cli.runtime import use_compilation_cache
         from llama_jax.model.cache import cache_bytes
-        from llama_jax.model.params import parameter_count
+        from llama_jax.model.trees import parameter_count
         from llama_jax.parallel.mesh import parse_mesh
 
         started = time.perf_counter()

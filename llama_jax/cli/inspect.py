@@ -75,7 +75,7 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from llama_jax.model.cache import cache_bytes
-    from llama_jax.model.params import parameter_count
+    from llama_jax.model.trees import parameter_count
 
     config = opened.config
     tokenizer, problems = None, []

@@ -1,21 +1,26 @@
-"""The parameters of a Llama as an immutable tree of arrays."""
+"""The parameters of a Llama: an immutable tree of arrays, and a table with one row for each of them.
+
+All that must know a parameter reads the table: `init`, the partition specs, the optimizers' masks, the checks, the sizes of
+`estimate`, and every format's loading and saving (`checkpoints.names` has what formats call it). A parameter that only some
+models have is a row with a condition; the tree of a model without it holds None there. Axes are spelled in the alphabet of
+the configuration, see `sizes`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.table import BLOCKS, TABLE, Row, rows
 
 # A jax.Array, or what stands for one in a tree of the same form: a shape, a partition spec, a sharding, a place in a file.
 Leaf: TypeAlias = Any
@@ -79,73 +84,139 @@ class Llama(struct.PyTreeNode):
     lm_head: Leaf | None
 
 
-def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
-    """Random parameters with stacked blocks, as modern Llamas start training.
+BLOCKS = "blocks."  # begins the path of what every layer has
 
-    Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by
-    1 / sqrt(2 L), so that its variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3).
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter.
+
+    Attributes:
+      path: in the tree: "blocks.attention.qkv".
+      axes: of one layer: "K G+2 H D".
+      mesh: the mesh axes that cut each of them.
+      start: how it begins: drawn with standard deviation 0.02 ("normal"); that over sqrt(2 L), for what ends in the residual
+        stream ("residual"); "ones", or "zeros".
+      draw: which of a seed's random keys it is drawn with, and of two parameters drawn together which it is. While these
+        stay, a seed gives the same model.
+      outputs: the axes, from the last, that are the outputs of a matrix whose inputs are the last axis: what Muon
+        orthogonalises. None for what it leaves to AdamW.
+      when: whether a model of a configuration has it.
     """
-    keys = jax.random.split(key, 6)  # of Llama's; what came later has keys of its own, so that these stay the same
 
-    @cache
-    def drawn(number: int, shape: tuple[int, ...], std: float) -> jax.Array:
-        its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
-        return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
+    path: str
+    axes: str
+    mesh: P
+    start: Literal["normal", "residual", "ones", "zeros"]
+    draw: tuple[int, ...] = (0,)
+    outputs: tuple[int, ...] | None = None
+    when: Callable[[LlamaConfig], bool] = lambda config: True
 
-    def start(row: Row, layer: int) -> jax.Array:
-        shape = _stacked(row, config)
-        if not row.decays:
-            return jnp.full(shape, 1 if row.start == "ones" else 0, dtype)
-        std = 0.02 if row.start == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
-        number, half = row.draw
-        if half is None:
-            return drawn(number, shape, std)
-        return drawn(number, (*shape[:-1], 2, shape[-1]), std)[..., half, :]
+    @property
+    def in_blocks(self) -> bool:
+        """Whether every layer has one."""
+        return self.path.startswith(BLOCKS)
 
-    return build(config, start)
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay is for it: for what is drawn. A norm's weight that shrinks would be made up for elsewhere."""
+        return self.start in ("normal", "residual")
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether it has a row for each token, and so may have rows of padding."""
+        return self.axes.startswith("V")
+
+    @property
+    def of_expert(self) -> bool:
+        """Whether each expert has one, of which a token is multiplied with a few."""
+        return self.axes.startswith("E ") and len(self.axes.split()) == 3
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether it has an entry for each key/value head with its queries, and so may hold heads several times."""
+        return self.axes.startswith("K G+2")
+
+    @property
+    def axes_after_groups(self) -> int:
+        """How many axes follow those of heads and what each holds."""
+        return len(self.axes.split()) - 2
+
+    def shape(self, config: LlamaConfig) -> tuple[int, ...]:
+        """Of one layer."""
+        return shape_of(self.axes, config)
+
+    def shape_of_all(self, config: LlamaConfig) -> tuple[int, ...]:
+        """Of all layers as one array."""
+        return (config.n_layers, *self.shape(config)) if self.in_blocks else self.shape(config)
 
 
-def build(config: LlamaConfig, leaf_of: Callable[[Row, int], Leaf], *, stacked: bool = True) -> Llama:
-    """A `Llama` with what a function gives for each row of the table, and None for what the configuration has not.
+def _dense(config: LlamaConfig) -> bool:
+    return not config.experts
 
-    Args:
-      leaf_of: given a row and a layer: 0 for what stands outside the blocks, and for stacked ones.
-      stacked: whether the blocks are one, or a tuple.
+
+def _sparse(config: LlamaConfig) -> bool:
+    return bool(config.experts)
+
+
+TABLE: tuple[Row, ...] = (
+    Row("embedding", "V D", P("tensor", "fsdp"), "normal"),
+    Row("blocks.attention_norm", "D", P(), "ones"),
+    Row("blocks.attention.qkv", "K G+2 H D", P("tensor", None, None, "fsdp"), "normal", draw=(1,), outputs=(-4, -3, -2)),
+    Row("blocks.attention.qkv_bias", "K G+2 H", P("tensor"), "zeros", when=lambda config: config.qkv_bias),
+    Row("blocks.attention.query_norm", "H", P(), "ones", when=lambda config: config.qk_norm),
+    Row("blocks.attention.key_norm", "H", P(), "ones", when=lambda config: config.qk_norm),
+    Row("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", draw=(2,), outputs=(-2,)),
+    Row("blocks.ffn_norm", "D", P(), "ones"),
+    Row("blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_dense),
+    Row("blocks.feed_forward.up", "F D", P("tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_dense),
+    Row("blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_dense),
+    Row("blocks.feed_forward.router", "E D", P(None, "fsdp"), "normal", draw=(6,), outputs=(-2,), when=_sparse),
+    Row("blocks.feed_forward.gate", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_sparse),
+    Row("blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_sparse),
+    Row("blocks.feed_forward.down", "E D F", P(None, "fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_sparse),
+    Row("final_norm", "D", P(), "ones"),
+    Row("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),
+)
+_BY_PATH = {row.path: row for row in reversed(TABLE)}
+
+
+@cache
+def sizes(config: LlamaConfig) -> dict[str, int]:
+    """What the letters of the axes, and the products of them that occur, stand for."""
+    c = config
+    return {
+        "V": c.vocab_size,
+        "D": c.dim,
+        "F": c.hidden_dim,
+        "E": c.experts,
+        "K": c.n_kv_heads,
+        "G": c.queries_per_kv_head,
+        "H": c.head_dim,
+        "G+2": c.queries_per_kv_head + 2,
+        "N*H": c.n_heads * c.head_dim,
+        "K*H": c.n_kv_heads * c.head_dim,
+        "1": 1,
+    }
+
+
+def shape_of(axes: str, config: LlamaConfig) -> tuple[int, ...]:
+    """The lengths of axes: "V D" of the stories of 260K are (512, 64)."""
+    return tuple(sizes(config)[axis] for axis in axes.split())
+
+
+@cache
+def rows(config: LlamaConfig) -> tuple[Row, ...]:
+    """The parameters that a model of this configuration has."""
+    return tuple(row for row in TABLE if row.when(config))
+
+
+def row_at(path: tuple[Any, ...]) -> Row:
+    """The row of a leaf, of which `jax.tree_util.tree_map_with_path` gives the path in a `Llama` of either form.
+
+    Of several rows for one place the first: they differ in shape and condition alone.
     """
-    table = {row.path: row for row in rows(config)}
-
-    def node(kind: Any, start: str, layer: int) -> Any:
-        paths = {field.name: start + field.name for field in fields(kind)}
-        return kind(**{name: leaf_of(table[path], layer) if path in table else None for name, path in paths.items()})
-
-    def block(layer: int) -> Block:
-        return Block(
-            attention_norm=leaf_of(table["blocks.attention_norm"], layer),
-            attention=node(Attention, "blocks.attention.", layer),
-            ffn_norm=leaf_of(table["blocks.ffn_norm"], layer),
-            feed_forward=node(FeedForward, "blocks.feed_forward.", layer),
-        )
-
-    return Llama(
-        embedding=leaf_of(table["embedding"], 0),
-        blocks=block(0) if stacked else tuple(block(i) for i in range(config.n_layers)),
-        final_norm=leaf_of(table["final_norm"], 0),
-        lm_head=leaf_of(table["lm_head"], 0) if "lm_head" in table else None,
-    )
-
-
-def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True) -> Llama:
-    """A `Llama` of `jax.ShapeDtypeStruct`: what `init` would give, without allocating it."""
-
-    def shape(row: Row, layer: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(_stacked(row, config) if stacked else row.shape(config), jnp.dtype(dtype))
-
-    return build(config, shape, stacked=stacked)
-
-
-def _stacked(row: Row, config: LlamaConfig) -> tuple[int, ...]:
-    """The shape of a parameter, with that of all layers as one."""
-    return (config.n_layers, *row.shape(config)) if row.in_blocks else row.shape(config)
+    return _BY_PATH[".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))]
 
 
 def check_params(config: LlamaConfig, params: Llama) -> None:
@@ -200,7 +271,7 @@ def _places(config: LlamaConfig, stacked: bool) -> tuple[_Place, ...]:
     places = []
     for path, row in {row.path: row for row in TABLE}.items():
         row = present.get(path, row)
-        shape = _stacked(row, config) if stacked else row.shape(config)
+        shape = row.shape_of_all(config) if stacked else row.shape(config)
         find = attrgetter(path.removeprefix(BLOCKS))
         places.append(_Place(path, row.in_blocks, find, shape if path in present else None, row.has_vocabulary))
     return tuple(places)
@@ -228,13 +299,3 @@ def stack(params: Llama) -> Llama:
     if isinstance(params.blocks, Block):
         return params
     return params.replace(blocks=jax.tree.map(lambda *arrays: jnp.stack(arrays), *params.blocks))
-
-
-def count(params: Llama) -> int:
-    """How many numbers the parameters hold; works on the shapes that `jax.eval_shape` gives as well."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-
-
-def parameter_count(config: LlamaConfig) -> int:
-    """How many parameters a Llama of this configuration has, without allocating any."""
-    return sum(math.prod(_stacked(row, config)) for row in rows(config))

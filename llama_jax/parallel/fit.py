@@ -18,8 +18,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.model.params import Llama
-from llama_jax.model.table import Row, row_at
+from llama_jax.model.params import Llama, Row, row_at
 from llama_jax.parallel.mesh import MeshSizes
 
 LANES = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it

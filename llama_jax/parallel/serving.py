@@ -8,8 +8,7 @@ from operator import attrgetter
 import jax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Llama
-from llama_jax.model.table import Row
+from llama_jax.model.params import Llama, Row
 from llama_jax.parallel.fit import changed, fit_array, laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_specs, shardings

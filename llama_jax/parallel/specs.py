@@ -26,8 +26,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Layout, identity
-from llama_jax.model.params import Llama, build, param_shapes
-from llama_jax.model.table import Row, rows
+from llama_jax.model.params import Llama, Row, rows
+from llama_jax.model.trees import build, param_shapes
 from llama_jax.ops.attention import Division, attend
 from llama_jax.ops.quantized import Quantized
 from llama_jax.parallel import fit

@@ -25,7 +25,8 @@ from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.options import Compute
-from llama_jax.model.params import Llama, parameter_count
+from llama_jax.model.params import Llama
+from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError

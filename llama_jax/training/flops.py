@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.table import rows
+from llama_jax.model.params import rows
 
 FORMULA = (
     "FLOPs of a step = tokens * (6 * P + 12 * L * N * H * T / 2), P the matrix parameters that every token is multiplied "

@@ -9,8 +9,7 @@ import jax
 import optax
 
 from llama_jax.errors import ConfigError
-from llama_jax.model.params import Llama
-from llama_jax.model.table import row_at
+from llama_jax.model.params import Llama, row_at
 
 Name = Literal["adamw", "muon"]
 Course = Literal["cosine", "wsd", "constant"]

@@ -34,7 +34,7 @@ import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import llama_jax
 from llama_jax.checkpoints import open_checkpoint
-from llama_jax.model.params import init
+from llama_jax.model.trees import init
 
 def status(name):
     with open("/proc/self/status") as file:

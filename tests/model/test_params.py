@@ -4,7 +4,7 @@ import numpy as np
 
 import llama_jax
 from llama_jax import preset
-from llama_jax.model.params import count
+from llama_jax.model.trees import count
 
 
 def test_initialisation():

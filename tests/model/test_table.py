@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec as P
 
 import llama_jax
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta
+from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.config import PRESETS, preset
 from llama_jax.errors import ConfigError
-from llama_jax.model.params import build, check_params, count, init, param_shapes, parameter_count, stack, unstack
-from llama_jax.model.table import TABLE, names, row_at, rows, shape_of
+from llama_jax.model.params import TABLE, check_params, row_at, rows, shape_of, stack, unstack
+from llama_jax.model.trees import build, count, init, param_shapes, parameter_count
 from llama_jax.parallel.fit import fit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs
@@ -75,9 +76,11 @@ def test_places_and_shapes_are_apart(config):
     assert len(set(draws)) == len(draws)
     for row in rows(config):
         assert len(row.mesh) <= len(row.axes.split())
-        numbers = sum(np.prod(shape_of(share.axes, config)) for share in row.shares)
+        numbers = sum(np.prod(shape_of(share.axes, config)) for share in shares_of(row))
         assert numbers == np.prod(row.shape(config))
-        assert not row.shares[0].width or sum(shape_of(s.width, config)[0] for s in row.shares) == row.shape(config)[1]
+        assert (
+            not shares_of(row)[0].width or sum(shape_of(s.width, config)[0] for s in shares_of(row)) == row.shape(config)[1]
+        )
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -95,7 +98,7 @@ def test_every_format_names_every_tensor_of_a_llama(module):
     assert found == PARTS | (SIBLINGS if module in (huggingface, gguf) else set())
     assert len(set(module.NAMES.values())) == len(module.NAMES)
     for row in TABLE:
-        for share in row.shares:
+        for share in shares_of(row):
             assert share.name not in found or ("{}" in module.NAMES[share.name]) == row.in_blocks
 
 

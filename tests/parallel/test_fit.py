@@ -12,7 +12,7 @@ import llama_jax
 from llama_jax import LlamaConfig, preset
 from llama_jax.config import PRESETS
 from llama_jax.errors import MeshError
-from llama_jax.model.params import count
+from llama_jax.model.trees import count
 from llama_jax.parallel.fit import fit, fitted, laid_out, padded_vocab, unfit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_shapes, param_specs, shardings

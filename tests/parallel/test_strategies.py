@@ -14,7 +14,7 @@ from llama_jax import LlamaConfig
 from llama_jax.analysis.collectives import find_collectives
 from llama_jax.analysis.memory import bytes_per_device, train_programs
 from llama_jax.analysis.roofline import least_traffic
-from llama_jax.model.params import parameter_count
+from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import batch_spec, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch

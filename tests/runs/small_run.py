@@ -20,7 +20,7 @@ import optax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
-from llama_jax.model.params import init
+from llama_jax.model.trees import init
 from llama_jax.runs import snapshots
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.training.step import TrainState, init_state

@@ -16,7 +16,7 @@ import pytest
 from mortal_run import recipe
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
-from llama_jax.model.params import init
+from llama_jax.model.trees import init
 from llama_jax.runs.loop import train
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.training.optimizer import make_optimizer

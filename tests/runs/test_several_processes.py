@@ -20,7 +20,7 @@ from mortal_run import recipe
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.cli.train import changes_together
-from llama_jax.model.params import init
+from llama_jax.model.trees import init
 from llama_jax.parallel.processes import OTHER_DIED
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train

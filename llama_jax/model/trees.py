@@ -1,0 +1,89 @@
+"""Trees of parameters: random ones, their shapes, or whatever a function gives for each row of the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, rows
+
+
+def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+    """Random parameters with stacked blocks, as modern Llamas start training.
+
+    Every matrix is normal with standard deviation 0.02; the two projections that end in the residual stream are scaled by
+    1 / sqrt(2 L), so that its variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3).
+    """
+    keys = jax.random.split(key, 6)  # of Llama's; what came later has keys of its own, so that these stay the same
+
+    @cache
+    def drawn(number: int, shape: tuple[int, ...], std: float) -> jax.Array:
+        its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
+        return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
+
+    def start(row: Row, layer: int) -> jax.Array:
+        shape = row.shape_of_all(config)
+        if not row.decays:
+            return jnp.full(shape, 1 if row.start == "ones" else 0, dtype)
+        std = 0.02 if row.start == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
+        number, *half = row.draw
+        if not half:
+            return drawn(number, shape, std)
+        return drawn(number, (*shape[:-1], 2, shape[-1]), std)[..., half[0], :]
+
+    return build(config, start)
+
+
+def build(config: LlamaConfig, leaf_of: Callable[[Row, int], Leaf], *, stacked: bool = True) -> Llama:
+    """A `Llama` with what a function gives for each row of the table, and None for what the configuration has not.
+
+    Args:
+      leaf_of: given a row and a layer: 0 for what stands outside the blocks, and for stacked ones.
+      stacked: whether the blocks are one, or a tuple.
+    """
+    table = {row.path: row for row in rows(config)}
+
+    def node(kind: Any, start: str, layer: int) -> Any:
+        paths = {field.name: start + field.name for field in fields(kind)}
+        return kind(**{name: leaf_of(table[path], layer) if path in table else None for name, path in paths.items()})
+
+    def block(layer: int) -> Block:
+        return Block(
+            attention_norm=leaf_of(table["blocks.attention_norm"], layer),
+            attention=node(Attention, "blocks.attention.", layer),
+            ffn_norm=leaf_of(table["blocks.ffn_norm"], layer),
+            feed_forward=node(FeedForward, "blocks.feed_forward.", layer),
+        )
+
+    return Llama(
+        embedding=leaf_of(table["embedding"], 0),
+        blocks=block(0) if stacked else tuple(block(i) for i in range(config.n_layers)),
+        final_norm=leaf_of(table["final_norm"], 0),
+        lm_head=leaf_of(table["lm_head"], 0) if "lm_head" in table else None,
+    )
+
+
+def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True) -> Llama:
+    """A `Llama` of `jax.ShapeDtypeStruct`: what `init` would give, without allocating it."""
+
+    def shape(row: Row, layer: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(row.shape_of_all(config) if stacked else row.shape(config), jnp.dtype(dtype))
+
+    return build(config, shape, stacked=stacked)
+
+
+def count(params: Llama) -> int:
+    """How many numbers the parameters hold; works on the shapes that `jax.eval_shape` gives as well."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """How many parameters a Llama of this configuration has, without allocating any."""
+    return sum(math.prod(row.shape_of_all(config)) for row in rows(config))
