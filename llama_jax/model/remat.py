@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Remat
 from llama_jax.ops.attention.blockwise import MIXED
-from llama_jax.ops.linear import PRODUCT
+from llama_jax.ops.layers import PRODUCT
 from llama_jax.ops.platform import recomputing
 
 LAYER_INPUT = "layer_input"

@@ -7,9 +7,7 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 from llama_jax.ops.attention import attend, attend_with_sinks
 from llama_jax.ops.cross_entropy import cross_entropy
 from llama_jax.ops.experts import experts
-from llama_jax.ops.feed_forward import feed_forward
-from llama_jax.ops.linear import project
-from llama_jax.ops.norm import rms_norm
+from llama_jax.ops.layers import feed_forward, project, rms_norm
 from llama_jax.ops.rotary import apply_rotary, half_from_interleaved, inverse_frequencies, rotary_table
 
 __all__ = [

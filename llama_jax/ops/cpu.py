@@ -59,7 +59,7 @@ def is_short(*arrays: Any) -> bool:
 
 
 def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
-    """`linear.multiply` of matrices; for 16-bit numbers by float32 results, with two rows at least.
+    """`layers.multiply` of matrices; for 16-bit numbers by float32 results, with two rows at least.
 
     XLA for CPU has no matmul with a 16-bit result, and converts to one with a float32 result, which it cannot where it plans
     for an accelerator. Of more axes, it transposes a copy: of the weight at every matmul, of `x` for the weight's gradient.
@@ -82,7 +82,7 @@ def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """As `linear` has it, of matrices; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
+    """As `layers` has it, of matrices; its derivative has 16-bit matmuls too, where JAX's has float32 ones."""
     return _by_rows(x, weight.astype(x.dtype))
 
 
@@ -102,7 +102,7 @@ _multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
 def sum_of_outer(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array:
-    """`linear.sum_of_outer`, for 16-bit numbers."""
+    """`layers.sum_of_outer`, for 16-bit numbers."""
     if not is_short(a, b):
         return plain(a, b, out_dtype)
     return _outer_short(a, b, out_dtype or jnp.promote_types(a.dtype, jnp.float32))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.linear import project, sum_of_outer
+from llama_jax.ops.layers import project, sum_of_outer
 
 Lay = Callable[[jax.Array, str], jax.Array]
 Settings = tuple[int, float, int, int, Lay]  # chunk, z_loss, vocab_size, shares, constrain

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.feed_forward import feed_forward
-from llama_jax.ops.linear import project
+from llama_jax.ops.layers import feed_forward, project
 
 
 def experts(

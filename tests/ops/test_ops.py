@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama_jax import ops
 from llama_jax.ops.attention import Seen, View
-from llama_jax.ops.linear import sum_of_outer
+from llama_jax.ops.layers import sum_of_outer
 from llama_jax.ops.rope_scaling import SCALINGS
 
 

@@ -23,7 +23,7 @@ from llama_jax.ops import cpu
 from llama_jax.ops.attention.products import mix, scores_of
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, visible
 from llama_jax.ops.cpu import for_cpu, keep, restore
-from llama_jax.ops.linear import sum_of_outer
+from llama_jax.ops.layers import sum_of_outer
 from llama_jax.ops.quantized import Quantized, over_rows
 
 SIDE = 1024  # scores along one side of a block: enough that it is worth starting its kernels

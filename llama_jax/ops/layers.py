@@ -1,9 +1,10 @@
-"""The one matmul of the model."""
+"""What a layer computes of each token by itself: projections, normalisation and the gated feed-forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.platform import recomputing
 
+F = TypeVar("F", bound=Callable[..., Any])
 PRODUCT = "product"  # the name of every result of `project`, so that training can save them
 
 
@@ -100,3 +102,62 @@ def sum_of_outer(a: jax.Array, b: jax.Array, out_dtype: Any = None) -> jax.Array
     wide = out_dtype or jnp.promote_types(a.dtype, jnp.float32)
     batch, rows = tuple(range(a.ndim - 2)), (a.ndim - 2,)
     return lax.dot_general(a, b, ((rows, rows), (batch, batch)), preferred_element_type=wide)
+
+
+def recomputed(function: F) -> F:
+    """The same function of arrays, which saves only its arguments for the backward pass and computes the rest again.
+
+    For what is cheap to compute and large to save: elementwise functions and softmaxes (Chen et al. 2016, section 3). It
+    can be differentiated in every way that JAX knows, but for 16-bit numbers on a CPU: those in reverse mode only.
+    """
+
+    def variant(plain: Callable[..., Any], *args: Any) -> Any:
+        return cpu.recomputed(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
+
+    # No common subexpressions to be kept apart: layers are scanned where they are trained.
+    return for_cpu(variant)(jax.checkpoint(function, prevent_cse=False))  # type: ignore[return-value]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
+
+    Computed in float32 whatever the dtype of `x`: in bfloat16 a sum over D loses the small terms.
+
+    Args:
+      x: [..., D].
+      weight: [D].
+      eps: added to the mean square.
+
+    Returns:
+      [..., D] in the dtype of `x`.
+    """
+
+    @recomputed
+    def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)  # [..., 1]
+        # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
+        return ((wide * scale).astype(x.dtype).astype(wide.dtype) * weight.astype(wide.dtype)).astype(x.dtype)
+
+    return normalise(x, weight)
+
+
+def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    """down(silu(gate(x)) * up(x)), called SwiGLU (Shazeer 2020, equation 6).
+
+    Args:
+      x: [..., D].
+      gate, up: [F, D], arrays or what else `project` takes.
+      down: [D, F].
+
+    Returns:
+      [..., D].
+    """
+    gates, values = project(x, gate), project(x, up)  # [..., F]
+    return _project_gated(gates, values, down)
+
+
+@recomputed
+def _project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
+    """silu(gates) * values is as large as either: its projection is computed with it, so that it need not be saved."""
+    return project(jax.nn.silu(gates) * values, down)
