@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Remat
-from llama_jax.ops.attention.blockwise import MIXED
+from llama_jax.ops.attention.rows import MIXED
 from llama_jax.ops.layers import PRODUCT
 from llama_jax.ops.platform import recomputing
 

@@ -204,7 +204,7 @@ FINER = 254  # how much finer the second integer of a query's entry counts than 
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:
-    """`attention.products`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
+    """`attention.rows`: of [*batch, T, G, ...] and [*batch, S, H], by two queries at least."""
     new, groups = a.shape[-3:-1]
     if new * groups > 1 or a.dtype.itemsize > 2:
         return plain(a, b)
@@ -212,7 +212,7 @@ def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) 
 
 
 def multiply_by_integers(plain: Callable[..., jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """`attention.products.with_integers` of few queries, each entry as the sum of two integers.
+    """`attention.rows.with_integers` of few queries, each entry as the sum of two integers.
 
     The second counts 1 / 254 of the first, so that an entry is wrong by at most 1.6e-5 of its query's largest, as little as
     16 bits can be. The keys are wrong by 250 times as much. Other platforms take the queries as they are.

@@ -38,6 +38,10 @@ class Quantized(struct.PyTreeNode):
         """Of the numbers as they are kept: int8."""
         return self.values.dtype
 
+    def __getitem__(self, rows: Any) -> Quantized:
+        """Some of the rows: an index of the axes before the last."""
+        return Quantized(self.values[rows], self.scales[rows])
+
 
 def quantize(x: jax.Array) -> Quantized:
     """The nearest whole numbers, those of each row scaled so that its largest is 127: at most 1/254 of that one wrong."""

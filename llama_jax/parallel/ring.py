@@ -30,7 +30,8 @@ from llama_jax.errors import MeshError
 from llama_jax.model.forward import rope_lengths_of
 from llama_jax.model.options import Attend, Places
 from llama_jax.ops.attention import Seen, View, announce
-from llama_jax.ops.attention.blockwise import MIXED, backward_part, forward_part, mean_of, merge
+from llama_jax.ops.attention.blockwise import backward_part, forward_part, mean_of, merge
+from llama_jax.ops.attention.rows import MIXED
 from llama_jax.ops.cpu import keep, restore
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.batch import Shifted

@@ -1,7 +1,8 @@
 """Attention: what may be read (`View`), what may be seen (`Seen`), one door (`attend`) and the ways to compute it."""
 
-from llama_jax.ops.attention.attend import announce, attend, attend_with_sinks, observed
-from llama_jax.ops.attention.choose import Backend, Division, Problem, choose
+from llama_jax.ops.attention.attend import Backend, announce, attend, choose, observed
+from llama_jax.ops.attention.kernels import Division, Problem
+from llama_jax.ops.attention.sinks import attend_with_sinks
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, View, visible
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention: one function, several ways to compute it."""
+"""Causal grouped-query attention: one function, several ways to compute it, and which of them is taken."""
 
 from __future__ import annotations
 
@@ -7,20 +7,34 @@ import contextvars
 import logging
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal, get_args
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention.blockwise import blockwise, forward_part, merge
-from llama_jax.ops.attention.choose import Backend, Division, Problem, choose, mesh_in_force
-from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
+from llama_jax.ops.attention.blockwise import blockwise
+from llama_jax.ops.attention.kernels import (
+    Division,
+    Problem,
+    cudnn,
+    over_devices,
+    refusal_of_cudnn,
+    refusal_of_splash,
+    splash,
+)
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
-from llama_jax.ops.attention.view import NO_KEY, Seen, View
+from llama_jax.ops.attention.view import Seen, View
 from llama_jax.ops.platform import lowering_device_kind, lowering_platform
-from llama_jax.ops.quantized import Quantized, over_rows
+from llama_jax.ops.quantized import Quantized
 
+Backend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
+# From so many scores per head on, blocks are faster than whole rows, and from so many queries on
+# (experiments/bench_long_context.py); memory is a reason of its own.
+MANY_SCORES, MANY_QUERIES = 2**20, 64
+MANY_QUANTIZED = 4096  # slots from which on values are better converted block by block
+SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
 _OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
 
 
@@ -59,7 +73,7 @@ def attend(
         together.
     """
     keys, values = view.read()
-    _check(queries, keys, seen, window)
+    check_shapes(queries, keys, seen, window)
     problem = Problem(
         queries.shape,
         keys.shape,
@@ -82,39 +96,56 @@ def attend(
     return over_devices(partial(kernel, scale=scale, window=window), division)(queries, keys, values, seen)
 
 
-def attend_with_sinks(
-    queries: jax.Array,
-    sink_queries: jax.Array,
-    view: View,
-    seen: Seen,
-    *,
-    sinks: int,
-    scale: float,
-    window: int | None = None,
-) -> jax.Array:
-    """Attention to a window and to the first tokens of the text (Xiao et al. 2023, section 3.2). Not for training.
-
-    By blocks, on every platform. Arguments and result as for `attend`, and
+def choose(platform: str, device_kind: str, problem: Problem, backend: str = "auto") -> tuple[Backend, str]:
+    """The backend to take, never "auto", and the reason.
 
     Args:
-      sink_queries: [B, K, T, G, H], the queries as the sinks are to see them: turned for a position within the cache.
-      sinks: slots at the front, which hold the positions before `sinks`.
+      platform: "cpu", "gpu" or "tpu", of the devices that the program is made for.
+      device_kind: their name, as JAX has it.
+      backend: "auto", or a wish.
+
+    Raises:
+      ConfigError: a wish that does not exist, or cannot be fulfilled.
     """
-    keys, values = view.read()
-    _check(queries, keys, seen, window)
-    announce("blockwise", "with sinks")
-    first = seen.key_positions < sinks  # also of a cache that is not a ring
+    if backend not in get_args(Backend):
+        raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    if problem.quantized and backend not in ("auto", "rows", "blockwise"):
+        raise ConfigError(f"attention backend={backend!r} reads no quantized keys and values; rows and blockwise do")
+    if backend in ("reference", "rows", "blockwise"):
+        return backend, "as asked for"  # type: ignore[return-value]
+    refusals = {"cudnn": refusal_of_cudnn, "splash": refusal_of_splash}
+    if backend in refusals:
+        if refusal := refusals[backend](platform, device_kind, problem):
+            raise ConfigError(f"attention backend={backend!r}: {refusal}")
+        return backend, "as asked for"  # type: ignore[return-value]
+    plain, why = _without_kernel(platform, problem)
+    kernel: Backend | None = {"gpu": "cudnn", "tpu": "splash"}.get(platform)  # type: ignore[assignment]
+    if kernel is None:
+        return plain, why
+    if problem.queries[2] == 1:
+        return plain, f"a single query on {platform}: {why}"
+    refusal = refusals[kernel](platform, device_kind, problem)
+    return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 
-    def of(queries: jax.Array, chosen: jax.Array, last: int | None, window: int | None) -> tuple[jax.Array, jax.Array]:
-        part = seen.replace(key_positions=jnp.where(chosen, seen.key_positions, NO_KEY)).part(slice(None), slice(last))
-        own_keys, own_values = (over_rows(lambda x: x[:, :, :last], x) for x in (keys, values))
-        return forward_part(queries, own_keys, own_values, part, scale=scale, window=window)
 
-    mixed, _ = merge(of(sink_queries, first, sinks, None), of(queries, ~first, None, window))
-    return mixed.astype(queries.dtype)
+def _without_kernel(platform: str, problem: Problem) -> tuple[Backend, str]:
+    new, slots = problem.queries[2], problem.keys[2]
+    if problem.quantized and slots >= MANY_QUANTIZED:
+        return "blockwise", f"{slots} quantized slots"
+    if new >= MANY_QUERIES and new * slots >= MANY_SCORES:
+        return "blockwise", f"{new} x {slots} scores"
+    if platform == "cpu" and np.dtype(problem.dtype).itemsize == 2 and problem.ordered and new >= SHORT_ROWS_OF_16_BITS:
+        return "blockwise", f"rows of {new} tokens in 16 bits on a CPU"
+    return "rows", f"{new} x {slots} scores"
 
 
-def _check(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, window: int | None) -> None:
+def mesh_in_force() -> dict[str, int]:
+    """Names and sizes of the mesh over which XLA divides what is traced now; empty within `shard_map`, for one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {} if mesh.empty or mesh.manual_axes else dict(mesh.shape)
+
+
+def check_shapes(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, window: int | None) -> None:
     """Raise ConfigError for what no backend could compute, or would compute as something else."""
     if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
         raise ConfigError(f"window={window!r} must be a whole number from 1, a token sees itself, to 2**31 - 1")

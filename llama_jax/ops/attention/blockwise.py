@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
-from llama_jax.ops.attention.products import mix, scores_of
+from llama_jax.ops.attention.rows import LOWEST, MIXED, mix, scores_of
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, visible
 from llama_jax.ops.cpu import for_cpu, keep, restore
 from llama_jax.ops.layers import sum_of_outer
@@ -30,8 +30,6 @@ SIDE = 1024  # scores along one side of a block: enough that it is worth startin
 FEW_ROWS, MORE_KEYS = 16, 2048
 Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
-MIXED = "mixed"  # the name of what the backward pass needs of the forward pass
-LOWEST = -1e30  # finite, so that no difference of two is NaN
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))

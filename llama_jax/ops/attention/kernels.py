@@ -1,4 +1,4 @@
-"""Attention by the kernels of others: cuDNN's for NVIDIA GPUs and JAX's own "splash" kernel for TPUs.
+"""Attention by the kernels of others, and what each cannot do: cuDNN's for NVIDIA GPUs and JAX's own "splash" for TPUs.
 
 Both by interfaces that JAX documents and keeps. Compared for packed rows on a GPU, by the CUDA compiler for an H100 with
 jax 0.10.2, bfloat16, value and gradients, MiB of temporaries:
@@ -18,20 +18,104 @@ dependency with six of its own. A kernel for Mosaic GPU can be run on Hopper and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from llama_jax.ops.attention.blockwise import MIXED
-from llama_jax.ops.attention.choose import Division
+from llama_jax.ops.attention.rows import MIXED
 from llama_jax.ops.attention.view import Seen, visible
 
 LANES = 128  # a TPU kernel's blocks are multiples of it
+WIDEST = 128  # features of a head that cuDNN has
+NO_CUDNN = ("P100", "V100", "T4", "GTX", "Quadro RTX", "TITAN")  # older than compute capability 8.0
 FEWEST_MASKED, BLOCKS, LONG, BLOCKS_OF_LONG = 512, 4, 16_384, 8  # queries for a block with a mask, and blocks
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, Seen], jax.Array]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Over which axes of the mesh in force the rows of a batch and the key/value heads are cut."""
+
+    mesh_axes_of_rows: tuple[str, ...] = ()
+    mesh_axes_of_heads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What attention is asked for, as far as the choice depends on it.
+
+    Attributes:
+      queries, keys: their shapes, [B, K, T, G, H] and [B, K, S, H], over all devices.
+      dtype: of the queries.
+      ordered, segments: of `Seen`.
+      quantized: keys or values are.
+      mesh: names and sizes of the mesh in force where XLA divides the program over it; empty for one device, and for what
+        runs per device already.
+      division: of rows and heads over it, or None where that is not known.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    dtype: Any
+    ordered: bool = True
+    segments: bool = False
+    quantized: bool = False
+    mesh: Mapping[str, int] | None = None
+    division: Division | None = None
+
+
+def refusal_of_cudnn(platform: str, device_kind: str, problem: Problem) -> str | None:
+    """Why cuDNN cannot compute this, or None where it can."""
+    (*_, new, _, width), slots = problem.queries, problem.keys[2]
+    if platform != "gpu" or not device_kind.startswith(("NVIDIA", "Tesla")):
+        return f"cudnn needs an NVIDIA GPU, this is {device_kind}"
+    if any(name in device_kind for name in NO_CUDNN):
+        return f"cudnn's attention needs compute capability 8.0, which {device_kind} has not"
+    if problem.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cudnn computes in bfloat16 or float16, not in {np.dtype(problem.dtype)}"
+    if problem.quantized:
+        return "cudnn reads no quantized keys and values"
+    if width % 8 or width > WIDEST:
+        return f"cudnn has heads of at most {WIDEST} features, a multiple of 8; these have {width}"
+    masked = problem.segments or not problem.ordered
+    if masked and (new % 2 or slots % 2):
+        return f"cudnn has a mask for even numbers of queries and keys only, not for {new} x {slots}"
+    return _refusal_of_division("cudnn", problem)
+
+
+def refusal_of_splash(platform: str, device_kind: str, problem: Problem) -> str | None:
+    """Why splash cannot compute this, or None where it can."""
+    *_, new, _, width = problem.queries
+    if platform != "tpu":
+        return f"splash needs a TPU, this is {device_kind}"
+    if not problem.ordered or problem.quantized:
+        return "splash has whole rows only: query t at slot t, keys that are not quantized"
+    if new % LANES or width % 64:
+        return f"splash has rows in multiples of {LANES} and heads in multiples of 64; these are {new} and {width}"
+    return _refusal_of_division("splash", problem)
+
+
+def _refusal_of_division(kernel: str, problem: Problem) -> str | None:
+    """XLA divides no kernel: each device must have whole rows and heads of its own."""
+    mesh, division = problem.mesh or {}, problem.division
+    if math.prod(mesh.values()) == 1:
+        return None
+    if division is None:
+        return f"{kernel} is a kernel of one device, and how rows and heads are cut over the mesh is not said"
+    for what, size, axes in (
+        ("rows", problem.queries[0], division.mesh_axes_of_rows),
+        ("key/value heads", problem.queries[1], division.mesh_axes_of_heads),
+    ):
+        parts = math.prod(mesh[axis] for axis in axes)
+        if size % parts:
+            return f"{kernel} is a kernel of one device, and {size} {what} cannot be cut over {'*'.join(axes)}={parts}"
+    return None
 
 
 def cudnn(

@@ -1,4 +1,4 @@
-"""Attention by whole rows of scores: the fastest for short rows and for single queries, quadratic in memory."""
+"""The two matmuls of attention, and whole rows of scores: fastest for short rows and single queries, quadratic in memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.ops.attention.blockwise import LOWEST, MIXED
-from llama_jax.ops.attention.products import mix, scores_of
+from llama_jax.ops import cpu
 from llama_jax.ops.attention.view import Seen, visible
-from llama_jax.ops.quantized import Quantized, over_rows
+from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.quantized import Quantized
 
 # Of n blocks of queries only (n + 1) / 2n of all scores are computed; each block is more code to compile.
 SHORTEST_BLOCK, MOST_BLOCKS = 64, 8
+LOWEST = -1e30  # finite, so that no difference of two is NaN
+MIXED = "mixed"  # the name of what the backward pass needs of the forward pass
 TOTAL = "total"  # the name of the softmaxes' denominators
 
 
@@ -38,7 +40,7 @@ def rows(
         found = []
         for own, slots in _blocks(queries.shape[2], keys.shape[2], seen.ordered, window):
             allowed = visible(seen.part(own, slots), window)
-            found.append(_of_block(queries[:, :, own], _cut(keys, slots), _cut(values, slots), allowed, scale))
+            found.append(_of_block(queries[:, :, own], keys[:, :, slots], values[:, :, slots], allowed, scale))
         return jnp.concatenate(found, axis=2)
 
     saved = jax.checkpoint_policies.save_only_these_names(MIXED, TOTAL)
@@ -52,10 +54,6 @@ def _blocks(new: int, slots: int, ordered: bool, window: int | None) -> list[tup
     blocks = min(max(new // SHORTEST_BLOCK, 1), MOST_BLOCKS)
     ends = itertools.pairwise(new * i // blocks for i in range(blocks + 1))
     return [(slice(begin, end), slice(0 if window is None else max(begin - window + 1, 0), end)) for begin, end in ends]
-
-
-def _cut(x: jax.Array | Quantized, slots: slice) -> jax.Array | Quantized:
-    return over_rows(lambda x: x[:, :, slots], x)
 
 
 def _of_block(
@@ -72,3 +70,66 @@ def _of_block(
     # Divided here and not before the matmul: H numbers per query instead of S.
     mixed = checkpoint_name(mix(weights, values, queries.dtype), MIXED)  # [B, K, T, G, H]
     return (mixed / total).astype(queries.dtype)
+
+
+def scores_of(queries: jax.Array, keys: jax.Array | Quantized, allowed: jax.Array, scale: float) -> jax.Array:
+    """[B, K, T, G, S], -inf where the query does not see the key, in float32 at least.
+
+    Args:
+      queries: [B, K, T, G, H].
+      keys: [B, K, S, H].
+      allowed: bool[B|1, T, S].
+    """
+    if isinstance(keys, Quantized):
+        scores = with_integers(queries, keys.values) * keys.scales[:, :, None, None, :]
+    else:
+        scores = with_keys(queries.astype(keys.dtype), keys)
+    return jnp.where(allowed[:, None, :, None, :], scores * scale, -jnp.inf)
+
+
+def mix(weights: jax.Array, values: jax.Array | Quantized, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """[B, K, T, G, S] times [B, K, S, H]: [B, K, T, G, H] in the dtype of the weights.
+
+    Args:
+      dtype: of the factors of the matmul where the values are `Quantized`.
+    """
+    if isinstance(values, Quantized):
+        weights = weights * values.scales[:, :, None, None, :].astype(weights.dtype)
+        return mix(weights, values.values.astype(dtype), dtype)
+    return with_values(weights.astype(values.dtype), values).astype(weights.dtype)
+
+
+@for_cpu(cpu.multiply_heads)
+def with_keys(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """[*batch, T, G, H] times [*batch, S, H]: [*batch, T, G, S], in float32 at least."""
+    if _is_one_row(keys):
+        return with_keys(queries[0], keys[0])[None]
+    batch = tuple(range(keys.ndim - 2))
+    dimensions = ((queries.ndim - 1,), (keys.ndim - 1,)), (batch, batch)
+    return lax.dot_general(queries, keys, dimensions, preferred_element_type=wide(keys))
+
+
+@for_cpu(cpu.multiply_heads)
+def with_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """[*batch, T, G, S] times [*batch, S, H]: [*batch, T, G, H], in float32 at least."""
+    if _is_one_row(values):
+        return with_values(weights[0], values[0])[None]
+    batch = tuple(range(values.ndim - 2))
+    dimensions = ((weights.ndim - 1,), (values.ndim - 2,)), (batch, batch)
+    return lax.dot_general(weights, values, dimensions, preferred_element_type=wide(values))
+
+
+@for_cpu(cpu.multiply_by_integers)
+def with_integers(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """`with_keys` of int8 keys, without their factors; an accelerator converts them as it reads them."""
+    return with_keys(queries, keys.astype(queries.dtype))
+
+
+def _is_one_row(x: jax.Array) -> bool:
+    """Whether there is an axis of one row, to be left out: with it XLA for CPU and GPU copies the cache that is decoded."""
+    return x.ndim == 4 and x.shape[0] == 1
+
+
+def wide(x: jax.Array) -> jax.typing.DTypeLike:
+    """The dtype of sums: int32 of int8, else float32 at least."""
+    return jnp.int32 if x.dtype == jnp.int8 else jnp.promote_types(x.dtype, jnp.float32)
