@@ -63,7 +63,7 @@ _HOME = {
     "init_cache": "model.cache",
     "forward": "model.forward",
     "logits": "model.forward",
-    "observe": "model.forward",
+    "observe": "model.taps",
     "rotary_frequencies": "model.forward",
     "unembed": "model.forward",
     "Compute": "model.options",
@@ -72,8 +72,8 @@ _HOME = {
     "Llama": "model.params",
     "init": "model.trees",
     "parameter_count": "model.trees",
-    "stack": "model.params",
-    "unstack": "model.params",
+    "stack": "model.trees",
+    "unstack": "model.trees",
     "MeshSizes": "parallel.mesh",
     "Evaluation": "runs.evaluate",
     "evaluate": "runs.evaluate",
@@ -181,10 +181,11 @@ if TYPE_CHECKING:
     from llama_jax.inference.generate import Generation, Piece, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache
-    from llama_jax.model.forward import forward, logits, observe, rotary_frequencies, unembed
+    from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
     from llama_jax.model.options import Compute, Layout, Places
-    from llama_jax.model.params import Llama, stack, unstack
-    from llama_jax.model.trees import init, parameter_count
+    from llama_jax.model.params import Llama
+    from llama_jax.model.taps import observe
+    from llama_jax.model.trees import init, parameter_count, stack, unstack
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.evaluate import Evaluation, evaluate
     from llama_jax.runs.lengths import LengthLoss, evaluate_lengths

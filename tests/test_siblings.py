@@ -19,8 +19,7 @@ from llama_jax.config import KINDS, preset
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
-from llama_jax.model.params import stack, unstack
-from llama_jax.model.trees import init, parameter_count
+from llama_jax.model.trees import init, parameter_count, stack, unstack
 from llama_jax.parallel.fit import fit, unfit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.batch import Batch

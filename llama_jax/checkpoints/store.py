@@ -22,8 +22,8 @@ from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, steps_in
 from llama_jax.checkpoints.tensors import FLOATS, Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
-from llama_jax.model.params import Llama, unstack
-from llama_jax.model.trees import param_shapes
+from llama_jax.model.params import Llama
+from llama_jax.model.trees import param_shapes, unstack
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it

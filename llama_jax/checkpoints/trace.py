@@ -12,8 +12,10 @@ import numpy as np
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.model.forward import observe, unembed
-from llama_jax.model.params import Block, Llama, unstack
+from llama_jax.model.forward import unembed
+from llama_jax.model.params import Block, Llama
+from llama_jax.model.taps import observe
+from llama_jax.model.trees import unstack
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from llama_jax.model.options import Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama, check_head, check_params
 from llama_jax.model.remat import rematerialise
 from llama_jax.ops.attention import Seen, View
-from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length
+from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length, lengths_of
 from llama_jax.ops.rotary import Frequencies
 
 
@@ -81,52 +81,13 @@ def forward(
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
     with layout.context():
-        hidden, cache, _ = _run(config, params, tokens, cache, _Options(places, compute, layout))
+        hidden, cache, _ = run(config, params, tokens, cache, Options(places, compute, layout))
     return hidden, cache
 
 
-def observe(
-    config: LlamaConfig,
-    params: Llama,
-    tokens: jax.Array,
-    tap: Tap,
-    *,
-    places: Places = Places(),
-    compute: Compute = Compute(),
-    layout: Layout = Layout(),
-) -> tuple[jax.Array, Any]:
-    """`forward` without a cache, with what `tap` takes from every layer as a second result.
+class Options(NamedTuple):
+    """What `forward` is told beside model and tokens."""
 
-    Args:
-      tap: from a `Layer` to a tree of arrays; under `jit` XLA computes nothing else for it.
-
-    Returns:
-      hidden [B, T, D], and the trees of all layers: a tuple of them for a tuple of blocks; for stacked blocks one, with an
-      axis L before those of every array.
-    """
-    with layout.context():
-        hidden, _, taken = _run(config, params, tokens, None, _Options(places, compute, layout), tap)
-    return hidden, taken
-
-
-class Layer(NamedTuple):
-    """What can be seen of a layer as it runs.
-
-    Attributes:
-      before, after: [B, T, D], the residual stream.
-      keys, values: [B, K, T, H], of the new tokens, as they go into a cache.
-    """
-
-    before: jax.Array
-    after: jax.Array
-    keys: jax.Array
-    values: jax.Array
-
-
-Tap = Callable[[Layer], Any]
-
-
-class _Options(NamedTuple):
     places: Places
     compute: Compute
     layout: Layout
@@ -150,10 +111,15 @@ class _Step(NamedTuple):
     sink_turn: tuple[jax.Array, jax.Array] | None = None
 
 
-def _run(
-    config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, options: _Options, tap: Tap | None = None
+def run(
+    config: LlamaConfig,
+    params: Llama,
+    tokens: jax.Array,
+    cache: KVCache | None,
+    options: Options,
+    tap: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, Any, Any]:
-    """Hidden states, the cache, and what was tapped."""
+    """Hidden states, the cache, and what `tap` took from every layer, see `taps.observe`."""
     places, compute, layout = options
     tokens = jnp.asarray(tokens)
     _check_arguments(config, params, tokens, cache, places)
@@ -171,7 +137,7 @@ def _run(
         normed = layout.constrain(ops.rms_norm(after, block.ffn_norm, config.norm_eps), "normed")
         after = after + layout.constrain(_feed_forward(config, block, normed), "added")
         after = layout.constrain(after, "residual")
-        return after, buffers, None if tap is None else tap(Layer(hidden, after, heads.keys, heads.values))
+        return after, buffers, None if tap is None else tap(hidden, after, heads.keys, heads.values)
 
     layer_step: Callable[..., Any] = run_layer
     if compute.remat != "none":
@@ -231,7 +197,7 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
     slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order
     rope_lengths = places.rope_lengths
     if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and rope_lengths is None:
-        rope_lengths = rope_lengths_of(slots, places)
+        rope_lengths = lengths_of(slots, places.lengths, places.positions, places.segment_ids)
     frequencies, attention_factor = rotary_frequencies(config, rope_lengths)
     if frequencies.ndim == 2:  # of each row, for all of its positions
         frequencies = frequencies[:, None]
@@ -254,23 +220,6 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
         seen = Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None])
         return _Step(own, seen, slots_of(cache, new), cache.length + new)
     return _Step(own, Seen(slots, held), slots_of(cache, new), sink_turn=sink_turn)
-
-
-def rope_lengths_of(slots: jax.Array, places: Places) -> jax.Array:
-    """How long each row is so far, int32[B]; or the document that each token of a packed row is of, int32[B, T]."""
-    batch, new = slots.shape
-    lengths, positions, segment_ids, _ = places
-    if positions is None and segment_ids is None:
-        return slots[:, 0] + (jnp.full(batch, new, jnp.int32) if lengths is None else lengths)
-    positions = slots if positions is None else positions
-    if segment_ids is None:
-        return jnp.max(positions, axis=1) + 1
-
-    def of_row(positions: jax.Array, segments: jax.Array) -> jax.Array:
-        numbers = jnp.searchsorted(jnp.sort(segments), segments)  # below T, and different where the segments are
-        return jax.ops.segment_max(positions, numbers, num_segments=new)[numbers] + 1
-
-    return jax.vmap(of_row)(positions, segment_ids)
 
 
 class _Heads(NamedTuple):

@@ -15,7 +15,6 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 from jax.sharding import PartitionSpec as P
 
@@ -283,19 +282,3 @@ def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) ->
 
 def _in_words(shape: tuple[int, ...] | None) -> str:
     return "absent" if shape is None else str(list(shape))
-
-
-def unstack(params: Llama) -> Llama:
-    """The same parameters with a tuple of blocks, one per layer; each array is copied out of its stack."""
-    if isinstance(params.blocks, tuple):
-        return params
-    stacked = params.blocks
-    layers = stacked.attention_norm.shape[0]
-    return params.replace(blocks=tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers)))
-
-
-def stack(params: Llama) -> Llama:
-    """The same parameters with one block whose arrays have a leading axis L."""
-    if isinstance(params.blocks, Block):
-        return params
-    return params.replace(blocks=jax.tree.map(lambda *arrays: jnp.stack(arrays), *params.blocks))

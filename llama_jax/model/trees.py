@@ -87,3 +87,19 @@ def count(params: Llama) -> int:
 def parameter_count(config: LlamaConfig) -> int:
     """How many parameters a Llama of this configuration has, without allocating any."""
     return sum(math.prod(row.shape_of_all(config)) for row in rows(config))
+
+
+def unstack(params: Llama) -> Llama:
+    """The same parameters with a tuple of blocks, one per layer; each array is copied out of its stack."""
+    if isinstance(params.blocks, tuple):
+        return params
+    stacked = params.blocks
+    layers = stacked.attention_norm.shape[0]
+    return params.replace(blocks=tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers)))
+
+
+def stack(params: Llama) -> Llama:
+    """The same parameters with one block whose arrays have a leading axis L."""
+    if isinstance(params.blocks, Block):
+        return params
+    return params.replace(blocks=jax.tree.map(lambda *arrays: jnp.stack(arrays), *params.blocks))

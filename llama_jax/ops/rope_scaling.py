@@ -181,3 +181,30 @@ SCALINGS: dict[str, Callable[..., tuple[Frequencies, float]]] = {
     "longrope": scale_longrope,
 }
 BY_LENGTH = frozenset({"dynamic", "longrope"})  # the kinds whose frequencies depend on the length
+
+
+def lengths_of(
+    slots: jax.Array,
+    lengths: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """How long each row is so far, int32[B]; or the document that each token of a packed row is of, int32[B, T].
+
+    Args:
+      slots: int32[B, T], of the tokens, from the row's first one on.
+      lengths: int32[B], how many of the T are real, if not all.
+      positions, segment_ids: int32[B, T], of packed rows.
+    """
+    batch, new = slots.shape
+    if positions is None and segment_ids is None:
+        return slots[:, 0] + (jnp.full(batch, new, jnp.int32) if lengths is None else lengths)
+    positions = slots if positions is None else positions
+    if segment_ids is None:
+        return jnp.max(positions, axis=1) + 1
+
+    def of_row(positions: jax.Array, segments: jax.Array) -> jax.Array:
+        numbers = jnp.searchsorted(jnp.sort(segments), segments)  # below T, and different where the segments are
+        return jax.ops.segment_max(positions, numbers, num_segments=new)[numbers] + 1
+
+    return jax.vmap(of_row)(positions, segment_ids)

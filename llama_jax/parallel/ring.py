@@ -27,12 +27,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
-from llama_jax.model.forward import rope_lengths_of
-from llama_jax.model.options import Attend, Places
+from llama_jax.model.options import Attend
 from llama_jax.ops.attention import Seen, View, announce
 from llama_jax.ops.attention.blockwise import backward_part, forward_part, mean_of, merge
 from llama_jax.ops.attention.rows import MIXED
 from llama_jax.ops.cpu import keep, restore
+from llama_jax.ops.rope_scaling import lengths_of
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.training.batch import Shifted
 
@@ -111,7 +111,7 @@ def divide_over(mesh: Mesh) -> Callable[[Shifted], Shifted]:
         places = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         lengths = rows.rope_lengths
         if lengths is None:  # a part does not know how long its row is
-            lengths = rope_lengths_of(places, Places(positions=rows.positions, segment_ids=rows.segment_ids))
+            lengths = lengths_of(places, positions=rows.positions, segment_ids=rows.segment_ids)
             lengths = jnp.broadcast_to(lengths if lengths.ndim == 2 else lengths[:, None], (batch, length))
         positions = places if rows.positions is None else rows.positions
         return jax.tree.map(partial(divide, mesh), rows._replace(positions=positions, rope_lengths=lengths))

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.model.options import Compute
-from llama_jax.model.params import Llama, stack
-from llama_jax.model.trees import init
+from llama_jax.model.params import Llama
+from llama_jax.model.trees import init, stack
 from llama_jax.ops.attention import observed
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate

@@ -22,7 +22,7 @@ from small_run import CASES, CONFIG, save, shapes_of, state_of
 import llama_jax
 from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.params import unstack
+from llama_jax.model.trees import unstack
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs, shardings
 from llama_jax.runs.snapshots import Snapshots, read_note

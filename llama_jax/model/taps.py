@@ -1,0 +1,55 @@
+"""What can be seen of a forward pass while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.forward import Options, run
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Llama
+
+
+class Layer(NamedTuple):
+    """What can be seen of a layer as it runs.
+
+    Attributes:
+      before, after: [B, T, D], the residual stream.
+      keys, values: [B, K, T, H], of the new tokens, as they go into a cache.
+    """
+
+    before: jax.Array
+    after: jax.Array
+    keys: jax.Array
+    values: jax.Array
+
+
+Tap = Callable[[Layer], Any]
+
+
+def observe(
+    config: LlamaConfig,
+    params: Llama,
+    tokens: jax.Array,
+    tap: Tap,
+    *,
+    places: Places = Places(),
+    compute: Compute = Compute(),
+    layout: Layout = Layout(),
+) -> tuple[jax.Array, Any]:
+    """`forward` without a cache, with what `tap` takes from every layer as a second result.
+
+    Args:
+      tap: from a `Layer` to a tree of arrays; under `jit` XLA computes nothing else for it.
+
+    Returns:
+      hidden [B, T, D], and the trees of all layers: a tuple of them for a tuple of blocks; for stacked blocks one, with an
+      axis L before those of every array.
+    """
+    with layout.context():
+        options = Options(places, compute, layout)
+        hidden, _, taken = run(config, params, tokens, None, options, lambda *seen: tap(Layer(*seen)))
+    return hidden, taken
