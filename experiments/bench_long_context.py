@@ -53,6 +53,7 @@ from llama_jax import (
     train_step,
     unstack,
 )
+from llama_jax.inference import batching
 from llama_jax.inference import state as states
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.requests import prepare
@@ -204,7 +205,7 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
             params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), unstack(init(config, jax.random.key(0))))
             _, _, request = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
             reading = states.empty_reading(config, params, 1, capacity, options)
-            held[name] = _filled(states.empty_state(config, params, reading, request), length)
+            held[name] = _filled(batching.empty_state(config, params, reading, request), length)
             program = jax.jit(partial(states.decode, config, most=TURNS), donate_argnums=1)
             runs[name] = partial(_run, program, params, held, name)
         seconds = in_turns(runs, turns)

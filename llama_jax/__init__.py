@@ -26,7 +26,8 @@ and what they are told:
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
 
 Who serves requests as they come uses what `generate` is made of: `llama_jax.inference.requests.prepare`, and
-`read`, `start`, `insert` and `step` of `llama_jax.inference.state`, pure functions from one `State` to the next.
+`read` and `start` of `llama_jax.inference.state`, `insert` and `step` of `llama_jax.inference.batching`: pure functions from
+one `State` to the next.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _HOME = {
     "UserError": "errors",
     "register_for_export": "exporting",
     "Generation": "inference.generate",
-    "Piece": "inference.generate",
+    "Piece": "inference.state",
     "generate": "inference.generate",
     "stream": "inference.generate",
     "Sampling": "inference.sampling",
@@ -178,8 +179,9 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.exporting import register_for_export
-    from llama_jax.inference.generate import Generation, Piece, generate, stream
+    from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
+    from llama_jax.inference.state import Piece
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
     from llama_jax.model.options import Compute, Layout, Places

@@ -18,7 +18,7 @@ from typing import Any
 from jax import export
 
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Produced, Reading, Request, State
+from llama_jax.inference.state import Piece, Reading, Request, State
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Places
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
@@ -30,7 +30,7 @@ TREES: tuple[type[Any], ...] = (
     *(Llama, Block, Attention, FeedForward),
     *(KVCache, Quantized, Sampling, Request, State, TrainState),
 )
-TUPLES: tuple[type[Any], ...] = (Places, Reading, Produced, Batch)
+TUPLES: tuple[type[Any], ...] = (Places, Reading, Piece, Batch)
 
 
 @cache

@@ -21,7 +21,7 @@ from llama_jax.errors import MeshError
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.placement import layout_of
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Produced, Reading, Request, State, decode, read
+from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
 from llama_jax.ops.platform import planned_for
@@ -291,7 +291,7 @@ def decode_programs(
         count=per_row(jnp.int32),
         done=per_row(bool, sharding=whole),
     )
-    out = jax.tree.map(lambda a: a.sharding, state), whole, Produced(whole, whole, whole)
+    out = jax.tree.map(lambda a: a.sharding, state), whole, Piece(whole, whole, whole)
     run = jax.jit(partial(decode, config, most=1, layout=layout), donate_argnums=1, out_shardings=out)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [

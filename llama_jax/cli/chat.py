@@ -15,7 +15,7 @@ from llama_jax.errors import GenerationError, UserError
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 
 if TYPE_CHECKING:
-    from llama_jax.inference.generate import Piece
+    from llama_jax.inference.state import Piece
     from llama_jax.tokenizers import Tokenizer
 
 USUAL_REPLY = 512  # tokens

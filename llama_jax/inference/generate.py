@@ -9,13 +9,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare, token_ids
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import CHUNK, Produced, Reading, Request, State, decode, empty_reading, enlarge, read, start
+from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, decode, empty_reading, enlarge, read, start
 from llama_jax.model.cache import CacheOptions, KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
@@ -23,21 +24,6 @@ from llama_jax.model.params import Llama
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that scores stay [512, S]
 SMALLEST_CACHE = 256  # below it a step costs the same
 LONGEST_PIECE = 64  # turns of the decode loop between two looks at its result
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some more tokens of every row, as `stream` yields them.
-
-    Attributes:
-      tokens: int32[B, n].
-      logprobs: float32[B, n], log-probability under the model itself (before penalty, temperature and filters).
-      valid: bool[B, n]; False after the end of a row.
-    """
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    valid: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -126,8 +112,10 @@ def stream(
     if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:
         raise GenerationError(f"turns={turns!r} must be a positive whole number")
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
-    layout = layout_of(params)
-    check_rows(layout, len(prompts))
+    layout = Layout()
+    if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies
+        layout = layout_of(params)
+        check_rows(layout, len(prompts))
     run = _Run(config, params, compute, layout)
     return run.stream(tokens, lengths, request, cache, int(turns))
 
@@ -207,7 +195,7 @@ def continuations(pieces: Sequence[Piece], stop_tokens: Sequence[int]) -> list[G
     return results
 
 
-def pack(produced: Produced, done: jax.Array, taken: jax.Array) -> jax.Array:
+def pack(produced: Piece, done: jax.Array, taken: jax.Array) -> jax.Array:
     """All that the host wants to know after a piece as one array, int32[B, 3 n + 2], which is one transfer."""
     logprobs = jax.lax.bitcast_convert_type(produced.logprobs, jnp.int32)
     last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, taken)], axis=1)
@@ -247,34 +235,6 @@ _read = jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
 _start = jax.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
 _decode = jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2)
 _enlarge = jax.jit(enlarge, static_argnums=(1, 2))
-
-
-def complete(
-    config: LlamaConfig, capacity: int, params: Llama, tokens: jax.Array, lengths: jax.Array, request: Request
-) -> Produced:
-    """A whole generation as one pure function, for where one program is wanted and not one per step: `pmap`, exporting.
-
-    Args:
-      capacity: slots of the cache, from `capacity_for`.
-      tokens, lengths, request: as `prepare` gives them.
-
-    Returns:
-      [B, 1 + capacity].
-    """
-    batch, width = tokens.shape
-    piece = min(width, LARGEST_PREFILL)
-    reading = empty_reading(config, params, batch, capacity)
-    for begin in range(0, width, piece):
-        places = Places(jnp.clip(lengths - begin, 0, piece), rope_lengths=lengths)
-        reading = read(config, params, reading, tokens[:, begin : begin + piece], places)
-    state, first = start(config, params, reading, tokens, lengths, request)
-    _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // CHUNK, capacity // CHUNK)
-    return Produced(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))
-
-
-def capacity_for(width: int, longest: int, max_new_tokens: int) -> int:
-    """Slots for a whole generation: prompts of at most `longest` tokens, padded to `width`, and the last chunk's rest."""
-    return bucket(max(width, longest + max_new_tokens + CHUNK), SMALLEST_CACHE)
 
 
 def ring_of(options: CacheOptions, longest: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""The state of a generation, and the pure functions from one to the next: read prompts, start, step, insert.
+"""The state of a generation, and the pure functions from one to the next: read prompts, start, decode.
 
 A `State` has a row for every sequence that is being generated; rows are at different places, have settings and limits of
 their own, and do not know of each other. `inference.generate` reads a batch of prompts, starts it and steps until all rows
-are done; who serves requests as they come has a state of empty rows and inserts into them. All of it runs under `jax.jit`;
+are done; who serves requests as they come inserts rows into a state (`inference.batching`). All of it runs under `jax.jit`;
 with the state donated the cache is never copied.
 """
 
@@ -66,12 +66,12 @@ class Reading(NamedTuple):
     hidden: jax.Array
 
 
-class Produced(NamedTuple):
-    """Some more tokens of every row.
+class Piece(NamedTuple):
+    """Some more tokens of every row: arrays of JAX, or of numpy as `stream` yields them.
 
     Attributes:
       tokens: int32[B, n].
-      logprobs: float32[B, n], under the model itself, before penalty, temperature and filters.
+      logprobs: float32[B, n], log-probability under the model itself, before penalty, temperature and filters.
       valid: bool[B, n]; False after the end of a row.
     """
 
@@ -135,7 +135,7 @@ def start(
     lengths: jax.Array,
     request: Request,
     layout: Layout = Layout(),
-) -> tuple[State, Produced]:
+) -> tuple[State, Piece]:
     """The state after whole prompts, int32[B, T] with `lengths` int32[B], and the first token of every row."""
     batch, width = tokens.shape
     real = jnp.arange(width) < lengths[:, None]
@@ -154,51 +154,8 @@ def start(
     with layout.context():
         state, logprobs = _choose(config, params, state, reading.hidden, layout)
     token, done, logprobs = (layout.constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
-    produced = Produced(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
+    produced = Piece(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
     return state.replace(token=token, done=done), produced
-
-
-def empty_state(config: LlamaConfig, params: Llama, reading: Reading, request: Request, layout: Layout = Layout()) -> State:
-    """A state of rows that are all done, to be inserted into: `reading` has an empty cache of B rows."""
-    batch = reading.hidden.shape[0]
-    return State(
-        cache=lay_out(reading.cache.replace(fresh=False), layout),
-        request=request,
-        token=jnp.zeros(batch, jnp.int32),
-        seen=layout.constrain(jnp.zeros((batch, head_of(config, params).shape[0]), bool), "logits"),
-        count=jnp.zeros(batch, jnp.int32),
-        done=jnp.ones(batch, bool),
-    )
-
-
-def insert(state: State, row: jax.Array, one: State) -> State:
-    """The state with the only row of `one` in the place of its row `row`, whatever that held.
-
-    Args:
-      row: int32[].
-      one: a state of a single row, whose cache has at most as many slots; with a window, as many.
-    """
-
-    def put(whole: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:
-        start = [jnp.zeros((), jnp.int32)] * whole.ndim
-        start[axis] = row
-        return lax.dynamic_update_slice(whole, new.astype(whole.dtype), start)
-
-    stacked = not isinstance(state.cache.k, tuple)
-    buffers = jax.tree.map(
-        lambda whole, new: put(whole, new, int(stacked)), (state.cache.k, state.cache.v), (one.cache.k, one.cache.v)
-    )
-    cache = state.cache.replace(k=buffers[0], v=buffers[1], length=put(state.cache.length, one.cache.length))
-    rest = jax.tree.map(put, state.replace(cache=None), one.replace(cache=None))
-    return rest.replace(cache=cache)
-
-
-def step(
-    config: LlamaConfig, params: Llama, state: State, compute: Compute = Compute(), layout: Layout = Layout()
-) -> tuple[State, Produced]:
-    """Read the token of every row that is not done, and choose its next one: [B, 1]."""
-    state, (token, logprobs, valid) = _step(config, params, state, compute, layout)
-    return state, Produced(token[:, None], logprobs[:, None], valid[:, None])
 
 
 def decode(
@@ -209,7 +166,7 @@ def decode(
     most: int,
     compute: Compute = Compute(),
     layout: Layout = Layout(),
-) -> tuple[State, jax.Array, Produced]:
+) -> tuple[State, jax.Array, Piece]:
     """Up to `turns` chunks of steps: a `lax.scan` per chunk, leaving early when every row is done.
 
     The cache must have room for them: `turns` * CHUNK slots after the longest row.
@@ -226,7 +183,7 @@ def decode(
 
     def turn(carry: Any) -> Any:
         state, taken, out = carry
-        state, new = lax.scan(lambda state, _: _step(config, params, state, compute, layout), state, length=CHUNK)
+        state, new = lax.scan(lambda state, _: advance(config, params, state, compute, layout), state, length=CHUNK)
         at = (jnp.zeros_like(taken), taken * CHUNK)
         out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
         return state, taken + 1, out
@@ -238,12 +195,13 @@ def decode(
     out = tuple(jnp.zeros((batch, most * CHUNK), dtype) for dtype in (jnp.int32, jnp.float32, bool))
     state, taken, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
     state = state.replace(cache=lay_out(state.cache, layout), done=layout.constrain(state.done, "everywhere"))
-    return state, taken, Produced(*(layout.constrain(part, "everywhere") for part in out))
+    return state, taken, Piece(*(layout.constrain(part, "everywhere") for part in out))
 
 
-def _step(
+def advance(
     config: LlamaConfig, params: Llama, state: State, compute: Compute, layout: Layout
 ) -> tuple[State, tuple[jax.Array, jax.Array, jax.Array]]:
+    """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity, [B]."""
     valid = ~state.done
     places = Places(lengths=valid.astype(jnp.int32))
     hidden, cache = forward(config, params, state.token[:, None], state.cache, places=places, compute=compute, layout=layout)

@@ -161,7 +161,7 @@ def over_buffers(change: Callable[[jax.Array], jax.Array], cache: KVCache) -> KV
     """The same cache with `change` of every buffer; for int8 also of the factors, as [..., S, 1]."""
 
     def of(buffer: Buffer) -> Buffer:
-        return over_rows(change, buffer)
+        return over_rows(change, buffer) if isinstance(buffer, Quantized) else change(buffer)
 
     k, v = jax.tree.map(of, (cache.k, cache.v), is_leaf=lambda x: isinstance(x, Quantized))
     return cache.replace(k=k, v=v)

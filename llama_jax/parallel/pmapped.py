@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.inference.generate import Generation, capacity_for, complete, continuations, piece_of
+from llama_jax.inference.generate import Generation, continuations, piece_of
 from llama_jax.inference.requests import prepare
 from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.whole import capacity_for, complete
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama
 from llama_jax.training.batch import Batch

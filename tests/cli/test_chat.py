@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from llama_jax.cli.chat import fit, reply
 from llama_jax.errors import GenerationError
-from llama_jax.inference.generate import Piece
+from llama_jax.inference.state import Piece
 from llama_jax.tokenizers import encode_chat, reply_ends
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "chat"]

@@ -1,0 +1,41 @@
+"""A whole generation as one program."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.config import LlamaConfig
+from llama_jax.inference.generate import LARGEST_PREFILL, SMALLEST_CACHE
+from llama_jax.inference.state import CHUNK, Piece, Request, decode, empty_reading, read, start
+from llama_jax.model.cache import bucket
+from llama_jax.model.options import Places
+from llama_jax.model.params import Llama
+
+
+def complete(
+    config: LlamaConfig, capacity: int, params: Llama, tokens: jax.Array, lengths: jax.Array, request: Request
+) -> Piece:
+    """A whole generation as one pure function, for where one program is wanted and not one per step: `pmap`, exporting.
+
+    Args:
+      capacity: slots of the cache, from `capacity_for`.
+      tokens, lengths, request: as `prepare` gives them.
+
+    Returns:
+      [B, 1 + capacity].
+    """
+    batch, width = tokens.shape
+    piece = min(width, LARGEST_PREFILL)
+    reading = empty_reading(config, params, batch, capacity)
+    for begin in range(0, width, piece):
+        places = Places(jnp.clip(lengths - begin, 0, piece), rope_lengths=lengths)
+        reading = read(config, params, reading, tokens[:, begin : begin + piece], places)
+    state, first = start(config, params, reading, tokens, lengths, request)
+    _, _, rest = decode(config, params, state, (capacity - jnp.max(lengths)) // CHUNK, capacity // CHUNK)
+    return Piece(*(jnp.concatenate(parts, axis=1) for parts in zip(first, rest, strict=True)))
+
+
+def capacity_for(width: int, longest: int, max_new_tokens: int) -> int:
+    """Slots for a whole generation: prompts of at most `longest` tokens, padded to `width`, and the last chunk's rest."""
+    return bucket(max(width, longest + max_new_tokens + CHUNK), SMALLEST_CACHE)
