@@ -18,7 +18,7 @@ import numpy as np
 
 from llama_jax.checkpoints.tensors import BFLOAT16, Tensor
 from llama_jax.errors import CheckpointError
-from llama_jax.ops.rotary import half_from_interleaved
+from llama_jax.ops.rotary_order import half_from_interleaved
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 RUN = 1 << 20  # bytes read at a time

@@ -13,7 +13,7 @@ from llama_jax.checkpoints.fill import RUN, cast, check
 from llama_jax.checkpoints.names import Share, shares_of
 from llama_jax.checkpoints.tensors import Opened, Tensor
 from llama_jax.model.params import rows
-from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
+from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 
 
 @dataclass(frozen=True)

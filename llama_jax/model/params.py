@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 from flax import struct
@@ -231,15 +231,16 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
     blocks = params.blocks
     stacked = isinstance(blocks, Block)
     layers = (blocks,) if isinstance(blocks, Block) else blocks
-    for place in _places(config, stacked):
-        for i, node in enumerate(layers if place.in_blocks else (params,)):
-            shape = getattr(place.find(node), "shape", None)
-            if shape == place.shape or (place.padded and _is_padded(shape, place.shape)):
+    for path, wanted in _shapes(config, stacked).items():
+        row = _BY_PATH[path]
+        for i, node in enumerate(layers if row.in_blocks else (params,)):
+            shape = getattr(attrgetter(path.removeprefix(BLOCKS))(node), "shape", None)
+            if shape == wanted or (row.has_vocabulary and _is_padded(shape, wanted)):
                 continue
-            where = place.path if stacked or not place.in_blocks else f"{BLOCKS}{i}.{place.path.removeprefix(BLOCKS)}"
+            where = path if stacked or not row.in_blocks else f"{BLOCKS}{i}.{path.removeprefix(BLOCKS)}"
             raise ConfigError(
                 f"parameters whose {where} is {_in_words(shape)} are not those of the configuration, which needs"
-                f" {_in_words(place.shape)}"
+                f" {_in_words(wanted)}"
             )
     if not stacked and len(layers) != config.n_layers:
         raise ConfigError(
@@ -254,26 +255,11 @@ def check_head(config: LlamaConfig, params: Llama) -> None:
         raise ConfigError(f"tie_embeddings={config.tie_embeddings} but the parameters have {found} lm_head")
 
 
-class _Place(NamedTuple):
-    """Where a parameter is, and which shape it should have there; None where there should be none."""
-
-    path: str
-    in_blocks: bool
-    find: Callable[[Any], Any]
-    shape: tuple[int, ...] | None
-    padded: bool
-
-
 @cache
-def _places(config: LlamaConfig, stacked: bool) -> tuple[_Place, ...]:
-    present = {row.path: row for row in rows(config)}
-    places = []
-    for path, row in {row.path: row for row in TABLE}.items():
-        row = present.get(path, row)
-        shape = row.shape_of_all(config) if stacked else row.shape(config)
-        find = attrgetter(path.removeprefix(BLOCKS))
-        places.append(_Place(path, row.in_blocks, find, shape if path in present else None, row.has_vocabulary))
-    return tuple(places)
+def _shapes(config: LlamaConfig, stacked: bool) -> dict[str, tuple[int, ...] | None]:
+    """Of the parameter at each path; None where a model of this configuration has none."""
+    absent = dict.fromkeys(row.path for row in TABLE)
+    return absent | {row.path: row.shape_of_all(config) if stacked else row.shape(config) for row in rows(config)}
 
 
 def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) -> bool:

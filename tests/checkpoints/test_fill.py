@@ -15,7 +15,7 @@ from llama_jax.checkpoints.layout import Turned
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.tensors import Dense, Joined
 from llama_jax.errors import CheckpointError
-from llama_jax.ops.rotary import half_from_interleaved, interleaved_from_half
+from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 
 FLOATS = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16]
 F32 = np.dtype(np.float32)
