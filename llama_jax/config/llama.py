@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from llama_jax.config.kinds import Kind, kind_of
 from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.config.rope import RopeScaling, check_fits
 from llama_jax.errors import ConfigError
-
-Kind = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral"]
-# What the families of models have that Llama has not.
-KINDS: dict[Kind, set[str]] = {
-    "llama": set(),
-    "mistral": {"window"},
-    "qwen2": {"qkv_bias"},
-    "qwen3": {"qk_norm"},
-    "mixtral": {"window", "experts"},
-}
 
 
 class _Following(int):
@@ -109,11 +99,7 @@ class LlamaConfig:
         Raises:
           ConfigError: none has; such a model can be trained, and no other program could read it.
         """
-        here = {name for name in ("window", "qkv_bias", "qk_norm", "experts") if getattr(self, name)}
-        for kind, features in KINDS.items():
-            if here <= features:
-                return kind
-        raise ConfigError(f"no family of models has {' and '.join(sorted(here))} together")
+        return kind_of(self)
 
     @property
     def queries_per_kv_head(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -13,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.mixed import multiply_cast
 from llama_jax.ops.platform import recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,39 +52,12 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
 def multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """[..., D] by [*out, D], contracted on the last axis of both: [..., *out]."""
     if x.dtype.itemsize < weight.dtype.itemsize and out_dtype == x.dtype:
-        return _multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
+        return multiply_cast((bool(recomputing.value), weight.dtype), x, weight)
     return _multiply(x, weight.astype(x.dtype), out_dtype)
 
 
 def _multiply(x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     return jnp.tensordot(x, weight, axes=((-1,), (-1,)), preferred_element_type=out_dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply_cast(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> jax.Array:
-    """With a weight that is kept in more bits than `x` has.
-
-    The only reason for a derivative of its own: the weight's gradient is a sum over all tokens, and over devices, in the
-    weight's dtype. JAX's own would be rounded to that of `x` before it is added up.
-    """
-    return _multiply(x, weight.astype(x.dtype), x.dtype)
-
-
-def _multiply_cast_forward(settings: tuple[bool, Any], x: jax.Array, weight: jax.Array) -> tuple[jax.Array, Any]:
-    matrix = weight.astype(x.dtype)
-    return _multiply(x, matrix, x.dtype), (x, matrix if settings[0] else weight)
-
-
-def _multiply_cast_backward(settings: tuple[bool, Any], residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, matrix = residuals[0], residuals[1].astype(residuals[0].dtype)
-    outputs = tuple(range(matrix.ndim - 1))
-    of_x = jnp.tensordot(gradient, matrix, axes=(tuple(range(x.ndim - 1, gradient.ndim)), outputs))
-    rows = tuple(range(x.ndim - 1))
-    of_weight = jnp.tensordot(gradient, x, axes=(rows, rows), preferred_element_type=settings[1])
-    return of_x, of_weight
-
-
-_multiply_cast.defvjp(_multiply_cast_forward, _multiply_cast_backward)
 
 
 @for_cpu(cpu.sum_of_outer)

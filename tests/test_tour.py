@@ -1,0 +1,75 @@
+"""The files that one token, and one training step, really pass through are those that docs/how_it_works.md names."""
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import llama_jax
+
+PACKAGE = Path(llama_jax.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "how_it_works.md"
+LEFT_OUT = {"errors.py", "ops/cpu.py", "ops/platform.py"}  # as the page says
+# Of sizes that no other test has: what JAX has traced before it does not trace again.
+CONFIG = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=509)
+
+
+def visited(run: Callable[[], object]) -> set[str]:
+    """The files of this package of which a function is called."""
+    called = set()
+
+    def note(frame, event, _):
+        if event == "call":
+            called.add(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    paths = {Path(code.co_filename) for code in called if code.co_name != "<module>"}
+    return {path.relative_to(PACKAGE).as_posix() for path in paths if path.is_relative_to(PACKAGE)} - LEFT_OUT
+
+
+def named(title: str) -> set[str]:
+    """The files in the first column of a table of the page."""
+    section = PAGE.read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    files = [name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)]
+    assert len(files) == len(set(files))
+    return set(files)
+
+
+def lines(files: set[str]) -> int:
+    return sum(len((PACKAGE / name).read_text().splitlines()) for name in files)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return llama_jax.init(CONFIG, jax.random.key(0))
+
+
+def test_one_token_through_generate(params):
+    run = partial(llama_jax.generate, CONFIG, llama_jax.unstack(params), [[1, 2, 3]], max_new_tokens=6)
+    files = visited(run)
+    assert files == named("One token through `generate`")
+    assert len(files) <= 14
+    assert lines(files) <= 2200
+
+
+def test_one_batch_through_train_step(params):
+    optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(), 10)
+    state = llama_jax.init_state(optimizer, params)
+    batch = llama_jax.Batch(np.ones((2, 33), np.int32))
+    step = jax.jit(partial(llama_jax.train_step, CONFIG, optimizer))
+    files = visited(partial(step, state, batch))
+    assert files == named("One batch through `train_step`")
+    assert len(files) <= 14
+    assert lines(files) <= 2200
