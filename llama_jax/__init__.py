@@ -111,6 +111,7 @@ _ROOMS = (
     "runs",
     "tokenizers",
     "training",
+    "verify",
 )
 __all__ = [
     "Batch",

@@ -19,12 +19,12 @@ from llama_jax.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
-    from llama_jax.checkpoints.compare import Comparison, Part, Settings
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.tensors import Opened
-    from llama_jax.checkpoints.trace import Origin, Trace
     from llama_jax.config import LlamaConfig
     from llama_jax.tokenizers import Tokenizer
+    from llama_jax.verify.compare import Comparison, Part, Settings
+    from llama_jax.verify.trace import Origin, Trace
 
 TOKENS = 64
 LARGEST_TEXT = 1 << 20  # characters
@@ -59,11 +59,11 @@ class Verify:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self._check_options()
-        from llama_jax.checkpoints.compare import compare
         from llama_jax.checkpoints.loading import load, open_checkpoint
-        from llama_jax.checkpoints.reference import check_room, read_oracle, run_transformers, write_oracle
-        from llama_jax.checkpoints.trace import trace
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.verify.compare import compare
+        from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
+        from llama_jax.verify.trace import trace
 
         # What is quick comes first: no mistake shall be found after minutes of loading.
         use_compilation_cache()
@@ -115,8 +115,8 @@ class Verify:
 
         import llama_jax
         from llama_jax.checkpoints.assemble import plan
-        from llama_jax.checkpoints.rounding import origin_of
         from llama_jax.checkpoints.store import Stored
+        from llama_jax.verify.rounding import origin_of
 
         if not isinstance(opened, Stored):  # which were checked when it was opened
             plan(opened)
@@ -127,7 +127,7 @@ class Verify:
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:
         """Look at the folder that transformers is to run, for its sizes and its vocabulary."""
         from llama_jax.checkpoints.huggingface import open_folder
-        from llama_jax.checkpoints.reference import check_transformers
+        from llama_jax.verify.reference import check_transformers
 
         assert self.against is not None
         if not (self.against / "config.json").is_file():
@@ -141,7 +141,7 @@ class Verify:
 
     def _check_sizes(self, here: LlamaConfig, there: LlamaConfig) -> None:
         """End here where the two models cannot be compared."""
-        from llama_jax.checkpoints.compare import comparable, differing_settings, in_words
+        from llama_jax.verify.compare import comparable, differing_settings, in_words
 
         settings = differing_settings(here, there)
         if not comparable(settings):
@@ -170,7 +170,7 @@ class Verify:
         return ids, f"{len(ids)} tokens of {'the built-in text' if self.text is None else self.text}"
 
     def _text(self) -> str:
-        from llama_jax.checkpoints import soundness
+        from llama_jax.verify import soundness
 
         if self.text is None:
             return soundness.TEXT
@@ -183,7 +183,7 @@ class Verify:
             raise UserError(f"{self.text} is not text in UTF-8 ({error.reason} at byte {error.start})") from None
 
     def _end_alone(self, ours: Trace, tokenizer: Tokenizer | None, read: str, tensors: int) -> NoReturn:
-        from llama_jax.checkpoints.soundness import FEWEST, Check, check_logits, check_speech, check_vocabulary
+        from llama_jax.verify.soundness import FEWEST, Check, check_logits, check_speech, check_vocabulary
 
         checks = [Check("tensors", True, f"{tensors:,}, with the names and shapes of the configuration, all finite")]
         if tokenizer is not None:

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 
 from llama_jax.checkpoints import store
 from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.checkpoints.reference import read_oracle, write_oracle
 from llama_jax.checkpoints.saving import save
 from llama_jax.cli import main
+from llama_jax.verify.reference import read_oracle, write_oracle
 
 CONFIG = make_goldens.KINDS["gqa"]
 

@@ -6,11 +6,12 @@ import make_goldens
 import numpy as np
 import pytest
 
-from llama_jax.checkpoints import gguf, rounding
-from llama_jax.checkpoints.rounding import EXACT, ROUNDING, Rounding, origin_of, rounding_between
+from llama_jax.checkpoints import gguf
 from llama_jax.checkpoints.tensors import Dense
-from llama_jax.checkpoints.trace import Origin
 from llama_jax.errors import CheckpointError
+from llama_jax.verify import rounding
+from llama_jax.verify.rounding import EXACT, ROUNDING, Rounding, origin_of, rounding_between
+from llama_jax.verify.trace import Origin
 
 CONFIG = make_goldens.KINDS["gqa"]
 

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.checkpoints.rounding import EXACT, Rounding, rounding_between
-from llama_jax.checkpoints.trace import Trace, log_softmax, run_layer, run_output
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import unstack
+from llama_jax.verify.rounding import EXACT, Rounding, rounding_between
+from llama_jax.verify.trace import Trace, log_softmax, run_layer, run_output
 
 # How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
 # ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded products behind each other), up to 2.4 for

@@ -8,7 +8,7 @@ import pytest
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.checkpoints.trace import Origin, nats_per_token, run_layer, run_output, trace
+from llama_jax.verify.trace import Origin, nats_per_token, run_layer, run_output, trace
 
 TOKENS = np.random.default_rng(0).integers(0, 96, 24, dtype=np.int32)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llama_jax.checkpoints.tensors import Described
-from llama_jax.checkpoints.trace import Origin
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
+from llama_jax.verify.trace import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
 # measured with ggml's quantisers; int8 is llama2.c's, with a scale for each 64 numbers. Heavy tails add a third.

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.checkpoints.trace import Trace, nats_per_token
 from llama_jax.tokenizers import Tokenizer
+from llama_jax.verify.trace import Trace, nats_per_token
 
 # Simple enough for a model that knows nothing but children's stories, and in no book.
 TEXT = """\
