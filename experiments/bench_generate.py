@@ -89,7 +89,7 @@ def transformers(shape: str, arguments: Arguments) -> dict[str, Measure]:
     from transformers import LlamaForCausalLM
 
     import llama_jax
-    from llama_jax.checkpoints.huggingface import config_to_dict
+    from llama_jax.checkpoints.huggingface_config import config_to_dict
 
     torch.set_num_threads(THREADS)
     config = llama_jax.preset(shape)

@@ -97,7 +97,7 @@ def transformers(arguments: Arguments, dtype: str, *, compiled: bool) -> Steps:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import llama_jax
-    from llama_jax.checkpoints.huggingface import config_to_dict
+    from llama_jax.checkpoints.huggingface_config import config_to_dict
 
     torch.set_num_threads(THREADS)
     config = llama_jax.preset(arguments.shape)

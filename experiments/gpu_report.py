@@ -58,7 +58,7 @@ import numpy as np
 import llama_jax
 from llama_jax import ops
 from llama_jax.analysis.hardware import find_hardware
-from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.errors import ConfigError
 from llama_jax.inference import generate as library
 from llama_jax.inference.state import CHUNK, Request, State

@@ -25,7 +25,8 @@ from safetensors.numpy import save_file
 
 import llama_jax
 from llama_jax.checkpoints.assemble import assemble
-from llama_jax.checkpoints.huggingface import NAMES, config_to_dict
+from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.checkpoints.huggingface_config import config_to_dict
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.tensors import Opened
 

@@ -54,7 +54,7 @@ def test_imports_go_down(path):
 
 
 def test_rooms_are_reached_from_the_package():
-    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.checkpoints.huggingface.config_from_dict"
+    code = "import llama_jax; llama_jax.tokenizers.load_tokenizer; llama_jax.checkpoints.huggingface_config.config_from_dict"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

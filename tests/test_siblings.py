@@ -12,7 +12,7 @@ from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig, Sampling, ops
-from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.checkpoints.store import name_of
 from llama_jax.cli import main
 from llama_jax.config import KINDS, preset

@@ -7,21 +7,19 @@ the architecture "llama" llama.cpp turns neighbouring features, so that every wr
 from __future__ import annotations
 
 import math
-import mmap
 import re
-import struct
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llama_jax.checkpoints.gguf_file import TYPES, is_gguf, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
+from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -31,65 +29,7 @@ NAMES = names("gguf")
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)  # of the others llama.cpp turns the halves of a head
 IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
-# Types of tensors by number: name, numbers in a block, bytes of a block.
-TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    30: ("BF16", 1, 2),
-}
-# Types of settings by number: struct's letter, or one of the two below.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
-MOST_AXES = 4
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
-
-
-@dataclass(frozen=True)
-class Quantised:
-    """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` gives float32."""
-
-    path: Path
-    offset: int
-    shape: tuple[int, ...]
-    kind: str
-    block: tuple[int, int]  # numbers, bytes
-    dtype = np.dtype(np.float32)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) // self.block[0] * self.block[1]
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        from gguf import GGMLQuantizationType, quants
-
-        blocks = self.shape[-1] // self.block[0] * self.block[1]
-        row = math.prod(self.shape[1:-1]) * blocks
-        found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
-        found = found.reshape(stop - start, *self.shape[1:-1], blocks)
-        with np.errstate(
-            all="ignore"
-        ):  # a damaged scale gives infinity or NaN, which is found where all tensors are checked
-            return quants.dequantize(found, GGMLQuantizationType[self.kind])
-
-    def entry(self, index: int) -> Quantised:
-        """One of the tensors that a tensor with three axes holds."""
-        return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether the file begins as GGUF does."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def recognises(path: Path) -> bool:
@@ -128,113 +68,6 @@ def open_file(path: Path) -> Opened:
         interleaved=fields["general.architecture"] in INTERLEAVED,
         tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
     )
-
-
-def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """All settings by key, with the format's version as ``GGUF.version``, and all tensors by name.
-
-    Raises:
-      CheckpointError: a damaged file, or a tensor of a type that is not supported.
-    """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        try:
-            return _read(path, _Cursor(content))
-        except CheckpointError:
-            raise
-        except (struct.error, ValueError, KeyError, OverflowError) as error:
-            raise CheckpointError(f"{path} is not a whole GGUF file ({str(error)[:80]}); copy it again") from None
-
-
-class _Cursor:
-    """Reads a header from its start. Every length in it is held against what is left of the file before it is believed."""
-
-    def __init__(self, content: mmap.mmap) -> None:
-        self.content = content
-        self.at = 4  # after the magic
-        self.version = self.scalar("I")
-        self.length = "I" if self.version == 1 else "Q"
-
-    def take(self, size: int) -> bytes:
-        if size > len(self.content) - self.at:
-            raise ValueError(f"{size} bytes are announced, {len(self.content) - self.at} are left")
-        found = self.content[self.at : self.at + size]
-        self.at += size
-        return found
-
-    def scalar(self, letter: str) -> Any:
-        return struct.unpack("<" + letter, self.take(struct.calcsize(letter)))[0]
-
-    def string(self) -> str:
-        # A vocabulary may hold pieces that are no UTF-8 by themselves.
-        return self.take(self.scalar(self.length)).decode("utf-8", "surrogateescape")
-
-    def value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self.string()
-        if kind != ARRAY:
-            return self.scalar(SCALARS[kind])
-        kind, count = self.scalar("I"), self.scalar(self.length)
-        if kind == STRING:
-            if count > len(self.content) - self.at:
-                raise ValueError(f"{count} strings are announced")
-            return [self.string() for _ in range(count)]
-        letter = SCALARS[kind]
-        return np.frombuffer(self.take(count * struct.calcsize(letter)), "<" + letter).tolist()
-
-
-def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if cursor.version not in (1, 2, 3):
-        big = cursor.version in (1 << 24, 2 << 24, 3 << 24)
-        what = "is in big-endian byte order" if big else f"has version {cursor.version}"
-        raise CheckpointError(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
-    tensor_count, field_count = cursor.scalar(cursor.length), cursor.scalar(cursor.length)
-    fields: dict[str, Any] = {"GGUF.version": cursor.version}
-    for _ in range(field_count):
-        key = cursor.string()
-        if key in fields:
-            raise ValueError(f"the key {key!r:.40} stands twice")
-        fields[key] = cursor.value(cursor.scalar("I"))
-
-    listed = []
-    for _ in range(tensor_count):
-        name = cursor.string()
-        axes = cursor.scalar("I")
-        if axes > MOST_AXES:
-            raise ValueError(f"tensor {name!r:.60} has {axes} axes")
-        shape = tuple(cursor.scalar(cursor.length) for _ in range(axes))[::-1]
-        listed.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
-
-    alignment = fields.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"alignment {alignment!r:.40}")
-    start = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, Tensor] = {}
-    for name, shape, number, offset in listed:
-        if number not in TYPES:
-            known = ", ".join(kind for kind, *_ in TYPES.values())
-            raise CheckpointError(f"{path}: tensor {name!r:.60} has type {_type_name(number)}; {known} are read")
-        kind, *block = TYPES[number]
-        if name in tensors:
-            raise ValueError(f"tensor {name!r:.60} stands twice")
-        if not shape or shape[-1] % block[0]:
-            raise ValueError(f"tensor {name!r:.60} of {list(shape)} is not made of blocks of {block[0]}")
-        tensor: Dense | Quantised
-        if kind in FLOATS:
-            tensor = Dense(path, start + offset, shape, kind)
-        else:
-            tensor = Quantised(path, start + offset, shape, kind, (block[0], block[1]))
-        if tensor.offset + tensor.nbytes > len(cursor.content):
-            raise ValueError(
-                f"tensor {name!r:.60} ends {tensor.offset + tensor.nbytes - len(cursor.content)} bytes behind the file"
-            )
-        tensors[name] = tensor
-    return fields, tensors
-
-
-def _type_name(number: int) -> str:
-    from gguf import GGMLQuantizationType
-
-    return next((kind.name for kind in GGMLQuantizationType if kind == number), str(number))
 
 
 def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
 from llama_jax.checkpoints.assemble import Progress, assemble
 from llama_jax.checkpoints.fitting import fit_opened
+from llama_jax.checkpoints.gguf_file import is_gguf
 from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
@@ -149,11 +150,11 @@ def _open_folder(path: Path) -> Opened | store.Stored:
 
 def _is_alone(path: Path) -> bool:
     """Whether a file is a whole model by itself; of a split GGUF, its first part."""
-    return gguf.recognises(path) if gguf.is_gguf(path) else llama2c.recognises(path)
+    return gguf.recognises(path) if is_gguf(path) else llama2c.recognises(path)
 
 
 def _open_alone(path: Path) -> Opened | None:
-    if gguf.is_gguf(path):
+    if is_gguf(path):
         return gguf.open_file(path)
     return llama2c.open_file(path) if llama2c.recognises(path) else None
 

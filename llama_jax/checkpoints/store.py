@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.checkpoints import huggingface
+from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, steps_in
 from llama_jax.checkpoints.tensors import FLOATS, Described
 from llama_jax.config import LlamaConfig
@@ -88,7 +88,7 @@ def open_folder(folder: Path) -> Stored:
         about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:
         about, arrays = folder, (folder / PARAMS, "state")
-    config = huggingface.read_config(about)
+    config = read_config(about)
     stored = Stored(
         format=f"orbax, step {folder.resolve().name} of a run" if stacked else "orbax",
         path=folder,
@@ -207,7 +207,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama) -> None:
     """Write a model into a folder that exists."""
     from orbax.checkpoint import v1 as ocp
 
-    huggingface.write_config(folder, config)
+    write_config(folder, config)
     try:
         ocp.save(folder.absolute() / PARAMS, unstack(params))
     except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up

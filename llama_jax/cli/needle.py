@@ -70,7 +70,8 @@ class Needle(TextOptions):
 
         from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import CompileClock, loading_bar, start_backend, use_compilation_cache
-        from llama_jax.runs.needle import QUESTION, STATEMENT, needle, prepare
+        from llama_jax.runs.haystack import QUESTION, STATEMENT, prepare
+        from llama_jax.runs.needle import needle
         from llama_jax.runs.plot import draw_needle
 
         # What is quick comes first: no mistake shall be found after minutes of loading.

@@ -12,19 +12,13 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import TokenizerError, UserError
 from llama_jax.model.cache import KVCache
-from llama_jax.model.forward import check_tokens, forward, unembed
+from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 from llama_jax.model.params import Llama
+from llama_jax.runs.haystack import DIGITS, QUESTION, STATEMENT, lay_prompt, prepare, word_starts
 from llama_jax.runs.lengths import Progress, cut_pieces, empty_cache, rows_at_once
 from llama_jax.tokenizers import Tokenizer
-
-STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = "What is the pass key? The pass key is {key}"
-MOST_KEYS = 10_000  # each is tried as the answer of every prompt
-DIGITS = 5
-FARTHEST = 64  # tokens that the needle is moved back at most, to stand between words
 
 
 @dataclass(frozen=True)
@@ -71,27 +65,6 @@ class NeedleTest:
         """A value of every cell, as a cell calls it: float64[depths, lengths]."""
         found = [getattr(cell, name) for cell in self.cells]
         return np.array(found, np.float64).reshape(len(self.lengths), len(self.depths)).T
-
-
-class Keys(NamedTuple):
-    """The keys in tokens, N of them.
-
-    Attributes:
-      statements: the needle with each key.
-      question: what follows the haystack, up to the first token in which the keys differ.
-      answers: what follows the question with each key.
-    """
-
-    statements: list[list[int]]
-    question: list[int]
-    answers: list[list[int]]
-
-
-class Trial(NamedTuple):
-    """Which of the keys is hidden, and where the text begins, as a share of the haystack."""
-
-    key: int
-    start: float
 
 
 def needle(
@@ -156,7 +129,7 @@ def needle(
         batch=batch,
     )
     haystack = np.asarray(haystack)
-    words = _word_starts(tokenizer, haystack)
+    words = word_starts(tokenizer, haystack)
     plans = [_plan(length, len(given.depths) * trials, batch) for length in given.lengths]
     numbers = range(sum(plan.batches * plan.pieces for plan in plans))
     ticks = iter(progress(numbers) if progress else numbers)
@@ -171,138 +144,6 @@ def needle(
         cells += _cells(plan.length, given.depths, scores, best, np.array([trial.key for trial in given.trials]))
     next(ticks, None)  # ends the bar
     return NeedleTest(given.lengths, given.depths, wrong_keys, tuple(cells))
-
-
-class Prepared(NamedTuple):
-    """What all prompts are made of: lengths and depths in order, the tokens that begin a text, keys, and trials."""
-
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    start: list[int]
-    keys: Keys
-    trials: list[Trial]
-
-
-def prepare(
-    config: LlamaConfig,
-    tokenizer: Tokenizer,
-    haystack: Sequence[int] | np.ndarray,
-    *,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    trials: int,
-    wrong_keys: int,
-    seed: int,
-    statement: str,
-    question: str,
-    digits: int,
-    batch: int | None,
-) -> Prepared:
-    """What `needle` does before it needs parameters, all checks among it; for arguments and errors see there."""
-    lengths, depths = _check(lengths, depths, trials, wrong_keys, digits, batch, seed, statement, question)
-    haystack = np.asarray(haystack)
-    check_tokens(config, haystack, "haystack token")
-    if haystack.size < lengths[-1]:
-        raise UserError(
-            f"length={lengths[-1]} needs a haystack of as many tokens, and this one has {haystack.size}; give a longer text"
-        )
-    keys = encode_keys(tokenizer, draw_keys(wrong_keys + 1, digits, seed), statement, question)
-    start = [tokenizer.bos_id] if tokenizer.bos_id >= 0 else []
-    overhead = sum(map(len, (start, keys.question))) + max(
-        len(said) + len(answer) for said, answer in zip(keys.statements, keys.answers, strict=True)
-    )
-    if lengths[0] <= overhead:
-        raise UserError(f"length={lengths[0]} leaves no haystack beside needle and question, which take {overhead} tokens")
-    places = np.random.default_rng([seed, 1]).random(trials)
-    hidden = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
-    return Prepared(lengths, depths, start, keys, hidden)
-
-
-def _check(
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    trials: int,
-    wrong_keys: int,
-    digits: int,
-    batch: int | None,
-    seed: int,
-    statement: str,
-    question: str,
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Lengths and depths in order, or UserError."""
-    for name, values in (("lengths", lengths), ("depths", depths)):
-        if not len(values):
-            raise UserError(f"{name} are empty; give at least one")
-        if len(set(values)) < len(values):
-            raise UserError(f"{name}={','.join(map(str, values))} has one of them twice")
-    for depth in depths:
-        if not 0 <= depth <= 1:
-            raise UserError(f"depth={depth} must be from 0, the beginning, to 1, just before the question")
-    for name, value in (("trials", trials), ("wrong_keys", wrong_keys), ("digits", digits), ("batch", batch)):
-        if value is not None and value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
-    for name, value, most in (("digits", digits, 18), ("wrong_keys", wrong_keys, MOST_KEYS)):
-        if value > most:
-            raise UserError(f"{name}={value} are too many; give at most {most:,}")
-    if wrong_keys >= 9 * 10 ** (digits - 1):
-        raise UserError(f"wrong_keys={wrong_keys} are more than there are other numbers of digits={digits}; give fewer")
-    if seed < 0:
-        raise UserError(f"seed={seed} must be at least 0")
-    if "{key}" not in statement:
-        raise UserError(f"statement={statement!r:.60} must have {{key}} where the key is to stand")
-    if not question.endswith("{key}") or question.count("{key}") > 1:
-        raise UserError(f"question={question!r:.60} must end with {{key}}, and have it nowhere else")
-    return tuple(sorted(map(int, lengths))), tuple(sorted(map(float, depths)))
-
-
-def draw_keys(count: int, digits: int, seed: int) -> list[str]:
-    """Different numbers by chance, without a zero in front."""
-    random = np.random.default_rng([seed, 0])
-    keys: dict[str, None] = {}
-    while len(keys) < count:
-        keys[str(random.integers(10 ** (digits - 1), 10**digits))] = None
-    return list(keys)
-
-
-def encode_keys(tokenizer: Tokenizer, keys: Sequence[str], statement: str, question: str) -> Keys:
-    """Needle, question and answers in tokens: each sentence encoded whole, as it would be in a text."""
-    # Where the vocabulary does not put a space before a text, a sentence brings its own.
-    space = "" if tokenizer.space_prefix else " "
-    said, asked = (
-        [tokenizer.encode(space + sentence.replace("{key}", key), bos=False) for key in keys]
-        for sentence in (statement, question)
-    )
-    # A key may begin inside a token, or share its first one with all others: up to there it is the question.
-    shared = next((i for i, tokens in enumerate(zip(*asked, strict=False)) if len(set(tokens)) > 1), len(asked[0]))
-    answers = [tokens[shared:] for tokens in asked]
-    if len(set(map(tuple, answers))) < len(keys) or not all(answers):
-        raise TokenizerError(
-            f"the vocabulary does not tell {' and '.join(keys[:2])} apart: it has no digits; give another with --tokenizer"
-        )
-    return Keys(said, asked[0][:shared], answers)
-
-
-def _word_starts(tokenizer: Tokenizer, haystack: np.ndarray) -> np.ndarray:
-    """Which tokens of the haystack begin with white space, so that a sentence may stand before them: bool[n]."""
-    used, places = np.unique(haystack, return_inverse=True)
-    spaces = [tokenizer.token_bytes(int(token))[:1].isspace() for token in used]
-    return np.array(spaces, bool)[places]
-
-
-def lay_prompt(
-    start: Sequence[int], haystack: np.ndarray, words: np.ndarray, keys: Keys, trial: Trial, length: int, depth: float
-) -> np.ndarray:
-    """The prompt of a trial up to its answer, with which it has exactly `length` tokens: int32[n]."""
-    said, answer = keys.statements[trial.key], keys.answers[trial.key]
-    room = length - len(start) - len(said) - len(keys.question) - len(answer)
-    # All lengths begin at the same place where the text is long enough, so that the shorter are parts of the longer.
-    begin = min(int(trial.start * haystack.size), haystack.size - room)
-    hay = haystack[begin : begin + room]
-    place = round(depth * room)
-    near = np.flatnonzero(words[begin : begin + room][max(place - FARTHEST, 0) : place + 1])
-    if 0 < place < room and len(near):
-        place = max(place - FARTHEST, 0) + int(near[-1])
-    return np.concatenate([start, hay[:place], said, hay[place:], keys.question]).astype(np.int32)
 
 
 class _Plan(NamedTuple):

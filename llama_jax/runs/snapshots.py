@@ -22,7 +22,7 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from llama_jax.checkpoints import huggingface
+from llama_jax.checkpoints.huggingface_config import write_config
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, REST, by_loss, existing_step, read_note, steps_in
 from llama_jax.checkpoints.store import describe, name_of, read_arrays, root_cause
 from llama_jax.config import LlamaConfig
@@ -277,7 +277,7 @@ class _About:
     async def _write(self, directory: Any) -> None:
         folder = Path(await directory.await_creation())
         if _is_first():
-            huggingface.write_config(folder, self.config)
+            write_config(folder, self.config)
             (folder / NOTE).write_text(self.note + "\n", encoding="utf-8")
             if self.tokenizer is not None:
                 self.tokenizer.save(folder)

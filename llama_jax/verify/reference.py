@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from llama_jax.checkpoints import huggingface
-from llama_jax.checkpoints.huggingface import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.verify.rounding import KIND, ROUNDING, origin_of

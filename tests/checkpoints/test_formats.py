@@ -13,7 +13,7 @@ from conftest import params_of
 from make_format_goldens import FORMATS, SMALL, WIDE
 
 import llama_jax
-from llama_jax.checkpoints import gguf, open_checkpoint
+from llama_jax.checkpoints import gguf, gguf_file, open_checkpoint
 from llama_jax.checkpoints.gguf_rope import factors_of, with_scaling
 from llama_jax.checkpoints.meta import config_from_params
 from llama_jax.config import preset
@@ -139,14 +139,14 @@ SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_
 def test_k_quantised_blocks_are_read_by_rows_as_the_package_reads_them_whole(kind, tmp_path):
     from gguf import GGMLQuantizationType, quants
 
-    block, size = next((numbers, size) for name, numbers, size in gguf.TYPES.values() if name == kind)
+    block, size = next((numbers, size) for name, numbers, size in gguf_file.TYPES.values() if name == kind)
     rng = np.random.default_rng(5)
     blocks = rng.integers(0, 256, (40, 3, size), dtype=np.uint8)
     for at in SCALES[kind]:
         blocks[..., at : at + 2] = rng.uniform(0.001, 0.01, (40, 3, 1)).astype("<f2").view(np.uint8)
     path = tmp_path / "blocks"
     path.write_bytes(b"12345" + blocks.tobytes())
-    tensor = gguf.Quantised(path, 5, (40, 3 * block), kind, (block, size))
+    tensor = gguf_file.Quantised(path, 5, (40, 3 * block), kind, (block, size))
     whole = quants.dequantize(blocks.reshape(40, -1), GGMLQuantizationType[kind])
     assert tensor.nbytes == blocks.nbytes
     np.testing.assert_array_equal(tensor.read(0, 40), whole)

@@ -11,7 +11,7 @@ import pytest
 from commands import run_here
 
 from llama_jax import cache_bytes, parameter_count, preset
-from llama_jax.checkpoints.huggingface import config_to_dict
+from llama_jax.checkpoints.huggingface_config import config_to_dict
 from llama_jax.parallel.mesh import parse_mesh
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "estimate"]

@@ -17,7 +17,8 @@ from llama_jax.errors import GenerationError, TokenizerError, UserError
 from llama_jax.model.forward import logits
 from llama_jax.runs import lengths
 from llama_jax.runs import needle as room
-from llama_jax.runs.needle import QUESTION, STATEMENT, Trial, draw_keys, encode_keys, lay_prompt, needle
+from llama_jax.runs.haystack import FARTHEST, QUESTION, STATEMENT, Trial, draw_keys, encode_keys, lay_prompt
+from llama_jax.runs.needle import needle
 from llama_jax.tokenizers.making import BYTE_VOCABULARY, byte_tokenizer
 
 CONFIG = replace(make_goldens.KINDS["gqa"], vocab_size=BYTE_VOCABULARY)
@@ -64,7 +65,7 @@ def test_a_prompt_is_exactly_as_long_as_asked(key, start, more, depth, begins):
     at = text_of(body).index(text_of(said))
     hay = text_of(body[:at] + body[at + len(said) :])
     assert hay in TEXT
-    assert round(depth * room_left) - room.FARTHEST <= at <= round(depth * room_left)
+    assert round(depth * room_left) - FARTHEST <= at <= round(depth * room_left)
     # Between words, where there is a space within reach; at the ends, where asked.
     if 0 < round(depth * room_left) < room_left and b" " in hay[: round(depth * room_left) + 1]:
         assert hay[at : at + 1] == b" "

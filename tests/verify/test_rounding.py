@@ -6,7 +6,7 @@ import make_goldens
 import numpy as np
 import pytest
 
-from llama_jax.checkpoints import gguf
+from llama_jax.checkpoints.gguf_file import TYPES
 from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError
 from llama_jax.verify import rounding
@@ -31,7 +31,7 @@ def test_the_rounding_of_a_kind_is_what_its_quantiser_does(kind):
 
 
 def test_the_rounding_of_every_kind_that_is_read_is_known():
-    assert {kind for kind, *_ in gguf.TYPES.values()} <= ROUNDING.keys()
+    assert {kind for kind, *_ in TYPES.values()} <= ROUNDING.keys()
     assert {"F64", "int8"} <= ROUNDING.keys()
     with pytest.raises(CheckpointError, match="x holds I8 tensors, whose rounding is not known"):
         origin_of("x", CONFIG, [Dense(Path("x"), 0, (2, 2), "I8")], "float32", {})

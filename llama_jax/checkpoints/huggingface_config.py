@@ -1,0 +1,282 @@
+"""``config.json`` of Hugging Face folders: which settings mean what; every other one is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
+from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
+from llama_jax.errors import CheckpointError, ConfigError
+
+# Name of a setting in the file, by its name here, for messages.
+SETTINGS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "window": "sliding_window",
+    "experts": "num_local_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
+# What transformers takes for a setting that is not there, by the kind of model.
+ABSENT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
+    "mixtral": {
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+ARCHITECTURES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in ABSENT}
+# Settings that change what is computed, with the value that each of these models has. Others, such as dropout, token ids and
+# what a trainer left behind, do not matter here.
+PLAIN = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "attention_multiplier": None,
+    "logits_scaling": 1.0,
+    "num_local_experts": None,
+    "use_qk_norm": False,
+    "use_sliding_window": False,
+    "use_mrope": False,
+}
+# Of these, what a kind of model reads, or what means nothing to it.
+READ = {
+    "mistral": ("sliding_window",),
+    "qwen2": ("sliding_window",),  # where use_sliding_window is set, which is refused
+    "qwen3": ("sliding_window",),
+    "mixtral": ("sliding_window", "num_local_experts"),
+}
+# Name here of what a rope scaling says, by its name in the file where the two differ.
+ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
+# What a kind of rope scaling may say, besides its name and theta; and what of it may be missing.
+ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "truncate",
+        "attention_factor",
+        "mscale",
+        "mscale_all_dim",
+    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
+}
+OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+# What else it may say, since it changes nothing.
+HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+LARGEST_JSON = 64 << 20  # bytes; the index of a 405B model has a five-hundredth
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """The configuration in ``folder/config.json``."""
+    path = folder / "config.json"
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__} where an object of settings should be; copy it again")
+    try:
+        return config_from_dict(found)
+    except ConfigError as error:
+        in_file = re.sub(r"\b(\w+)(?==)", lambda name: SETTINGS.get(name[0], name[0]), str(error))
+        raise CheckpointError(f"{path}: {in_file}") from None
+
+
+def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
+    """Write ``config.json``, with settings that are not part of a configuration, such as token ids."""
+    (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
+
+
+def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
+    """The configuration that a parsed ``config.json`` describes; absent fields take the values transformers documents.
+
+    Raises:
+      ConfigError: a model that is not a Llama, or a setting that this library does not support.
+    """
+    kind = found.get("model_type")
+    if not isinstance(kind, str) or kind not in ABSENT:
+        raise ConfigError(f"model_type={kind!r:.60} is not supported; llama_jax reads {', '.join(ABSENT)}")
+    for name, supported in PLAIN.items():
+        if found.get(name, supported) not in (supported, None) and name not in READ.get(kind, ()):
+            raise ConfigError(f"{name}={found[name]!r:.60} is not supported; a {kind} has {name}={supported!r}")
+    if found.get("quantization_config") is not None:
+        raise ConfigError("quantization_config is set: quantised weights are not supported; use the unquantised release")
+
+    missing = [name for name in _REQUIRED if name not in found]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} is missing")
+    found = ABSENT[kind] | dict(found)
+    window = found.get("sliding_window") if kind in ("mistral", "mixtral") else None
+    _check_layers(found, "full_attention" if window is None else "sliding_attention")
+    theta, scaling = _rope(found)
+    note = found.get(NOTE)
+    n_heads = found["num_attention_heads"]
+    n_kv_heads = found.get("num_key_value_heads")
+    config = LlamaConfig(
+        vocab_size=found["vocab_size"],
+        dim=found["hidden_size"],
+        n_layers=found["num_hidden_layers"],
+        n_heads=n_heads,
+        n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
+        head_dim=found.get("head_dim") or 0,
+        hidden_dim=found["intermediate_size"],
+        max_seq_len=found.get("max_position_embeddings", 2048),
+        norm_eps=found.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_embeddings=found.get("tie_word_embeddings", False),
+        window=window,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        experts=found["num_local_experts"] if kind == "mixtral" else 0,
+        experts_per_token=found["num_experts_per_tok"] if kind == "mixtral" else 0,
+    )
+    return config if note is None else with_note(config, note)
+
+
+def _check_layers(found: Mapping[str, Any], needed: str) -> None:
+    """Raise unless all layers attend in the same way."""
+    kinds = found.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
+        raise ConfigError(f"layer_types={kinds!r:.60} is not supported; all layers must be {needed!r}")
+
+
+def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling, in the spelling of transformers 5 (``rope_parameters``) or before (``rope_scaling``)."""
+    new, old = found.get("rope_parameters") or {}, found.get("rope_scaling") or {}
+    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}={value!r:.60} must be an object")
+    scaling = {name: value for name, value in (new or old).items() if value is not None}
+    if new and old and _plain(new) != _plain(old):
+        raise ConfigError(f"rope_parameters={new!r:.80} and rope_scaling={old!r:.80} contradict each other; remove one")
+    theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(kind, str) or kind not in ROPE:
+        raise ConfigError(f"rope scaling {kind!r:.40} is not supported; {', '.join(map(repr, ROPE))} are")
+    extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
+    for name in extra:
+        if (name, scaling[name]) not in HARMLESS:
+            raise ConfigError(f"rope scaling {kind!r} with {name}={scaling[name]!r:.40} is not supported")
+    if kind == "default":
+        return theta, None
+    context = found.get("max_position_embeddings", 2048)
+    if kind in ("yarn", "longrope"):  # what transformers takes where they are not given
+        original = found.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings", context)
+        scaling["original_max_position_embeddings"] = original
+        if "factor" not in scaling:
+            _require_ratio(context, original)
+            scaling["factor"] = context / original
+    if kind == "llama3" and found.get("original_max_position_embeddings"):
+        scaling["original_max_position_embeddings"] = found["original_max_position_embeddings"]
+    if scaling.get("attention_factor") is not None or not (scaling.get("mscale") and scaling.get("mscale_all_dim")):
+        for name in ("mscale", "mscale_all_dim"):  # which transformers then does not read
+            scaling.pop(name, None)
+    missing = [name for name in ROPE[kind] if name not in scaling and name not in OPTIONAL]
+    if missing:
+        raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
+    settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE[kind] if name in scaling}
+    if kind == "dynamic":  # the model's whole context is what it was first trained at
+        settings["original_max_seq_len"] = context
+    return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
+
+
+def _require_ratio(context: Any, original: Any) -> None:
+    for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{name}={value!r:.40} must be a positive number")
+
+
+def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """A rope scaling in one spelling, without theta."""
+    rest = {name: value for name, value in scaling.items() if name not in ("rope_theta", "type", "rope_type")}
+    return rest | {"kind": scaling.get("rope_type", scaling.get("type", "default"))}
+
+
+def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
+    """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read.
+
+    A rope scaling that transformers has no word for is written in those it has, so that it computes the same, with a note of
+    what it is here.
+    """
+    found = _in_their_words(in_known_kinds(config))
+    if config_from_dict(found) != config:
+        found[NOTE] = note_of(config)
+    return found
+
+
+def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default"}
+    context: Any
+    context, scaling = config.max_seq_len, config.rope_scaling
+    if scaling is not None:
+        settings = {name: list(value) if isinstance(value, tuple) else value for name, value in scaling.settings.items()}
+        names = {ours: theirs for theirs, ours in ROPE_NAMES.items()}
+        rope = {"rope_type": scaling.kind}
+        if scaling.kind == "dynamic":
+            context = settings.pop("original_max_seq_len")
+        rope |= {names.get(name, name): value for name, value in settings.items() if value is not None}
+    kind = config.kind
+    more: dict[str, Any] = {}
+    if kind in ("mistral", "mixtral"):
+        more["sliding_window"] = config.window
+    if kind in ("qwen2", "qwen3"):
+        more["use_sliding_window"] = False
+    if kind == "mixtral":
+        more |= {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+    return {
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.hidden_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    } | more
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON holds; CheckpointError where it is none."""
+    if not path.is_file():  # reading a pipe would wait for ever
+        raise CheckpointError(f"{path} is not a file; copy the model again")
+    if path.stat().st_size > LARGEST_JSON:
+        raise CheckpointError(f"{path} is over {LARGEST_JSON} bytes, too large to be a model's; copy it again")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
