@@ -1,6 +1,6 @@
-"""GGUF, versions 1 to 3: one file with settings, vocabulary and tensors, plain or quantised; or several that split.
+"""Models in GGUF: one file with settings, vocabulary and tensors, plain or quantised; or several that split one.
 
-Source: ggml-org/ggml, docs/gguf.md, for the layout; ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py, for the keys. For
+Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py, for the keys; for the layout see `gguf_file`. For
 the architecture "llama" llama.cpp turns neighbouring features, so that every writer stores the rows of q and k interleaved.
 """
 

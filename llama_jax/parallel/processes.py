@@ -23,36 +23,18 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError, UserError
+from llama_jax.parallel.roll_call import Member, Message, Place, answer_roll, call_roll, keep_alive
 
 OTHER_DIED = 75  # exit code of a process that ends because another is gone: EX_TEMPFAIL, starting again helps
 START_TIMEOUT = 300.0  # seconds
-SILENCE = 30  # seconds without a word from a host until it is given up
 STUCK = 45  # seconds until JAX gives up a process that its host still keeps
 GIVEN = {"coordinator": "--coordinator", "processes": "--processes", "process_id": "--process-id"}
 END = "end of the run"
-Message = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process of the job, as it introduces itself."""
-
-    index: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"process {self.index} (pid {self.pid} on {self.host})"
 
 
 class Processes:
@@ -250,24 +232,9 @@ def _leave(joined: Processes, error: BaseException) -> None:
     os._exit(code)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a process stands in its job."""
-
-    host: str
-    port: int
-    processes: int
-    process_id: int
-    local_devices: list[int] | None
-
-    @property
-    def coordinator(self) -> str:
-        return f"{self.host}:{self.port}"
-
-
 def _place(
     coordinator: str | None, processes: int | None, process_id: int | None, detect: bool, timeout: float
-) -> _Place | None:
+) -> Place | None:
     if not 0 < timeout <= 1e7:
         raise MeshError(f"--start-timeout {timeout} must be above 0 and at most 1e7 seconds")
     local_devices = None
@@ -292,7 +259,7 @@ def _place(
         raise MeshError(f"--processes {processes} must be at least 1")
     if not 0 <= process_id < processes:
         raise MeshError(f"--process-id {process_id} must be at least 0 and below --processes {processes}")
-    return _Place(found[1], int(found[2]), processes, process_id, local_devices)
+    return Place(found[1], int(found[2]), processes, process_id, local_devices)
 
 
 def _detect(
@@ -317,12 +284,12 @@ def _detect(
     return found[0], found[1], found[2], None if found[3] is None else list(found[3])
 
 
-def _join(place: _Place, deadline: float) -> Processes:
+def _join(place: Place, deadline: float) -> Processes:
     """Answer the roll call, then start JAX's own service and connections, whose messages name nobody."""
     me = Member(place.process_id, platform.node(), os.getpid())
-    members, links = _call_roll(place, me, deadline) if place.process_id == 0 else _answer_roll(place, me, deadline)
+    members, links = call_roll(place, me, deadline) if place.process_id == 0 else answer_roll(place, me, deadline)
     for link in links.values():
-        _keep_alive(link)
+        keep_alive(link)
     joined = Processes(place.process_id, members, links)
     # It would take SIGTERM for itself; `StopVote` agrees on a step also after Ctrl-C.
     with suppress(AttributeError):  # a later JAX may have none
@@ -342,153 +309,6 @@ def _join(place: _Place, deadline: float) -> Processes:
     return joined
 
 
-def _call_roll(place: _Place, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
-    """In process 0: wait for the others, and say to all who is there, or what is wrong."""
-    present: dict[int, tuple[Member, socket.socket]] = {}
-    strangers: list[socket.socket] = []
-
-    def refuse(reason: str) -> MeshError:
-        for link in [*(link for _, link in present.values()), *strangers]:
-            with suppress(OSError), link:
-                link.sendall(json.dumps({"refused": reason}).encode() + b"\n")
-        return MeshError(reason)
-
-    with _listen(place) as listener:
-        while len(present) < place.processes - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                link, _ = listener.accept()
-            except TimeoutError:
-                absent = [index for index in range(1, place.processes) if index not in present]
-                raise refuse(
-                    f"of {place.processes} processes {len(absent)} did not come to {place.coordinator} in time:"
-                    f" {_in_words(absent)}; start them, or look at their output, or give a longer --start-timeout"
-                ) from None
-            link.settimeout(5)
-            hello = _receive(link)
-            if hello is None or hello.get("job") != "llama_jax":  # somebody who tries ports
-                link.close()
-                continue
-            other = Member(hello["index"], hello["host"], hello["pid"])
-            if hello["count"] != place.processes:
-                strangers.append(link)
-                raise refuse(
-                    f"{other} was started for {hello['count']} processes, process 0 for {place.processes};"
-                    " give all the same --processes"
-                )
-            if other.index in present and _has_ended(present[other.index][1]):
-                present.pop(other.index)[1].close()  # and was started again
-            if other.index == 0 or other.index in present:
-                strangers.append(link)
-                twin = me if other.index == 0 else present[other.index][0]
-                raise refuse(f"{twin} and {other} have the same number; give each its own --process-id")
-            present[other.index] = other, link
-    members = (me, *(present[index][0] for index in range(1, place.processes)))
-    links = {index: link for index, (_, link) in present.items()}
-    welcome = json.dumps({"members": [[m.index, m.host, m.pid] for m in members]}).encode() + b"\n"
-    for link in links.values():
-        with suppress(OSError):  # one that has died since is noticed when all are watched
-            link.sendall(welcome)
-    return members, links
-
-
-def _has_ended(link: socket.socket) -> bool:
-    """Whether the process at the other end is gone; of one that waits nothing is to be read."""
-    link.setblocking(False)
-    try:
-        return not link.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        link.settimeout(5)
-
-
-def _answer_roll(place: _Place, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
-    """In every other process: introduce itself to process 0, and hear who is there."""
-    hello = {"job": "llama_jax", "index": me.index, "count": place.processes, "host": me.host, "pid": me.pid}
-    pause = 0.05
-    while True:
-        left = max(deadline - time.monotonic(), 0)
-        try:
-            link = socket.create_connection((place.host.strip("[]"), place.port), max(left, 0.1))
-            link.settimeout(left + 10)  # process 0, who may have come later, knows who is missing
-            answer = _exchange(link, hello)
-            if answer is not None:
-                break
-            link.close()  # process 0 is being started again, or it is the port of another program
-            reason = "no answer to the roll call"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        if time.monotonic() + pause > deadline:
-            raise MeshError(
-                f"process {me.index} of {place.processes} cannot reach process 0 at {place.coordinator} ({reason}); is that"
-                " running, and is it the address of its host? A longer --start-timeout waits longer"
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
-    if "refused" in answer:
-        link.close()
-        raise MeshError(answer["refused"])
-    return tuple(Member(*fields) for fields in answer["members"]), {0: link}
-
-
-def _exchange(link: socket.socket, message: Message) -> Message | None:
-    """Say one thing, and hear the answer, or None where none comes."""
-    try:
-        link.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        return None
-    return _receive(link)
-
-
-def _listen(place: _Place) -> socket.socket:
-    """On all addresses, as JAX's service does afterwards."""
-    try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", place.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=place.processes
-            )
-        return socket.create_server(("", place.port), backlog=place.processes)
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise MeshError(
-            f"port {place.port} of --coordinator {place.coordinator} cannot be taken ({reason}); give another port to all"
-            " processes"
-        ) from None
-
-
-def _receive(link: socket.socket) -> Message | None:
-    """One message, or None where none comes; nothing is read beyond it."""
-    read = b""
-    try:
-        while not read.endswith(b"\n"):
-            byte = link.recv(1)
-            if not byte or len(read) > 1 << 20:
-                return None
-            read += byte
-        message = json.loads(read)
-    except (OSError, ValueError):
-        return None
-    return message if isinstance(message, dict) else None
-
-
-def _keep_alive(link: socket.socket) -> None:
-    """Have the system ask a silent host whether it is there."""
-    link.settimeout(None)
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has all of them.
-    for name, value in (
-        ("TCP_KEEPIDLE", SILENCE // 3),
-        ("TCP_KEEPINTVL", SILENCE // 6),
-        ("TCP_KEEPCNT", 4),
-        ("TCP_USER_TIMEOUT", SILENCE * 1000),
-    ):
-        if hasattr(socket, name):
-            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
 def _difference(index: int, values: Mapping[str, Any], first: Mapping[str, Any]) -> str | None:
     for name in sorted(values.keys() | first.keys()):
         theirs, ours = values.get(name), first.get(name)
@@ -498,36 +318,3 @@ def _difference(index: int, values: Mapping[str, Any], first: Mapping[str, Any])
                 " shared --workdir"
             )
     return None
-
-
-def _in_words(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:20]))
-    return f"process{'es' if len(indices) > 1 else ''} {shown}{' and more' if len(indices) > 20 else ''}"
-
-
-class StopVote:
-    """Which signal any process has had: every one gives two numbers, all come to know the largest of each.
-
-    An all-reduce over one device of each process, put between two steps and read a step later, so that nothing waits for it.
-    """
-
-    def __init__(self) -> None:
-        first = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.array([first[index] for index in sorted(first)]), ("process",), axis_types=(AxisType.Auto,))
-        self._mine = first[jax.process_index()]
-        self._shape = len(first), 2
-        self._each = NamedSharding(mesh, P("process"))
-        self._largest = jax.jit(lambda votes: jnp.max(votes, axis=0), out_shardings=NamedSharding(mesh, P()))
-        self._cast: jax.Array | None = None
-
-    def cast(self, signal: int, microseconds: int) -> None:
-        """Give this process's numbers; all processes call this between the same steps."""
-        mine = jax.device_put(np.array([[signal, min(microseconds, 2**31 - 1)]], np.int32), self._mine)
-        self._cast = self._largest(jax.make_array_from_single_device_arrays(self._shape, self._each, [mine]))
-
-    def read(self) -> tuple[int, int] | None:
-        """The largest numbers of the last vote, once; None where there was none."""
-        if self._cast is None:
-            return None
-        (signal, microseconds), self._cast = np.asarray(self._cast).tolist(), None
-        return signal, microseconds

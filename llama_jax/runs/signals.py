@@ -8,7 +8,7 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-from llama_jax.parallel.processes import StopVote
+from llama_jax.parallel.votes import StopVote
 
 MOST_STEPS = 250  # between votes
 VOTE_SECONDS = 0.5  # between votes: one takes up to 4 ms of waiting for each other, measured on two busy cores

@@ -13,7 +13,7 @@ from conftest import params_of
 from make_format_goldens import FORMATS, SMALL, WIDE
 
 import llama_jax
-from llama_jax.checkpoints import gguf, gguf_file, open_checkpoint
+from llama_jax.checkpoints import gguf_file, open_checkpoint
 from llama_jax.checkpoints.gguf_rope import factors_of, with_scaling
 from llama_jax.checkpoints.meta import config_from_params
 from llama_jax.config import preset
@@ -247,7 +247,7 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     factors = factors_of(config, config.rope_scaling).astype(np.float32)
     path = tmp_path / "factors"
     path.write_bytes(factors.tobytes())
-    stored = gguf.Dense(path, 0, factors.shape, "F32")
+    stored = gguf_file.Dense(path, 0, factors.shape, "F32")
     fields = {"general.architecture": "llama"}
     plain = llama_jax.LlamaConfig(**(vars(config) | {"rope_scaling": None}))
     assert with_scaling(fields, plain, {"rope_freqs.weight": stored}) == config

@@ -443,12 +443,12 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
 
 BEFORE_THE_LOOP = """
 import signal
-import llama_jax.runs.loop as loop
+import llama_jax.runs.preparing as preparing
 def pause(*arguments):
     print("reading", flush=True)
     while True:
         signal.pause()
-loop._read_data = pause
+preparing.read_data = pause
 """
 
 

@@ -14,8 +14,9 @@ from contextlib import suppress
 import pytest
 
 from llama_jax.errors import MeshError
-from llama_jax.parallel import processes
-from llama_jax.parallel.processes import Member, Processes, start
+from llama_jax.parallel import processes, roll_call
+from llama_jax.parallel.processes import Processes, start
+from llama_jax.parallel.roll_call import Member
 
 
 @pytest.fixture
@@ -31,9 +32,9 @@ def join(*arguments, **options):
 
 
 def answer(port, index, count, timeout=5.0):
-    place = processes._Place("127.0.0.1", port, count, index, None)
+    place = roll_call.Place("127.0.0.1", port, count, index, None)
     me = Member(index, platform.node(), os.getpid())
-    return processes._answer_roll(place, me, time.monotonic() + timeout)
+    return roll_call.answer_roll(place, me, time.monotonic() + timeout)
 
 
 @pytest.fixture
@@ -196,14 +197,14 @@ def test_one_that_dies_and_is_started_again_may_come_again(port, others):
     def dead_and_alive():
         come(1, 100).close()
         links = [come(1, 101), come(2, 102)]  # the port takes them in this order
-        answers = [processes._receive(link) for link in links]
+        answers = [roll_call._receive(link) for link in links]
         for link in links:
             link.close()
         return answers
 
     run(dead_and_alive)
-    place = processes._Place("127.0.0.1", port, 3, 0, None)
-    members, links = processes._call_roll(place, Member(0, "here", 1), time.monotonic() + 10)
+    place = roll_call.Place("127.0.0.1", port, 3, 0, None)
+    members, links = roll_call.call_roll(place, Member(0, "here", 1), time.monotonic() + 10)
     for link in links.values():
         link.close()
     assert [member.pid for member in members] == [1, 101, 102]
@@ -228,8 +229,8 @@ def test_strangers_at_the_port_are_sent_away(port, others):
         return answer(port, 1, 2)
 
     run(knock)
-    place = processes._Place("127.0.0.1", port, 2, 0, None)
-    members, links = processes._call_roll(place, Member(0, "here", 1), time.monotonic() + 10)
+    place = roll_call.Place("127.0.0.1", port, 2, 0, None)
+    members, links = roll_call.call_roll(place, Member(0, "here", 1), time.monotonic() + 10)
     ((answered, link),) = wait()
     assert [member.index for member in members] == [0, 1]
     assert answered == members

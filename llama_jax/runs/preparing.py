@@ -1,0 +1,196 @@
+"""What must be right before the first step of a run: its folder, data and prompts, the same in all processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
+from llama_jax.config import LlamaConfig
+from llama_jax.data import Corpus, open_corpus, split
+from llama_jax.errors import CheckpointError
+from llama_jax.model.trees import parameter_count
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.processes import Processes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.log import Log
+from llama_jax.runs.program import Backend
+from llama_jax.runs.recipe import Recipe, differences, to_dict
+from llama_jax.runs.snapshots import Snapshots
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+
+Paths = Sequence[str | os.PathLike[str]]
+RECIPE = "recipe.json"
+MARK_SECONDS = 30  # until what one host writes is seen by the others: file systems over a network remember what is missing
+
+
+def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
+    """Whether two models differ at most in how far they read: the parameters of one fit the other."""
+    return original == replace(
+        model, rope_scaling=original.rope_scaling, rope_theta=original.rope_theta, max_seq_len=original.max_seq_len
+    )
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """What a run reads: the documents to train on, and those that are kept apart."""
+
+    train: Corpus
+    validation: Corpus
+
+
+def agree(
+    processes: Processes,
+    folder: Path,
+    recipe: Recipe,
+    mesh: MeshSizes,
+    backend: Backend,
+    corpora: Corpora,
+    note: dict[str, Any] | None,
+) -> None:
+    """Processes that do not compute the same would wait for each other in different places."""
+    if processes.count == 1:
+        return
+    processes.agree(
+        "what is trained",
+        {
+            "--workdir": _mark_of(folder, processes),
+            **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
+            "mesh": str(mesh),
+            "backend": backend,
+            "training data": corpora.train.digest,
+            "validation data": corpora.validation.digest,
+            "checkpoint to go on from": None if note is None else f"step {note['step']}",
+        },
+    )
+
+
+def _mark_of(folder: Path, processes: Processes) -> str:
+    """What process 0 has just written into the folder of the run: where another cannot read it, that has another folder."""
+    mark = folder / ".shared"
+    if processes.index == 0:
+        mark.write_text(f"{folder.resolve()} on {platform.node()}")
+    processes.wait("mark")
+    deadline = time.monotonic() + MARK_SECONDS
+    while processes.index and not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    try:
+        found = mark.read_text()
+    except OSError:
+        found = f"{folder.resolve()} on {platform.node()}, which is not the same folder"
+    processes.wait("mark read")
+    if processes.index == 0:
+        mark.unlink(missing_ok=True)
+    return found
+
+
+def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
+    """The note of the checkpoint to go on from, or None for a new run."""
+    latest = snapshots.latest()
+    if latest is None:
+        return None
+    if not resume:
+        raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
+    try:
+        note = read_note(folder / CHECKPOINTS, latest)
+    except CheckpointError as error:
+        older = max((step for step in snapshots.steps() if step < latest), default=None)
+        remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
+        raise TrainingError(
+            f"the checkpoint in {folder / CHECKPOINTS / str(latest)} is damaged ({error}); {remedy}"
+        ) from None
+    changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
+    if changed and not _prolongs(recipe, note["recipe"], latest, changed):
+        raise TrainingError(
+            f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
+        )
+    return note
+
+
+def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequence[str]) -> bool:
+    """Whether all that differs is how the learning rate goes on, and not what it was in the steps that are done."""
+    names = {difference.partition(":")[0] for difference in changed}
+    if not names <= {"steps", "optimizer.schedule", "optimizer.decay_share", "optimizer.final_share"} or recipe.steps < done:
+        return False
+    old = learning_rates(OptimizerSettings(**before["optimizer"]), before["steps"])
+    new = learning_rates(recipe.optimizer, recipe.steps)
+    updates = np.arange(done)
+    return bool(np.array_equal(old(updates) + 0 * updates, new(updates) + 0 * updates))
+
+
+def describe(log: Log, recipe: Recipe, corpora: Corpora) -> None:
+    """What is trained, before minutes may go into compiling it."""
+    r, train, held = recipe, corpora.train, corpora.validation
+    epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
+    log.line(f"model: {parameter_count(r.model):,} parameters, {r.dtype}, remat {r.remat}")
+    log.line(
+        f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"
+        f" {held.document_count:,} to validate; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
+    )
+
+
+def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
+    """The prompts as tokens, with room behind them: it would be a pity to find out hours later, at the first evaluation."""
+    found = [tokenizer.encode(prompt, bos=tokenizer.bos_id >= 0) for prompt in recipe.prompts]
+    context = recipe.model.max_seq_len
+    for prompt, ids in zip(recipe.prompts, found, strict=True):
+        if not 0 < len(ids) < context:
+            raise TrainingError(
+                f"prompts: {prompt[:40]!r} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
+                f" context of {context}"
+            )
+    return found
+
+
+def read_data(
+    recipe: Recipe, data: Paths, validation_data: Paths, tokenizer: Tokenizer, note: dict[str, Any] | None
+) -> Corpora:
+    def read(paths: Paths) -> Corpus:
+        def bar(megabytes: range) -> Any:
+            disable = True if jax.process_index() > 0 else None
+            return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
+
+        return open_corpus(list(paths), tokenizer, reading=recipe.reading, progress=bar)
+
+    if validation_data:
+        corpora = Corpora(read(data), read(validation_data))
+    else:
+        corpus = read(data)
+        if corpus.document_count < 2:
+            raise TrainingError(
+                "the data is a single document, of which nothing can be kept for validation; give other files with"
+                " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
+            )
+        corpora = Corpora(*split(corpus, recipe.validation, seed=recipe.seed))
+    if corpora.train.vocab_size > recipe.model.vocab_size:
+        raise TrainingError(
+            f"the tokenizer has {corpora.train.vocab_size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
+            f" set model.vocab_size={corpora.train.vocab_size} or more"
+        )
+    if note is not None:
+        for name, corpus in vars(corpora).items():
+            if note["data"][name] != corpus.digest:
+                raise TrainingError(f"the {name} data is not what this run began with; resume with the same files")
+    limit = recipe.evaluate_tokens
+    if limit:
+        sizes = np.cumsum(corpora.validation.stops - corpora.validation.starts)
+        chosen = np.arange(1 + int(np.searchsorted(sizes, limit)))[: corpora.validation.document_count]
+        corpora = replace(corpora, validation=corpora.validation.select(chosen))
+    return corpora
+
+
+def write_recipe(folder: Path, recipe: Recipe) -> None:
+    """For people: what counts is the copy in every checkpoint."""
+    if jax.process_index() == 0:
+        (folder / RECIPE).write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
