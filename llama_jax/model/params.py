@@ -126,21 +126,6 @@ class Row:
         """Whether it has a row for each token, and so may have rows of padding."""
         return self.axes.startswith("V")
 
-    @property
-    def of_expert(self) -> bool:
-        """Whether each expert has one, of which a token is multiplied with a few."""
-        return self.axes.startswith("E ") and len(self.axes.split()) == 3
-
-    @property
-    def has_groups(self) -> bool:
-        """Whether it has an entry for each key/value head with its queries, and so may hold heads several times."""
-        return self.axes.startswith("K G+2")
-
-    @property
-    def axes_after_groups(self) -> int:
-        """How many axes follow those of heads and what each holds."""
-        return len(self.axes.split()) - 2
-
     def shape(self, config: LlamaConfig) -> tuple[int, ...]:
         """Of one layer."""
         return shape_of(self.axes, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,27 +34,16 @@ def rotary_table(
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
 
 
-def apply_rotary(
-    x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: Literal["half", "interleaved"] = "half"
-) -> jax.Array:
+def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Turn each pair of features by its position's angle.
 
     Args:
-      x: [..., H].
+      x: [..., H]. Features i and i + H/2 are a pair, as in Hugging Face's weights. In Meta's and llama2.c's files 2i and
+        2i + 1 are: the scores are the same when rows of projections are reordered by `rotary_order.half_from_interleaved`.
       cos, sin: [..., H/2], broadcast against `x` on the leading axes.
-      layout: which features form pair i: "half" takes (i, i + H/2), as Hugging Face stores its weights and as this
-        library keeps them; "interleaved" takes (2i, 2i + 1), as Meta's and llama2.c's files do. The two give the same
-        attention scores when the rows of the query and key projections are reordered by `half_from_interleaved`.
 
     Returns:
       [..., H] in the dtype of `x`.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, cos.dtype))
-    if layout == "half":
-        first, second = jnp.split(wide, 2, axis=-1)
-    else:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    turned = first * cos - second * sin, second * cos + first * sin
-    if layout == "half":
-        return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-    return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, cos.dtype)), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -84,6 +84,16 @@ def fit(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
     return changed(params, partial(fit_array, laid_out(config, sizes)))
 
 
+def has_groups(row: Row) -> bool:
+    """Whether a parameter has an entry for each key/value head with its queries, and so may hold heads several times."""
+    return row.axes.startswith("K G+2")
+
+
+def _axes_after_groups(row: Row) -> int:
+    """How many axes follow those of heads and what each holds."""
+    return len(row.axes.split()) - 2
+
+
 def fit_array(target: LlamaConfig, row: Row, array: Any) -> Any:
     """One parameter as a mesh holds it.
 
@@ -93,7 +103,7 @@ def fit_array(target: LlamaConfig, row: Row, array: Any) -> Any:
     """
     if row.has_vocabulary:
         return pad_rows(array, rows=target.vocab_size)
-    return copy_heads(array, heads=target.n_kv_heads, after=row.axes_after_groups) if row.has_groups else array
+    return copy_heads(array, heads=target.n_kv_heads, after=_axes_after_groups(row)) if has_groups(row) else array
 
 
 def unfit(config: LlamaConfig, params: Llama) -> Llama:
@@ -102,7 +112,7 @@ def unfit(config: LlamaConfig, params: Llama) -> Llama:
     def undone(row: Row, array: Any) -> Any:
         if row.has_vocabulary:
             return array if array.shape[0] == config.vocab_size else array[: config.vocab_size]
-        return _merge_heads(array, heads=config.n_kv_heads, after=row.axes_after_groups) if row.has_groups else array
+        return _merge_heads(array, heads=config.n_kv_heads, after=_axes_after_groups(row)) if has_groups(row) else array
 
     return changed(params, undone)
 

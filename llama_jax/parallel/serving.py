@@ -9,7 +9,7 @@ import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama, Row
-from llama_jax.parallel.fit import changed, fit_array, laid_out
+from llama_jax.parallel.fit import changed, fit_array, has_groups, laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_specs, shardings
 
@@ -37,7 +37,7 @@ def fit_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
 
     def move(row: Row, array: jax.Array) -> jax.Array:
         place = attrgetter(row.path)(placement)
-        if array.sharding == place or not (row.has_vocabulary or row.has_groups):  # nothing was to be fitted
+        if array.sharding == place or not (row.has_vocabulary or has_groups(row)):  # nothing was to be fitted
             return array
         found = jax.block_until_ready(jax.jit(partial(fit_array, target, row), out_shardings=place)(array))
         array.delete()

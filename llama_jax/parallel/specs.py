@@ -145,7 +145,7 @@ def _fitted_arrays(config: LlamaConfig, sizes: MeshSizes) -> tuple[str, ...]:
     """Paths of the parameters that `fit` changes."""
     padded = fit.padded_vocab(config, sizes) != config.vocab_size
     copied = config.n_kv_heads % sizes.tensor != 0
-    return tuple(r.path for r in rows(config) if (r.has_vocabulary and padded) or (r.has_groups and copied))
+    return tuple(r.path for r in rows(config) if (r.has_vocabulary and padded) or (fit.has_groups(r) and copied))
 
 
 def _check(name: str, value: int, axis: str, size: int, fit: int) -> None:
@@ -207,7 +207,7 @@ def layout_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
     changed = _fitted_arrays(config, sizes)
 
     def gather_heads(row: Row, array: jax.Array) -> jax.Array:
-        if not row.has_groups:
+        if not fit.has_groups(row):
             return array
         columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if len(row.mesh) > 1 else None)
         return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import rows
+from llama_jax.model.params import Row, rows
 
 FORMULA = (
     "FLOPs of a step = tokens * (6 * P + 12 * L * N * H * T / 2), P the matrix parameters that every token is multiplied "
@@ -31,8 +31,13 @@ def matrix_parameters(config: LlamaConfig) -> int:
         if not row.decays or (row.path == "embedding" and not config.tie_embeddings):
             continue
         numbers = math.prod(row.shape(config)) * (config.n_layers if row.in_blocks else 1)
-        total += numbers // config.experts * config.experts_per_token if row.of_expert else numbers
+        total += numbers // config.experts * config.experts_per_token if _is_of_expert(row) else numbers
     return total
+
+
+def _is_of_expert(row: Row) -> bool:
+    """Whether each expert has one, of which a token is multiplied with a few."""
+    return row.axes.startswith("E ") and len(row.axes.split()) == 3
 
 
 def step_flops(config: LlamaConfig, batch: int, length: int, *, document_length: float | None = None) -> float:

@@ -129,23 +129,22 @@ class TestNorm:
         np.testing.assert_allclose(np.asarray(got, np.float32), 1.0, rtol=0.01)
 
 
-def rotate(x, positions, theta=100.0, layout="half"):
+def rotate(x, positions, theta=100.0):
     cos, sin = ops.rotary_table(jnp.asarray(positions), ops.inverse_frequencies(x.shape[-1], theta))
-    return ops.apply_rotary(jnp.asarray(x), cos, sin, layout=layout)
+    return ops.apply_rotary(jnp.asarray(x), cos, sin)
 
 
 class TestRotary:
-    @given(st.sampled_from([1, 8]), seeds, st.sampled_from(["half", "interleaved"]))
-    def test_keeps_norms(self, pairs, seed, layout):
+    @given(st.sampled_from([1, 8]), seeds)
+    def test_keeps_norms(self, pairs, seed):
         x = normal(seed, 5, 2 * pairs)
-        turned = rotate(x, np.arange(5) * 3, layout=layout)
+        turned = rotate(x, np.arange(5) * 3)
         np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
 
     @given(st.sampled_from([1, 8]), seeds, st.integers(0, 50), st.integers(0, 50), st.integers(0, 200))
-    @pytest.mark.parametrize("layout", ["half", "interleaved"])
-    def test_scores_depend_on_the_distance_only(self, layout, pairs, seed, p, q, shift):
+    def test_scores_depend_on_the_distance_only(self, pairs, seed, p, q, shift):
         a, b = normal(seed, 2 * pairs), normal(seed + 1, 2 * pairs)
-        score = [float(rotate(a, p + s, layout=layout) @ rotate(b, q + s, layout=layout)) for s in (0, shift)]
+        score = [float(rotate(a, p + s) @ rotate(b, q + s)) for s in (0, shift)]
         assert score[0] == pytest.approx(score[1], abs=2e-4)
 
     def test_position_zero_changes_nothing(self):
@@ -156,10 +155,11 @@ class TestRotary:
     def test_the_two_layouts_are_one_up_to_the_order_of_rows(self, pairs, seed):
         head = 2 * pairs
         x, w, positions = normal(seed, 4, 10), normal(seed + 1, head, 10), np.arange(4)
-        interleaved = rotate(x @ w.T, positions, layout="interleaved")
         half = rotate(x @ ops.half_from_interleaved(w).T, positions)
-        reordered = jnp.concatenate([interleaved[:, 0::2], interleaved[:, 1::2]], axis=-1)
-        np.testing.assert_allclose(half, reordered, rtol=1e-5, atol=1e-5)
+        features = x @ w.T  # of which neighbours are pairs
+        angles = positions[:, None] * ops.inverse_frequencies(head, 100.0)
+        want = (features[:, 0::2] + 1j * features[:, 1::2]) * np.exp(1j * angles)
+        np.testing.assert_allclose(half, np.concatenate([want.real, want.imag], -1), rtol=1e-4, atol=1e-4)
 
     @given(st.sampled_from([1, 6]), seeds)
     def test_is_a_complex_product(self, pairs, seed):
