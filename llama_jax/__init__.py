@@ -63,8 +63,8 @@ _HOME = {
     "grow": "model.cache",
     "init_cache": "model.cache",
     "forward": "model.forward",
-    "logits": "model.forward",
-    "observe": "model.taps",
+    "logits": "model.whole",
+    "observe": "model.whole",
     "rotary_frequencies": "model.forward",
     "unembed": "model.forward",
     "Compute": "model.options",
@@ -184,11 +184,11 @@ if TYPE_CHECKING:
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.state import Piece
     from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache
-    from llama_jax.model.forward import forward, logits, rotary_frequencies, unembed
+    from llama_jax.model.forward import forward, rotary_frequencies, unembed
     from llama_jax.model.options import Compute, Layout, Places
     from llama_jax.model.params import Llama
-    from llama_jax.model.taps import observe
     from llama_jax.model.trees import init, parameter_count, stack, unstack
+    from llama_jax.model.whole import logits, observe
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.evaluate import Evaluation, evaluate
     from llama_jax.runs.lengths import LengthLoss, evaluate_lengths

@@ -20,8 +20,9 @@ from llama_jax.checkpoints.huggingface_config import config_from_dict
 from llama_jax.checkpoints.memory import from_params
 from llama_jax.checkpoints.pickled import read_pickled
 from llama_jax.inference.sampling import penalise, threshold
-from llama_jax.model.forward import forward, logits, unembed
+from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
+from llama_jax.model.whole import logits
 
 pytestmark = [
     pytest.mark.parity,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llama_jax.config.checks import check_heads, check_sizes
 from llama_jax.config.kinds import Kind, kind_of
-from llama_jax.config.numbers import require_number, require_positive_int
-from llama_jax.config.rope import RopeScaling, check_fits
+from llama_jax.config.rope import RopeScaling
 from llama_jax.errors import ConfigError
 
 
@@ -62,35 +62,14 @@ class LlamaConfig:
     experts_per_token: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
-            require_positive_int(name, getattr(self, name))
-        require_number("norm_eps", self.norm_eps, above=0.0)
-        require_number("rope_theta", self.rope_theta, above=1.0)
+        check_sizes(self)
         if self.head_dim == 0 or isinstance(self.head_dim, _Following):
             if self.dim % self.n_heads:
                 raise ConfigError(f"dim={self.dim} must be a multiple of n_heads={self.n_heads}, or give head_dim")
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
-        require_positive_int("head_dim", self.head_dim)
+        check_heads(self)
         if self.head_dim * self.n_heads == self.dim:
             object.__setattr__(self, "head_dim", _Following(self.head_dim))
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs of features")
-        if self.n_heads % self.n_kv_heads:
-            raise ConfigError(f"n_heads={self.n_heads} must be a multiple of n_kv_heads={self.n_kv_heads}")
-        for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.window is not None:
-            require_positive_int("window", self.window)
-        if (self.experts, self.experts_per_token) != (0, 0):
-            for name in ("experts", "experts_per_token"):
-                require_positive_int(name, getattr(self, name))
-            if self.experts_per_token > self.experts:
-                raise ConfigError(f"experts_per_token={self.experts_per_token} must be at most experts={self.experts}")
-        if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise ConfigError(f"rope_scaling={self.rope_scaling!r} must be a RopeScaling or None")
-        if self.rope_scaling is not None:
-            check_fits(self.rope_scaling, self.head_dim)
 
     @property
     def kind(self) -> Kind:

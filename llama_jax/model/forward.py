@@ -60,8 +60,8 @@ def forward(
     comes after all that a real one may see, so it needs no mask, only a length.
 
     Args:
-      tokens: int32[B, T], ids in [0, V). An id outside is not noticed here; `logits` and `generate` check. Nor is a
-        position beyond `config.max_seq_len`, which `generate` refuses.
+      tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, as it is by `whole.logits` and `generate`. Nor
+        is a position beyond `config.max_seq_len`, which `generate` refuses.
       cache: what the rows have read before; None starts at position 0 and keeps nothing. Its form follows that of
         `params.blocks`: a tuple for a tuple, stacked for stacked.
       places: where the tokens stand, where it is not one after the other from what the cache holds.
@@ -119,7 +119,7 @@ def run(
     options: Options,
     tap: Callable[..., Any] | None = None,
 ) -> tuple[jax.Array, Any, Any]:
-    """Hidden states, the cache, and what `tap` took from every layer, see `taps.observe`."""
+    """Hidden states, the cache, and what `tap` took from every layer, see `whole.observe`."""
     places, compute, layout = options
     tokens = jnp.asarray(tokens)
     _check_arguments(config, params, tokens, cache, places)
@@ -295,20 +295,6 @@ def head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     """
     check_head(config, params)
     return params.embedding if params.lm_head is None else params.lm_head
-
-
-def logits(config: LlamaConfig, params: Llama, tokens: jax.Array, compute: Compute = Compute()) -> jax.Array:
-    """Logits float32[B, T, V] of whole sequences, without a cache: the plain case of `forward` and `unembed`.
-
-    Args:
-      tokens: int[B, T], ids in [0, V).
-
-    Raises:
-      GenerationError: an id outside the vocabulary (checked where the values are known, not under `jit`).
-    """
-    check_tokens(config, tokens)
-    hidden, _ = forward(config, params, jnp.asarray(tokens), compute=compute)
-    return unembed(config, params, hidden)
 
 
 def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str = "token id") -> None:

@@ -15,7 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Layout, Places
 from llama_jax.model.params import Block, Llama
-from llama_jax.model.taps import Layer, observe
+from llama_jax.model.whole import Layer, observe
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import AXIS, BATCH, PARTS, divide_over, join, positions_of, ring_attention
 from llama_jax.parallel.specs import batch_spec, constrain_over

@@ -14,8 +14,8 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward import unembed
 from llama_jax.model.params import Block, Llama
-from llama_jax.model.taps import observe
 from llama_jax.model.trees import unstack
+from llama_jax.model.whole import observe
 
 
 @dataclass(frozen=True)

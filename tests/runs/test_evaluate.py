@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.data import Corpus, DataError, validation_batches
-from llama_jax.model.forward import forward, logits, unembed
+from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Places
+from llama_jax.model.whole import logits
 from llama_jax.runs.evaluate import Evaluation, choose_sizes, evaluate, token_nats
 from llama_jax.runs.windows import Rows
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax.config import RopeScaling
 from llama_jax.errors import GenerationError, TokenizerError, UserError
-from llama_jax.model.forward import logits
+from llama_jax.model.whole import logits
 from llama_jax.runs import lengths
 from llama_jax.runs import needle as room
 from llama_jax.runs.haystack import FARTHEST, QUESTION, STATEMENT, Trial, draw_keys, encode_keys, lay_prompt

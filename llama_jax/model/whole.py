@@ -1,4 +1,4 @@
-"""What can be seen of a forward pass while it runs."""
+"""Whole sequences, without a cache: their logits, and what can be seen of every layer."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.forward import Options, run
+from llama_jax.model.forward import Options, check_tokens, forward, run, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 
@@ -53,3 +54,17 @@ def observe(
         options = Options(places, compute, layout)
         hidden, _, taken = run(config, params, tokens, None, options, lambda *seen: tap(Layer(*seen)))
     return hidden, taken
+
+
+def logits(config: LlamaConfig, params: Llama, tokens: jax.Array, compute: Compute = Compute()) -> jax.Array:
+    """Logits float32[B, T, V] of whole sequences, without a cache: the plain case of `forward` and `unembed`.
+
+    Args:
+      tokens: int[B, T], ids in [0, V).
+
+    Raises:
+      GenerationError: an id outside the vocabulary (checked where the values are known, not under `jit`).
+    """
+    check_tokens(config, tokens)
+    hidden, _ = forward(config, params, jnp.asarray(tokens), compute=compute)
+    return unembed(config, params, hidden)

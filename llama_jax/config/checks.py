@@ -1,0 +1,40 @@
+"""What the sizes of a model cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.rope import RopeScaling, check_fits
+from llama_jax.errors import ConfigError
+
+
+def check_sizes(config: Any) -> None:
+    """Raise ConfigError for a `LlamaConfig` that cannot be, naming the field."""
+    for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
+        require_positive_int(name, getattr(config, name))
+    require_number("norm_eps", config.norm_eps, above=0.0)
+    require_number("rope_theta", config.rope_theta, above=1.0)
+    for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
+        if not isinstance(getattr(config, name), bool):
+            raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False")
+    if config.n_heads % config.n_kv_heads:
+        raise ConfigError(f"n_heads={config.n_heads} must be a multiple of n_kv_heads={config.n_kv_heads}")
+    if config.window is not None:
+        require_positive_int("window", config.window)
+    if (config.experts, config.experts_per_token) != (0, 0):
+        for name in ("experts", "experts_per_token"):
+            require_positive_int(name, getattr(config, name))
+        if config.experts_per_token > config.experts:
+            raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
+    if not isinstance(config.rope_scaling, RopeScaling | None):
+        raise ConfigError(f"rope_scaling={config.rope_scaling!r} must be a RopeScaling or None")
+
+
+def check_heads(config: Any) -> None:
+    """Raise ConfigError for heads of a size that cannot be."""
+    require_positive_int("head_dim", config.head_dim)
+    if config.head_dim % 2:
+        raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs of features")
+    if config.rope_scaling is not None:
+        check_fits(config.rope_scaling, config.head_dim)
