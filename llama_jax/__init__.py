@@ -57,7 +57,7 @@ _HOME = {
     "generate": "inference.generate",
     "stream": "inference.generate",
     "Sampling": "inference.sampling",
-    "CacheOptions": "model.cache",
+    "CacheOptions": "model.window",
     "KVCache": "model.cache",
     "cache_bytes": "model.cache",
     "grow": "model.cache",
@@ -65,7 +65,7 @@ _HOME = {
     "forward": "model.forward",
     "logits": "model.whole",
     "observe": "model.whole",
-    "rotary_frequencies": "model.forward",
+    "rotary_frequencies": "model.rope",
     "unembed": "model.forward",
     "Compute": "model.options",
     "Layout": "model.options",
@@ -183,12 +183,14 @@ if TYPE_CHECKING:
     from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.state import Piece
-    from llama_jax.model.cache import CacheOptions, KVCache, cache_bytes, grow, init_cache
-    from llama_jax.model.forward import forward, rotary_frequencies, unembed
+    from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
+    from llama_jax.model.forward import forward, unembed
     from llama_jax.model.options import Compute, Layout, Places
     from llama_jax.model.params import Llama
+    from llama_jax.model.rope import rotary_frequencies
     from llama_jax.model.trees import init, parameter_count, stack, unstack
     from llama_jax.model.whole import logits, observe
+    from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.runs.evaluate import Evaluation, evaluate
     from llama_jax.runs.lengths import LengthLoss, evaluate_lengths

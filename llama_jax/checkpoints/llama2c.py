@@ -24,8 +24,8 @@ from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.forward import rotary_frequencies
 from llama_jax.model.params import rows, shape_of
+from llama_jax.model.rope import rotary_frequencies
 from llama_jax.tokenizers import find_tokenizer
 
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none

@@ -10,7 +10,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.errors import ConfigError
-from llama_jax.model.forward import rotary_frequencies
+from llama_jax.model.rope import rotary_frequencies
 
 NOTE = "llama_jax"  # under which a file keeps it
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import jax.numpy as jnp
 
     from llama_jax.config import LlamaConfig
-    from llama_jax.model.cache import CacheOptions
+    from llama_jax.model.window import CacheOptions
 
 
 @dataclass(frozen=True, kw_only=True)

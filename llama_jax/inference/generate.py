@@ -17,9 +17,10 @@ from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare, token_ids
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, decode, empty_reading, enlarge, read, start
-from llama_jax.model.cache import CacheOptions, KVCache, bucket
+from llama_jax.model.cache import KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
+from llama_jax.model.window import CacheOptions
 
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that scores stay [512, S]
 SMALLEST_CACHE = 256  # below it a step costs the same

@@ -12,8 +12,9 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
-from llama_jax.model.cache import CacheOptions, bucket
+from llama_jax.model.cache import bucket
 from llama_jax.model.forward import check_tokens
+from llama_jax.model.window import CacheOptions
 
 SMALLEST_PREFILL = 16
 

@@ -17,10 +17,11 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.sampling import Sampling, sample
-from llama_jax.model.cache import CacheOptions, KVCache, grow, init_cache, over_buffers
+from llama_jax.model.cache import KVCache, grow, init_cache, over_buffers
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
+from llama_jax.model.window import CacheOptions
 
 CHUNK = 4  # tokens per turn of the decode loop; early exit happens between turns: few enough that none waits long
 

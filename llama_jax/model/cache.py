@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,37 +13,12 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
+from llama_jax.model.window import check_window, ring_positions, ring_slots
 from llama_jax.ops import cpu
-from llama_jax.ops.attention.view import NO_KEY
 from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """How a generation remembers.
-
-    Attributes:
-      dtype: "int8" for a quarter of float32's bytes, each head and position with a factor of its own; None takes that of the
-        parameters.
-      window: tokens see only so many positions back, and the cache needs no more room however long the text becomes.
-      sinks: first tokens that are seen for ever, without which a model that was trained to see all loses its footing
-        (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
-
-    Raises:
-      GenerationError: a value that cannot be.
-    """
-
-    dtype: Literal["int8"] | None = None
-    window: int | None = None
-    sinks: int = 0
-
-    def __post_init__(self) -> None:
-        if self.dtype not in (None, "int8"):
-            raise GenerationError(f"dtype={self.dtype!r} of the cache must be 'int8', or None for that of the parameters")
-        check_window(self.window, self.sinks)
 
 
 class KVCache(struct.PyTreeNode):
@@ -54,7 +28,7 @@ class KVCache(struct.PyTreeNode):
       k, v: a tuple of L arrays [B, K, S, H] (for a tuple of blocks) or one array [L, B, K, S, H] (for stacked blocks);
         `Quantized` ones for a cache of int8. Head-major, so that the product with a query reads it as it lies.
       length: int32[B], tokens that each row has read. Rows may have different lengths.
-      window: how many positions back a token sees, or None for all. Then the slots are a ring: see `slots_of`.
+      window: how many positions back a token sees, or None for all. Then the slots are a ring: see `ring_slots`.
       sinks: with a window, the first so many tokens are seen for ever (Xiao et al. 2023, section 3.2, attention sinks).
       fresh: nothing has been read, and who made the cache says so for certain: the first tokens then attend to their own
         keys and values as whole rows, without a look at the slots. `forward` returns a cache that is not. It is part of
@@ -103,9 +77,8 @@ def init_cache(
             raise GenerationError(f"{name}={value!r} must be a positive whole number")
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
-    check_window(window, sinks)
-    if window is not None and capacity < sinks + window:
-        raise GenerationError(f"capacity={capacity} is less than window={window} and sinks={sinks} together")
+    if window is not None or sinks:
+        check_window(window, sinks, capacity)
     shape = (batch, config.n_kv_heads, capacity, config.head_dim)
 
     def zeros(*shape: int) -> Buffer:
@@ -117,15 +90,6 @@ def init_cache(
         return zeros(config.n_layers, *shape) if stacked else tuple(zeros(*shape) for _ in range(config.n_layers))
 
     return KVCache(buffers(), buffers(), jnp.zeros((batch,), jnp.int32), window, sinks, fresh)
-
-
-def check_window(window: int | None, sinks: int) -> None:
-    """Raise GenerationError for a window or sinks that cannot be."""
-    for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise GenerationError(f"{name}={value!r} must be a whole number of at least {least}")
-    if window is None and sinks:
-        raise GenerationError(f"sinks={sinks} are for a cache with a window; without one every token is kept")
 
 
 def cache_bytes(config: LlamaConfig, batch: int, length: int, dtype: jax.typing.DTypeLike) -> int:
@@ -168,29 +132,16 @@ def over_buffers(change: Callable[[jax.Array], jax.Array], cache: KVCache) -> KV
 
 
 def slots_of(cache: KVCache, new: int) -> jax.Array:
-    """Where the next `new` tokens of each row are written: the slot of the first one, int32[B], or of each, int32[B, T].
-
-    The slots of a cache with a window are a ring behind those of the sinks: the token at position p >= sinks is in slot
-    sinks + (p - sinks) mod (S - sinks). Nothing is ever moved; what is overwritten is out of every window to come, as long
-    as no more tokens are read at once than `init_cache` says. That is also true of the padding behind a row's last token.
-    """
+    """Where the next `new` tokens of each row are written: the slot of the first one, int32[B], or of each, int32[B, T]."""
     if cache.window is None:
         return cache.length
-    positions = cache.length[:, None] + jnp.arange(new, dtype=jnp.int32)
-    ring = cache.sinks + (positions - cache.sinks) % (cache.capacity - cache.sinks)
-    slots = jnp.where(positions < cache.sinks, positions, ring)
+    slots = ring_slots(cache.length, new, cache.capacity, cache.sinks)
     return slots[:, 0] if new == 1 else slots
 
 
 def key_positions(cache: KVCache, new: int) -> jax.Array | None:
     """int32[B, S], which position each slot holds once `new` tokens are written; None where slot s holds position s."""
-    if cache.window is None:
-        return None
-    slots = jnp.arange(cache.capacity, dtype=jnp.int32)
-    last = cache.length[:, None] + new - 1
-    held = last - (last - slots) % (cache.capacity - cache.sinks)  # the latest position of each slot of the ring
-    held = jnp.where(held < cache.sinks, NO_KEY, held)
-    return jnp.where(slots < cache.sinks, jnp.where(slots <= last, slots, NO_KEY), held)
+    return None if cache.window is None else ring_positions(cache.length, new, cache.capacity, cache.sinks)
 
 
 def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | None = None) -> Buffer:

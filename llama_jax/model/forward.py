@@ -17,31 +17,9 @@ from llama_jax.model.cache import KVCache, key_positions, slots_of, write
 from llama_jax.model.options import Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama, check_head, check_params
 from llama_jax.model.remat import rematerialise
+from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import Seen, View
-from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length, lengths_of
 from llama_jax.ops.rotary import Frequencies
-
-
-def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Frequencies, float]:
-    """How far each pair of features turns per position, and what cosine and sine are multiplied by.
-
-    From the configuration alone, so that training and inference cannot disagree; computed in float64 where the length is
-    not an array of JAX.
-
-    Args:
-      length: of the sequence, for the kinds of scaling that depend on it ("dynamic" and "longrope"; the others are the same
-        at every length): a number, or int[...] with one for each row; None for the original context.
-
-    Returns:
-      Radians per position, float32[H/2], and the attention factor. For an array of lengths and a scaling that depends on
-      them float32[..., H/2].
-    """
-    plain, scaling = ops.inverse_frequencies(config.head_dim, config.rope_theta), config.rope_scaling
-    if scaling is None:
-        return plain.astype(np.float32), 1.0
-    scale = SCALINGS[scaling.kind]
-    frequencies, attention_factor = scale(plain, theta=config.rope_theta, length=length, **scaling.settings)
-    return frequencies.astype(np.float32), attention_factor
 
 
 def forward(
@@ -195,12 +173,10 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
     slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order
-    rope_lengths = places.rope_lengths
-    if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and rope_lengths is None:
-        rope_lengths = lengths_of(slots, places.lengths, places.positions, places.segment_ids)
-    frequencies, attention_factor = rotary_frequencies(config, rope_lengths)
-    if frequencies.ndim == 2:  # of each row, for all of its positions
-        frequencies = frequencies[:, None]
+    frequencies: Frequencies = ops.inverse_frequencies(config.head_dim, config.rope_theta)
+    attention_factor = 1.0
+    if config.rope_scaling is not None:
+        frequencies, attention_factor = scaled_frequencies(config, slots, places)
 
     def turn(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         cos, sin = ops.rotary_table(positions, frequencies, attention_factor)  # [B, T, H/2]

@@ -15,10 +15,11 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.inference.generate import LARGEST_PREFILL
-from llama_jax.model.cache import CacheOptions, KVCache, init_cache
+from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
 from llama_jax.model.params import Llama
+from llama_jax.model.window import CacheOptions
 from llama_jax.runs.evaluate import nats_of
 
 TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import llama_jax
 from llama_jax.errors import ConfigError, GenerationError
-from llama_jax.model.forward import forward, rotary_frequencies, unembed
+from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
+from llama_jax.model.rope import rotary_frequencies
 from llama_jax.model.whole import logits
 
 KINDS = list(make_goldens.KINDS)

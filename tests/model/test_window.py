@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 import llama_jax
 from llama_jax import ops
 from llama_jax.errors import GenerationError
-from llama_jax.model.cache import CacheOptions, cache_bytes, grow, init_cache, key_positions, slots_of
+from llama_jax.model.cache import cache_bytes, grow, init_cache, key_positions, slots_of
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
 from llama_jax.model.trees import stack
+from llama_jax.model.window import CacheOptions
 from llama_jax.ops.attention.view import NO_KEY
 from llama_jax.ops.quantized import dequantize, quantize
 

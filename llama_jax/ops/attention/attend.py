@@ -13,16 +13,8 @@ import jax
 import numpy as np
 
 from llama_jax.errors import ConfigError
+from llama_jax.ops.attention import kernels
 from llama_jax.ops.attention.blockwise import blockwise
-from llama_jax.ops.attention.kernels import (
-    Division,
-    Problem,
-    cudnn,
-    over_devices,
-    refusal_of_cudnn,
-    refusal_of_splash,
-    splash,
-)
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
 from llama_jax.ops.attention.view import Seen, View
@@ -46,7 +38,7 @@ def attend(
     scale: float,
     window: int | None = None,
     backend: Backend = "auto",
-    division: Division | None = None,
+    division: kernels.Division | None = None,
 ) -> jax.Array:
     """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
 
@@ -74,7 +66,7 @@ def attend(
     """
     keys, values = view.read()
     check_shapes(queries, keys, seen, window)
-    problem = Problem(
+    problem = kernels.Problem(
         queries.shape,
         keys.shape,
         queries.dtype,
@@ -92,11 +84,11 @@ def attend(
         return rows(queries, keys, values, seen, scale, window)
     if name == "reference":
         return reference(queries, keys, values, seen, scale=scale, window=window)
-    kernel = {"cudnn": cudnn, "splash": splash}[name]
-    return over_devices(partial(kernel, scale=scale, window=window), division)(queries, keys, values, seen)
+    kernel = {"cudnn": kernels.cudnn, "splash": kernels.splash}[name]
+    return kernels.over_devices(partial(kernel, scale=scale, window=window), division)(queries, keys, values, seen)
 
 
-def choose(platform: str, device_kind: str, problem: Problem, backend: str = "auto") -> tuple[Backend, str]:
+def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: str = "auto") -> tuple[Backend, str]:
     """The backend to take, never "auto", and the reason.
 
     Args:
@@ -113,7 +105,7 @@ def choose(platform: str, device_kind: str, problem: Problem, backend: str = "au
         raise ConfigError(f"attention backend={backend!r} reads no quantized keys and values; rows and blockwise do")
     if backend in ("reference", "rows", "blockwise"):
         return backend, "as asked for"  # type: ignore[return-value]
-    refusals = {"cudnn": refusal_of_cudnn, "splash": refusal_of_splash}
+    refusals = {"cudnn": kernels.refusal_of_cudnn, "splash": kernels.refusal_of_splash}
     if backend in refusals:
         if refusal := refusals[backend](platform, device_kind, problem):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
@@ -128,7 +120,7 @@ def choose(platform: str, device_kind: str, problem: Problem, backend: str = "au
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 
 
-def _without_kernel(platform: str, problem: Problem) -> tuple[Backend, str]:
+def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[Backend, str]:
     new, slots = problem.queries[2], problem.keys[2]
     if problem.quantized and slots >= MANY_QUANTIZED:
         return "blockwise", f"{slots} quantized slots"

@@ -1,0 +1,45 @@
+"""Rotary frequencies of a model, with its scaling for longer contexts."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from llama_jax import ops
+from llama_jax.config import LlamaConfig
+from llama_jax.model.options import Places
+from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length, lengths_of
+from llama_jax.ops.rotary import Frequencies
+
+
+def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Frequencies, float]:
+    """How far each pair of features turns per position, and what cosine and sine are multiplied by.
+
+    From the configuration alone, so that training and inference cannot disagree; computed in float64 where the length is
+    not an array of JAX.
+
+    Args:
+      length: of the sequence, for the kinds of scaling that depend on it ("dynamic" and "longrope"; the others are the same
+        at every length): a number, or int[...] with one for each row; None for the original context.
+
+    Returns:
+      Radians per position, float32[H/2], and the attention factor. For an array of lengths and a scaling that depends on
+      them float32[..., H/2].
+    """
+    plain, scaling = ops.inverse_frequencies(config.head_dim, config.rope_theta), config.rope_scaling
+    if scaling is None:
+        return plain.astype(np.float32), 1.0
+    scale = SCALINGS[scaling.kind]
+    frequencies, attention_factor = scale(plain, theta=config.rope_theta, length=length, **scaling.settings)
+    return frequencies.astype(np.float32), attention_factor
+
+
+def scaled_frequencies(config: LlamaConfig, slots: jax.Array, places: Places) -> tuple[Frequencies, float]:
+    """The same of a pass whose tokens stand in `slots`, int32[B, T], of their rows: [H/2], or [B, T|1, H/2]."""
+    lengths = places.rope_lengths
+    if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and lengths is None:
+        lengths = lengths_of(slots, places.lengths, places.positions, places.segment_ids)
+    frequencies, attention_factor = rotary_frequencies(config, lengths)
+    return frequencies[
+        :, None
+    ] if frequencies.ndim == 2 else frequencies, attention_factor  # of a row, for all its positions
