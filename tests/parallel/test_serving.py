@@ -24,7 +24,7 @@ from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError, MeshError
 from llama_jax.inference import generate as module
-from llama_jax.inference import requests
+from llama_jax.inference import requests, whole
 from llama_jax.inference.placement import layout_of
 from llama_jax.model.options import Compute, unconstrained
 from llama_jax.model.window import CacheOptions
@@ -356,7 +356,8 @@ def test_pmap_stops_each_row_at_its_own_end(on_all, params, alone):
 
 @pytest.mark.slow
 def test_pmap_reads_long_prompts_in_pieces(on_all, params, monkeypatch):
-    monkeypatch.setattr(module, "LARGEST_PREFILL", 16)
+    for where in (module, whole):
+        monkeypatch.setattr(where, "LARGEST_PREFILL", 16)
     prompts = [list(range(length)) for length in (40, 3, 33, 16, 17, 1, 39, 5)]
     want = llama_jax.generate(CONFIG, params, prompts, max_new_tokens=4)
     same(on_all[0](on_all[1], prompts, max_new_tokens=4), want)
