@@ -35,8 +35,8 @@ def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
 
     Returns:
       A function of parameters that lie on the mesh; tokens int32[B, T], padded on the right; and how many of each row are
-      real, int32[B], at least 1. It gives the cache, of T slots, and the state [B, D] of each row's last token: a
-      `Reading`, for `start` of `inference.state`.
+      real, int32[B], at least 1. It gives the cache, of T slots, and the state [B, D] of each row's last token:
+      together a `Reading`, for `start` of `inference.state`.
 
     Raises:
       MeshError: rows or tokens that cannot be divided over the mesh (from the returned function).
