@@ -172,6 +172,13 @@ def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array |
         start = (*layers, zero, zero, slots[0], *(zero for _ in rest))
         return lax.dynamic_update_slice(buffer, new.reshape(*(1 for _ in layers), *new.shape), start)
 
+    if layer is None and new.shape[2] == 1:
+        # One scatter, of each row and head. With a slice of all heads of a row in its place a TPU wants the heads first and
+        # copies a cache that has more than one of them; of updates row by row it makes a loop over the rows.
+        rows, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
+        places = buffer.at[rows, heads, slots.reshape(-1, 1)]
+        return places.set(new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+
     def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) K, S, ...], [K, T, ...], [] or [T]
         if slots.ndim == 0:
             start = (*layers, zero, slots, *(zero for _ in rest))

@@ -202,3 +202,10 @@ def test_stories_260k_in_bfloat16_agrees_for_a_hundred_tokens(stories):
     want = llama_jax.generate(stories.config, stories.params, [[1]], max_new_tokens=100)[0].tokens
     got = llama_jax.generate(stories.config, low, [[1]], max_new_tokens=100)[0].tokens
     assert got == want
+
+
+def test_a_compiler_is_asked_what_it_knows(caplog):
+    device = jax.devices()[0]
+    assert module.knows(device, {})
+    assert not module.knows(device, {"xla_msa_no_such_option": 0})
+    assert "xla_msa_no_such_option" in caplog.text
