@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -130,12 +130,17 @@ class Text:
         self.is_tpu = ":T(" in text  # only TPUs tile
         name = None
         for line in text.splitlines():
-            if not line.startswith(" "):
-                found = _COMPUTATION.match(line)
-                name = found[2] if found else None
-                if found:
-                    self.computations[found[2]] = []
-                    self.entry = found[2] if found[1] else self.entry
+            if found := _COMPUTATION.match(line):
+                name = found[2]
+                self.computations[name] = []
+                self.entry = name if found[1] else self.entry
+            elif not line.startswith(" "):
+                inside = self.computations.get(name or "")
+                if line.startswith("}") and not line.startswith("}}"):
+                    name = None
+                elif inside:  # what a kernel says of itself goes over several lines
+                    last = inside[-1]
+                    inside[-1] = replace(last, rest=f"{last.rest} {line}", line=f"{last.line} {line}")
             elif name is not None and (match := _INSTRUCTION.match(line)):
                 self.computations[name].append(Instruction(**match.groupdict(), line=line))
         self._named: dict[str, dict[str, Instruction]] = {}
@@ -211,7 +216,8 @@ class Text:
             return True
         if one.opcode.endswith("-start") or not any(shape for *_, shape, _ in ARRAY.findall(one.type)):
             return False
-        return one.opcode in ("fusion", "convolution", "dot", "reduce", "sort", "scatter", "gather", "copy", "transpose")
+        started = ("fusion", "convolution", "dot", "reduce", "sort", "scatter", "gather", "copy", "transpose")
+        return one.opcode in started or one.opcode in _IN_PLACE
 
     def multiplies(self, one: Instruction) -> bool:
         """Whether an instruction is a product of matrices or a kernel of its own, also inside of a fusion."""

@@ -260,9 +260,7 @@ _empty_reading = jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
 _read = jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
 _start = jax.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
 _decode = jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2)
-_decode_on_tpu = jax.jit(
-    decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=DECODING_ON_TPU
-)
+_decode_on_tpu = jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=DECODING_ON_TPU)
 _enlarge = jax.jit(enlarge, static_argnums=(1, 2))
 
 

@@ -142,3 +142,34 @@ def test_decoding_eight_rows_copies_no_cache(hardware, mesh, most):
     assert found["token"]["written"] < 0.1 * found["bytes_per_device"]["cache"] or hardware == "h100"  # splits its sums
     assert found["token"]["read_ratio"] < 1.05
     assert found["token"]["kernels_per_layer"] < most
+
+
+TENSOR = """
+import json, sys
+from dataclasses import replace
+import jax
+jax.config.update("jax_platforms", "cpu")
+import llama_jax
+from llama_jax.analysis.collectives import find_collectives
+from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.memory import train_programs
+from llama_jax.parallel.mesh import parse_mesh
+config = replace(llama_jax.preset("tinyllama-1.1b"), n_layers=6)
+(program,) = train_programs(
+    config, mesh_for(sys.argv[1], parse_mesh("fsdp=2,tensor=4")), 8, 2048, dtype="bfloat16", packed=True
+)
+found = find_collectives(program.compile().as_text(), program.mesh)
+print(json.dumps([[x.kind, x.dtypes, x.bytes] for x in found if x.loops == (6,) and x.axes == ("tensor",)]))
+"""
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("hardware", ["tpu-v5e", "h100"])
+def test_tensor_parallelism_sums_no_more_than_it_must(hardware):
+    """Of each layer what `roofline.least_traffic` counts, in 16 bits: two sums forward, one again, two backward."""
+    found = look(hardware, TENSOR)
+    stream = 4 * 2048 * 2048 * 2  # bytes of [B, T, D] on a device
+    assert {dtype for _, dtypes, _ in found for dtype in dtypes} == {"bf16"}
+    assert sum(size for kind, _, size in found if kind == "reduce-scatter") == 5 * stream // 4
+    assert sum(size for kind, _, size in found if kind == "all-gather") == 6 * stream
+    assert {kind for kind, *_ in found} == {"reduce-scatter", "all-gather"}

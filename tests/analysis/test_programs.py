@@ -167,3 +167,21 @@ def test_types():
     assert sizes == [30, 2, 7, 2]
     text = Text(read("decode_tpu-v5e"))
     assert text.memory_bytes("(bf16[4]{0:T(128)S(1)}, bf16[8]{0:T(128)})") == 16  # the first is on the chip
+
+
+def test_a_kernel_that_speaks_of_itself_over_lines_hides_nothing_after_it():
+    """As a TPU's text has splash: what follows is of the same computation, and the kernel keeps its metadata."""
+    text = Text(
+        """HloModule m
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0:T(128)} parameter(0)
+  %splash = f32[8]{0:T(128)} custom-call(%a), custom_call_target="tpu_custom_call", backend_config={"config":{
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(step)/splash"}
+  ROOT %sum = f32[8]{0:T(128)} all-reduce(%splash), replica_groups={}
+}
+"""
+    )
+    assert [one.name for one in text.computations["main"]] == ["a", "splash", "sum"]
+    assert 'op_name="jit(step)/splash"' in text.computations["main"][1].rest
