@@ -15,6 +15,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.model.window import check_window, ring_positions, ring_slots
 from llama_jax.ops import cpu
+from llama_jax.ops.attention.attend import mesh_in_force
 from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
@@ -172,12 +173,21 @@ def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array |
         start = (*layers, zero, zero, slots[0], *(zero for _ in rest))
         return lax.dynamic_update_slice(buffer, new.reshape(*(1 for _ in layers), *new.shape), start)
 
+    mesh = mesh_in_force()
     if layer is None and new.shape[2] == 1:
-        # One scatter, of each row and head. With a slice of all heads of a row in its place a TPU wants the heads first and
-        # copies a cache that has more than one of them; of updates row by row it makes a loop over the rows.
-        rows, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
-        places = buffer.at[rows, heads, slots.reshape(-1, 1)]
-        return places.set(new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+        # One scatter, of each row and head: of updates by whole rows a TPU makes a loop over the rows.
+        if math.prod(mesh.values()) == 1:
+            rows, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
+            places = buffer.at[rows, heads, slots.reshape(-1, 1)]
+            return places.set(new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+
+        # Over devices both axes are the scatter's own and no indices, so that who holds parts of them exchanges nothing. Of
+        # more than one head on a device a TPU would then want the heads first and copy the cache.
+        def put_head(head: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:  # [S, ...], [...], []
+            return head.at[slot].set(new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+
+        if new.shape[1] <= mesh.get("tensor", 1):
+            return jax.vmap(jax.vmap(put_head, in_axes=(0, 0, None)))(buffer, new[:, :, 0], slots.reshape(-1))
 
     def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) K, S, ...], [K, T, ...], [] or [T]
         if slots.ndim == 0:
