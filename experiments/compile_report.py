@@ -5,8 +5,8 @@
     python experiments/compile_report.py --compiler gpu --only 8b-decode,1b-train
 
 Of each program: the memory of a device as its compiler plans it and whether that fits; which attention was taken, and which
-kernels the program calls; what devices exchange, and which share of it while they multiply matrices; copies of at least a
-mebibyte; of decoding the bytes that are read for a token over the least, and kernels for each layer. None of it is time.
+kernels the program calls; what devices exchange, and which share of it by collectives that are started and waited for apart
+(asynchronous) and while they multiply matrices (overlapped); copies of at least a mebibyte; of decoding the bytes that are read for a token over the least, and kernels for each layer. None of it is time.
 Training is packed, in bfloat16 over float32 parameters, with AdamW and layers computed again unless said otherwise. Where
 "largest" is asked, the batch is doubled while it fits. Writes ``experiments/results/compile_report_tpu.json`` or
 ``compile_report_gpu.json`` after each program, and the table beside it in ``.md``.
@@ -82,11 +82,11 @@ CASES = (
     # One token after the other.
     Case("1b-decode", "decode", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e", "tpu-v6e"), 1, 2048),
     Case("8b-decode", "decode", "llama-3.1-8b", on("data=1", "h100", "h200", "tpu-v5p") | EIGHT, 1, 2048),
-    Case("8b-decode-8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048),
+    Case("8b-decode-8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, largest=True),
     Case("8b-decode-64", "decode", "llama-3.1-8b", on("data=1", "h100", "h200") | on("tensor=8", "tpu-v5e"), 64, 2048),
     Case("8b-decode-int8", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 8, 2048, INT8),
     Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
-    Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048),
+    Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048, largest=True),
     Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
 )  # fmt: skip
 
@@ -102,15 +102,17 @@ class Arguments:
     """Names such as h100, separated by commas: those only."""
     skip: str = ""
     """Names of programs to leave out."""
+    flags: Literal["on", "off"] = "on"
+    """With the flags that the commands set (`llama_jax/flags.py`), or XLA's defaults in rows of their own, to compare."""
     output: Path | None = None
 
 
-def look(case: Case, hardware: str) -> dict[str, Any]:
+def look(case: Case, hardware: str, flags: str = "on") -> dict[str, Any]:
     """Compile one program; of the largest batch that fits where that is asked."""
     about = {"program": case.name, "hardware": hardware, "model": case.model, "mesh": case.hardware[hardware]}
-    about |= {"kind": case.kind, "length": case.length, "options": case.options}
-    row = about | once(case, hardware)
-    if case.largest and row.get("fits"):
+    about |= {"kind": case.kind, "length": case.length, "options": case.options, "flags": flags}
+    row = about | once(case, hardware, flags)
+    if case.largest and flags == "on" and row.get("fits"):
         while True:
             case = replace(case, batch=2 * case.batch)
             larger = once(case, hardware)
@@ -121,7 +123,7 @@ def look(case: Case, hardware: str) -> dict[str, Any]:
     return row
 
 
-def once(case: Case, name: str) -> dict[str, Any]:
+def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
     """Compile one program of one size."""
     import jax
 
@@ -146,7 +148,7 @@ def once(case: Case, name: str) -> dict[str, Any]:
     jax.clear_caches()
     began = time.perf_counter()
     try:
-        found = examine(program)
+        found = examine(program, flags=flags == "on")
     except DoesNotFitError as error:
         return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
     except Exception as error:  # a finding too: only this compiler raises it
@@ -171,10 +173,15 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         "attention",
         "kernels called",
     ]
-    heads += ["GB sent", "asynchronous", "copies GB", "read / least", "kernels a layer", "compiled in"]
+    heads += ["GB sent", "asynchronous", "overlapped", "copies GB", "read / least", "kernels a layer", "compiled in"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
-        cells = [row["program"], row["hardware"], row["mesh"], f"{row['batch']} x {row['length']:,}"]
+        cells = [
+            row["program"] + (", XLA's defaults" if row.get("flags") == "off" else ""),
+            row["hardware"],
+            row["mesh"],
+            f"{row['batch']} x {row['length']:,}",
+        ]
         if "bytes_per_device" not in row:
             cells += ["", "", "no" if row.get("fits") is False else "error", row.get("refused", row.get("error", ""))[:120]]
             lines.append(
@@ -188,10 +195,11 @@ def as_table(rows: list[dict[str, Any]]) -> str:
             fits += f", to batch {row['largest_batch']:,}"
         calls = ", ".join(f"{count} {name.removeprefix('__cudnn$')}" for name, count in row["calls"].items())
         sent = sum(one["sent"] for one in row["collectives"].values())
-        share, token = row["asynchronous_share"], row["token"]
+        shares = [row["asynchronous_share"], row.get("overlapped_share")]
+        token = row["token"]
         cells += [f"{kept / 1e9:,.2f}", f"{(memory['total'] - kept) / 1e9:,.2f}", fits]
         cells += ["; ".join(row["attention"]), calls, f"{sent / 1e9:,.2f}" if sent else ""]
-        cells += ["" if share is None else f"{share:.0%}", f"{row['copies']['bytes'] / 1e9:,.2f}"]
+        cells += ["" if share is None else f"{share:.0%}" for share in shares] + [f"{row['copies']['bytes'] / 1e9:,.2f}"]
         cells += [f"{token['read_ratio']:.3f}", f"{token['kernels_per_layer']:.1f}"] if token else ["", ""]
         lines.append("| " + " | ".join([*cells, f"{row['compile_seconds']} s"]) + " |")
     return "\n".join(lines)
@@ -218,14 +226,15 @@ def main(arguments: Arguments) -> None:
             f"there is no program {', '.join(sorted(unknown))}; there are {', '.join(case.name for case in CASES)}"
         )
     wanted = [(case, name) for case in CASES for name in case.hardware if name in names]
-    order = [(case.name, name) for case, name in wanted]
-    rows = {(row["program"], row["hardware"]): row for row in kept}
+    order = [(case.name, name, flags) for case, name in wanted for flags in ("on", "off")]
+    rows = {(row["program"], row["hardware"], row.get("flags", "on")): row for row in kept}
     output.parent.mkdir(parents=True, exist_ok=True)
     for case, name in wanted:
         if (only and case.name not in only) or (hardware and name not in hardware) or case.name in skip:
             continue
-        rows[case.name, name] = look(case, name)
-        print(as_table([rows[case.name, name]]).splitlines()[-1], flush=True)
+        key = (case.name, name, arguments.flags)
+        rows[key] = look(case, name, arguments.flags)
+        print(as_table([rows[key]]).splitlines()[-1], flush=True)
         sorted_rows = [rows[key] for key in order if key in rows]
         about = {"compiler": compiler_of(name), "jax": jax.__version__}
         lines = ",\n  ".join(json.dumps(row) for row in sorted_rows)  # one a line

@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from llama_jax.analysis.programs import ARRAY, Instruction, Text, array_bytes, is_overlapped, tuple_elements
+from llama_jax.analysis.groups import axes_of, groups_of
+from llama_jax.analysis.hlo import ARRAY, Instruction, Text, array_bytes, tuple_elements
+from llama_jax.analysis.programs import is_overlapped, multiplies
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"]
 Phase = Literal["forward", "again", "backward", "rest"]
@@ -43,7 +44,8 @@ class Collective:
       shapes: of the arrays of the result, "f32[128,64]".
       loops: trip counts of the loops around it, the outermost first; None is one that the program does not know.
       conditional: it is in a branch that need not be taken; it is counted as if it were.
-      asynchronous: it is started and waited for, and the device computes in between.
+      asynchronous: it is started at one place of the program and waited for at another.
+      overlapped: in between the device multiplies matrices, or runs a kernel or a loop.
       op_name: by JAX, of the operation that it belongs to: a path with the transformations applied.
       stack: "file:line function" of that operation, the innermost last; empty where the program does not tell.
     """
@@ -58,6 +60,7 @@ class Collective:
     loops: tuple[int | None, ...] = ()
     conditional: bool = False
     asynchronous: bool = False
+    overlapped: bool = False
     op_name: str = ""
     stack: tuple[str, ...] = ()
 
@@ -189,10 +192,16 @@ class _Program:
         # computes something else, and where it is waited for.
         beside = [name for name in computations if name.startswith("async_collective_fusion")]
         waiting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveDone" for x in lines)]
+        starting = [name for name, lines in computations.items() if any(x.target == "AsyncCollectiveStart" for x in lines)]
         self.continued = {*beside, *waiting}
-        self.channels_beside = {_channel(one) for name in beside for one in self.collectives[name]}
+        computing = [name for name in beside if any(multiplies(self.text, x) for x in computations[name])]
+        self.channels_started = self._channels((*starting, *beside))
+        self.channels_overlapped = self._channels(computing)
         self._tables = {name: dict(row.split(" ", 1) for row in rows.splitlines()) for name, rows in _TABLE.findall(text)}
         self._holding: dict[str, bool] = {}
+
+    def _channels(self, computations: Iterable[str]) -> set[str]:
+        return {_channel(one) for name in computations for one in self.collectives[name]}
 
     def holds_collectives(self, name: str) -> bool:
         """Whether there are any in a computation or in what it calls."""
@@ -305,8 +314,8 @@ def _read(
         kind, result = "reduce-scatter", lines[-1].type
     arrays = [array[:4] for array in ARRAY.findall(result)]
     sizes = [array_bytes(*array) for array in arrays]
-    groups = _groups(one.rest, math.prod(mesh.values()))
-    axes = _axes(groups, mesh)
+    groups = groups_of(one.rest, math.prod(mesh.values()))
+    axes = axes_of(groups, mesh)
     # All that a device's partners differ in, also where each is sent to one of them only.
     group = math.prod(mesh[axis] for axis in axes) if found["kind"] == "collective-permute" else groups.shape[1]
     op_name = re.search(r'op_name="([^"]*)"', one.line)
@@ -320,72 +329,9 @@ def _read(
         shapes=tuple(f"{''.join(array[:3])}[{array[3]}]" for array in arrays),
         loops=loops,
         conditional=conditional,
-        asynchronous=_channel(one) in text.channels_beside
+        asynchronous=_channel(one) in text.channels_started or bool(found["start"]),
+        overlapped=_channel(one) in text.channels_overlapped
         or (bool(found["start"]) and is_overlapped(one, lines, text.text)),
         op_name=op_name[1] if op_name else "",
         stack=text.stack(one.line),
     )
-
-
-def _groups(attributes: str, devices: int) -> np.ndarray:
-    """Which devices exchange with each other: int[groups, group]."""
-    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
-    if pairs:
-        return np.array(re.findall(r"(\d+),(\d+)", pairs[1]), int).reshape(-1, 2)
-    listed = re.search(r"replica_groups=\{((?:\{[\d, ]*\},?)*)\}", attributes)
-    if listed:
-        rows = [[int(n) for n in row.split(",")] for row in re.findall(r"\{([\d, ]+)\}", listed[1])]
-        return np.array(rows or [list(range(devices))])
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes)
-    if iota:
-        return _iota(iota[2]).reshape(_numbers(iota[1]))
-    named = re.search(
-        r"replica_groups=@?mesh\[(?P<mesh>[^\]]*)\](?:, device_ids=\((?P<ids>[^ ]+)\))?,? *\{(?P<axes>[^}]*)\}", attributes
-    )
-    if named:
-        return _named_groups(named["mesh"], named["ids"], named["axes"])
-    return np.arange(devices)[None]
-
-
-def _named_groups(mesh: str, ids: str | None, axes: str) -> np.ndarray:
-    """Groups along axes of a mesh that XLA names for itself, or along parts of such axes, as 'axis_1':(2)4.
-
-    Of an axis, `(before)size` means that it is cut into `before`, `size` and what is left, and the group is the second.
-    """
-    sizes = {name: int(size) for name, size in re.findall(r"'?([\w.]+)'?=(\d+)", mesh)}
-    whole = math.prod(sizes.values())
-    order = np.arange(whole) if ids is None else _iota(ids) if "[" in ids else np.array(_numbers(ids))
-    cuts: dict[str, list[tuple[int, int]]] = {}
-    for name, before, size in re.findall(r"'?([\w.]+)'?(?::\((\d+)\)(\d+))?", axes):
-        cuts.setdefault(name, []).append((int(before), int(size)) if before else (1, sizes[name]))
-    shape: list[int] = []
-    inside: list[int] = []
-    for name, size in sizes.items():
-        done = 1
-        for before, part in sorted(cuts.get(name, [])):
-            shape += [before // done, part]
-            inside.append(len(shape) - 1)
-            done = before * part
-        shape.append(size // done)
-    outside = [i for i in range(len(shape)) if i not in inside]
-    group = math.prod(shape[i] for i in inside)
-    return order.reshape(shape).transpose(outside + inside).reshape(-1, group)
-
-
-def _iota(text: str) -> np.ndarray:
-    """The numbers from 0 on, in the order that "[8,4]T(1,0)" means: shaped, transposed, and flat again."""
-    shape, _, turn = text.partition("T")
-    sizes = _numbers(shape)
-    order = np.arange(math.prod(sizes)).reshape(sizes)
-    return (order.transpose(_numbers(turn)) if turn else order).reshape(-1)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text)]
-
-
-def _axes(groups: np.ndarray, mesh: dict[str, int]) -> tuple[str, ...]:
-    """The axes in whose coordinates members of a group differ."""
-    coordinates = np.stack(np.unravel_index(groups, tuple(mesh.values())), axis=-1)  # [groups, group, axes]
-    differ = (coordinates != coordinates[:, :1]).any(axis=(0, 1))
-    return tuple(axis for axis, differs in zip(mesh, differ, strict=True) if differs)

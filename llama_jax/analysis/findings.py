@@ -10,8 +10,9 @@ import jax
 
 from llama_jax.analysis.collectives import Collective, find_collectives
 from llama_jax.analysis.compilers import attention_choices
+from llama_jax.analysis.hlo import Text
 from llama_jax.analysis.memory import Memory, Program
-from llama_jax.analysis.programs import Copy, Text, Token, custom_calls, find_copies, token_of
+from llama_jax.analysis.programs import Copy, Token, custom_calls, find_copies, token_of
 from llama_jax.inference.generate import CHUNK
 
 
@@ -48,10 +49,22 @@ class Findings:
         return sum(copy.bytes * copy.times for copy in self.copies)
 
     @property
+    def sent(self) -> float:
+        """Bytes that a device sends in a run of the program, by rings."""
+        return sum(one.sent * one.count for one in self.collectives)
+
+    @property
     def asynchronous(self) -> float | None:
-        """Of the bytes that collectives send, the share of those that the device computes beside; None without any."""
-        sent = sum(one.sent * one.count for one in self.collectives)
-        return sum(one.sent * one.count for one in self.collectives if one.asynchronous) / sent if sent else None
+        """Of the bytes that are sent, the share of collectives that are started and waited for apart; None without any."""
+        return self._share([one for one in self.collectives if one.asynchronous])
+
+    @property
+    def overlapped(self) -> float | None:
+        """Of the bytes that are sent, the share beside which matrices are multiplied; None without any."""
+        return self._share([one for one in self.collectives if one.overlapped])
+
+    def _share(self, collectives: list[Collective]) -> float | None:
+        return sum(one.sent * one.count for one in collectives) / self.sent if self.sent else None
 
     @property
     def read_ratio(self) -> float | None:
@@ -67,9 +80,12 @@ class Findings:
         """For JSON: sizes in bytes."""
         kinds: dict[str, dict[str, int]] = {}
         for one in self.collectives:
-            row = kinds.setdefault(f"{one.kind} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "sent": 0})
+            row = kinds.setdefault(
+                f"{one.kind} over {','.join(one.axes)}", {"count": 0, "asynchronous": 0, "overlapped": 0, "sent": 0}
+            )
             row["count"] += one.count
             row["asynchronous"] += one.count * one.asynchronous
+            row["overlapped"] += one.count * one.overlapped
             row["sent"] += int(one.sent * one.count)
         token = None
         if self.token is not None:
@@ -85,6 +101,7 @@ class Findings:
             "calls": self.calls,
             "collectives": kinds,
             "asynchronous_share": None if self.asynchronous is None else round(self.asynchronous, 3),
+            "overlapped_share": None if self.overlapped is None else round(self.overlapped, 3),
             "copies": {
                 "count": len(self.copies),
                 "bytes": self.copied,
@@ -94,15 +111,15 @@ class Findings:
         }
 
 
-def examine(program: Program, *, accelerator: bool = False) -> Findings:
+def examine(program: Program, *, accelerator: bool = False, flags: bool = True) -> Findings:
     """Compile a program for its mesh and look at it.
 
     Args:
-      accelerator: see `Program.compile`.
+      accelerator, flags: see `Program.compile`.
     """
     started = time.perf_counter()
     with attention_choices() as said:
-        compiled: jax.stages.Compiled = program.compile(accelerator=accelerator)
+        compiled: jax.stages.Compiled = program.compile(accelerator=accelerator, flags=flags)
     seconds = time.perf_counter() - started
     source = compiled.as_text() or ""
     text = Text(source)

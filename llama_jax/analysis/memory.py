@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.analysis.scratch import kernel_scratch
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
+from llama_jax.flags import compiler_options
 from llama_jax.inference.generate import DECODING_ON_TPU, LARGEST_PREFILL, knows
 from llama_jax.inference.placement import layout_of
 from llama_jax.inference.sampling import Sampling
@@ -113,10 +114,11 @@ class Program:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.function.lower(*self.arguments)
 
-    def compile(self, *, accelerator: bool = False) -> jax.stages.Compiled:
+    def compile(self, *, accelerator: bool = False, flags: bool = True) -> jax.stages.Compiled:
         """Compile the program for the devices of its arguments.
 
         Args:
+          flags: with those of the platform, as the commands run it, see `llama_jax.flags`.
           accelerator: on simulated CPU devices, as far as can be what a GPU or TPU would run, only to be looked at: without
             what the library does otherwise on a CPU, and with 16-bit numbers that stay so, also in what is exchanged. For
             where the accelerator's own compiler is missing.
@@ -126,7 +128,7 @@ class Program:
         """
         if not accelerator or self.platform != "cpu":
             try:
-                return self.lower().compile()
+                return self.lower().compile(compiler_options=compiler_options(self.platform) if flags else None)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise

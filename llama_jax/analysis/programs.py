@@ -1,8 +1,6 @@
 """What the text of a compiled program says of the work that each device does: kernels, copies, and bytes that are read.
 
-`compiled.as_text()` lists the instructions of each computation in the order of their schedule; those of the entry, of loops
-and of branches are what a device starts one after the other, those inside of fusions are parts of one kernel. All functions
-here are pure: from text to facts.
+All functions here are pure: from text to facts.
 """
 
 from __future__ import annotations
@@ -10,17 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>[^%\"]+?) (?P<opcode>[\w\-]+)\((?P<rest>.*)$")
-ARRAY = re.compile(r"([a-z]+)(\d*)(\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
-_TRIPS = re.compile(r"\"known_trip_count\":\{\"n\":\"(\d+)\"\}")
-_CALLED = re.compile(r"(?:calls|to_apply|body|condition|\w+_computations?)=(?:%?([\w.\-]+)|\{([^{}]*)\})")
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_OPERAND = re.compile(r"%([\w.\-]+)")
+from llama_jax.analysis.hlo import ARRAY, CONTROL, Instruction, Text, array_bytes, elements, tuple_elements
 
 # They name a buffer, or wait for what was started before.
 _FREE = {
@@ -30,7 +21,6 @@ _FREE = {
 }
 _FREE_CALLS = {"AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked"}
 _FREE_CALLS |= {"AsyncCollectiveStart", "AsyncCollectiveDone"}
-_CONTROL = {"while", "conditional", "call"}
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
 _MOVES = {
     "parameter",
@@ -46,43 +36,6 @@ _MOVES = {
 }
 _PARTS = {"dynamic-slice", "slice", "gather"}  # of their first operand they read what they give
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written over the first
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """A line of a computation.
-
-    Attributes:
-      type: of the result, with the layouts.
-      rest: what follows the opcode's bracket: operands and attributes.
-      line: the whole of it.
-    """
-
-    name: str
-    type: str
-    opcode: str
-    rest: str
-    line: str
-
-    @cached_property
-    def operands(self) -> tuple[str, ...]:
-        return tuple(_OPERAND.findall(self.rest.split("), ")[0]))
-
-    @cached_property
-    def called(self) -> tuple[str, ...]:
-        """Computations that it runs."""
-        return tuple(name for one, several in _CALLED.findall(self.rest) for name in re.findall(r"[\w.\-]+", one or several))
-
-    def calls(self, attribute: str) -> str:
-        """The computation that an attribute names, such as a loop's "body"."""
-        found = re.search(rf"{attribute}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
-
-    @property
-    def target(self) -> str:
-        """Of a custom call."""
-        found = _TARGET.search(self.rest)
-        return found[1] if found else ""
 
 
 @dataclass(frozen=True)
@@ -121,204 +74,124 @@ class Token:
     collectives: int
 
 
-class Text:
-    """A compiled program, computation by computation."""
+def is_kernel(text: Text, one: Instruction) -> bool:
+    """Whether the device starts something for it. On a TPU copies between memories are none: they run beside."""
+    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.startswith(_COLLECTIVES) or one.opcode.endswith("-done"):
+        return False
+    if one.opcode == "custom-call":
+        return one.target not in _FREE_CALLS
+    if not text.is_tpu:
+        return True
+    if one.opcode.endswith("-start") or not any(shape for *_, shape, _ in ARRAY.findall(one.type)):
+        return False
+    started = ("fusion", "convolution", "dot", "reduce", "sort", "scatter", "gather", "copy", "transpose")
+    return one.opcode in started or one.opcode in _IN_PLACE
 
-    def __init__(self, text: str) -> None:
-        self.entry = ""
-        self.computations: dict[str, list[Instruction]] = {}
-        self.is_tpu = ":T(" in text  # only TPUs tile
-        name = None
-        for line in text.splitlines():
-            if found := _COMPUTATION.match(line):
-                name = found[2]
-                self.computations[name] = []
-                self.entry = name if found[1] else self.entry
-            elif not line.startswith(" "):
-                inside = self.computations.get(name or "")
-                if line.startswith("}") and not line.startswith("}}"):
-                    name = None
-                elif inside:  # what a kernel says of itself goes over several lines
-                    last = inside[-1]
-                    inside[-1] = replace(last, rest=f"{last.rest} {line}", line=f"{last.line} {line}")
-            elif name is not None and (match := _INSTRUCTION.match(line)):
-                self.computations[name].append(Instruction(**match.groupdict(), line=line))
-        self._named: dict[str, dict[str, Instruction]] = {}
 
-    def named(self, computation: str) -> dict[str, Instruction]:
-        """The instructions of a computation by name."""
-        if computation not in self._named:
-            self._named[computation] = {one.name: one for one in self.computations[computation]}
-        return self._named[computation]
+def multiplies(text: Text, one: Instruction) -> bool:
+    """Whether an instruction is a product of matrices or a kernel of its own, also inside of a fusion."""
+    if one.opcode in ("dot", "convolution") or (one.opcode == "custom-call" and one.target not in _FREE_CALLS):
+        return True
+    inside = text.computations.get(one.calls("calls"), []) if one.opcode == "fusion" else []
+    return any(multiplies(text, inner) for inner in inside)
 
-    def run(self, computation: str, *, cheapest: bool = False) -> Iterator[tuple[str, Instruction, int, bool]]:
-        """What a device starts: the computation, the instruction, how often, and whether in a loop.
 
-        Args:
-          cheapest: of branches only that with the fewest instructions, as where sampling need not filter; else all.
-        """
-        for one in self.computations[computation]:
-            if one.opcode not in _CONTROL:
-                yield computation, one, 1, False
-                continue
-            called = [name for name in one.called if name in self.computations]
-            if one.opcode == "while":
-                called = [one.calls("body")]  # the condition is a comparison
-            if one.opcode == "conditional" and cheapest and called:
-                called = [min(called, key=self._size)]
-            trips = (self.trips(computation, one) or 1) if one.opcode == "while" else 1
-            for name in called:
-                for where, inner, times, in_loop in self.run(name, cheapest=cheapest):
-                    yield where, inner, times * trips, in_loop or one.opcode == "while"
+def bytes_read(text: Text, computation: str, one: Instruction) -> int:
+    """Bytes of the device's memory that an instruction reads."""
+    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
+        return 0
+    if one.opcode in ("iota", "broadcast"):
+        return 0
+    types = [text.named(computation)[name].type for name in one.operands if name in text.named(computation)]
+    if one.opcode in _PARTS and types:
+        return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(one.type)))
+    if one.opcode == "slice-start" and types:
+        part = tuple_elements(one.type)[1]
+        return min(text.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(part)))
+    if one.opcode in _IN_PLACE:
+        return sum(map(text.memory_bytes, types[1:]))
+    if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
+        return sum(math.ceil(text.memory_bytes(type) * _share(text, one.called[0], i)) for i, type in enumerate(types))
+    return sum(map(text.memory_bytes, types))
 
-    def trips(self, computation: str, loop: Instruction) -> int | None:
-        """Turns of a loop, which some compilers note and others leave to its condition; None where it does not tell."""
-        noted = _TRIPS.search(loop.rest)
-        if noted:
-            return int(noted[1])
-        condition, body = loop.calls("condition"), loop.calls("body")
-        inside = self.named(condition)
-        root = self.computations[condition][-1]
-        if root.opcode != "compare" or "direction=LT" not in root.rest or len(root.operands) != 2:
-            return None
-        counter, limit = (inside.get(name) for name in root.operands)
-        index = _element(counter)
-        bound = _whole(limit)
-        if index is None or bound is None:
-            return None
-        before, following = self.named(computation), self.named(body)
-        start = before.get(loop.operands[0])
-        first = before.get(start.operands[index]) if start and start.opcode == "tuple" else None
-        if first and first.opcode == "copy":
-            first = before.get(first.operands[0])
-        step = following.get(self.computations[body][-1].operands[index])
-        steps = [_whole(following.get(name)) for name in step.operands] if step and step.opcode == "add" else []
-        by = next((n for n in steps if n), 1)
-        return -(-(bound - (_whole(first) or 0)) // by)
 
-    def _size(self, computation: str) -> int:
-        """Instructions in a computation and in what it calls."""
-        own = self.computations[computation]
-        return len(own) + sum(self._size(name) for one in own for name in one.called if name in self.computations)
+def _share(text: Text, computation: str, index: int) -> float:
+    """Which part of its operand a fusion reads."""
+    for one in text.computations[computation]:
+        if one.opcode == "parameter" and one.rest.startswith(f"{index})"):
+            whole = elements(one.type)
+            return min(1.0, _used(text, computation, one.name) / whole) if whole else 0.0
+    return 1.0
 
-    def is_kernel(self, one: Instruction) -> bool:
-        """Whether the device starts something for it. On a TPU copies between memories are none: they run beside."""
-        if (
-            one.opcode in _FREE
-            or one.opcode in _CONTROL
-            or one.opcode.startswith(_COLLECTIVES)
-            or one.opcode.endswith("-done")
-        ):
+
+def _used(text: Text, computation: str, name: str, in_place: bool = False) -> int:
+    """Elements of an array that the instructions of a fusion read, at most all.
+
+    Args:
+      in_place: it is the array after an update, so that being the result is not being read.
+    """
+    lines = text.computations[computation]
+    whole, used = elements(text.named(computation)[name].type), 0
+    if lines[-1].name == name:
+        return 0 if in_place else whole
+    for one in lines:
+        if name not in one.operands:
+            continue
+        place = one.operands.index(name)
+        if one.opcode in _PARTS and place == 0:
+            used += elements(one.type)
+        elif one.opcode in _IN_PLACE and place == 0:
+            used += _used(text, computation, one.name, True)
+        elif one.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
+            same = elements(one.type) == whole
+            used += _used(text, computation, one.name, in_place) if same else whole
+        elif one.opcode == "fusion" and one.called:
+            used += math.ceil(_share(text, one.called[0], place) * whole)
+        elif one.opcode == "tuple" and in_place:
+            continue
+        else:
+            return whole
+    return min(used, whole)
+
+
+def bytes_written(text: Text, one: Instruction) -> int:
+    """Bytes of the device's memory that an instruction writes; what it updates in place counts by the update."""
+    if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
+        return 0
+    if one.opcode.endswith("-start"):
+        parts = tuple_elements(one.type)
+        return text.memory_bytes(parts[0] if one.opcode == "copy-start" else parts[min(1, len(parts) - 1)])
+    if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
+        return _written_by(text, one.called[0], one.type)
+    return text.memory_bytes(one.type)
+
+
+def _written_by(text: Text, computation: str, type: str) -> int:
+    named = text.named(computation)
+    root = text.computations[computation][-1]
+    results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    types = tuple_elements(type) if type.startswith("(") else [type]
+    total = 0
+    for result, kind in zip(results, types, strict=False):
+        size = text.memory_bytes(kind)
+        while result.opcode in ("bitcast", "bitcast-convert", "reshape") and result.operands and result.operands[0] in named:
+            result = named[result.operands[0]]
+        if result.opcode in _IN_PLACE and size:
+            update = named.get(result.operands[_IN_PLACE[result.opcode]])
+            size = min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
+        total += size
+    return total
+
+
+def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: Text) -> bool:
+    """Whether a device multiplies matrices, or calls a kernel or a loop, between an instruction's start and its end."""
+    lines = list(computation)
+    for one in lines[lines.index(start) + 1 :]:
+        if one.opcode.endswith("-done") and start.name in one.operands:
             return False
-        if one.opcode == "custom-call":
-            return one.target not in _FREE_CALLS
-        if not self.is_tpu:
+        if one.opcode in CONTROL or multiplies(text, one):
             return True
-        if one.opcode.endswith("-start") or not any(shape for *_, shape, _ in ARRAY.findall(one.type)):
-            return False
-        started = ("fusion", "convolution", "dot", "reduce", "sort", "scatter", "gather", "copy", "transpose")
-        return one.opcode in started or one.opcode in _IN_PLACE
-
-    def multiplies(self, one: Instruction) -> bool:
-        """Whether an instruction is a product of matrices or a kernel of its own, also inside of a fusion."""
-        if one.opcode in ("dot", "convolution") or (one.opcode == "custom-call" and one.target not in _FREE_CALLS):
-            return True
-        inside = self.computations.get(one.calls("calls"), []) if one.opcode == "fusion" else []
-        return any(self.multiplies(inner) for inner in inside)
-
-    def memory_bytes(self, type: str) -> int:
-        """Bytes of arrays that lie in the device's memory, by their type; 0 for those on the chip, or in the host's."""
-        return sum(array_bytes(*array) for *array, layout in ARRAY.findall(type) if not self._elsewhere(layout))
-
-    def _elsewhere(self, layout: str) -> bool:
-        found = re.search(r"S\((\d+)\)", layout)
-        return bool(found) and (self.is_tpu or found[1] == "5")  # type: ignore[index]
-
-    def read(self, computation: str, one: Instruction) -> int:
-        """Bytes of the device's memory that an instruction reads."""
-        if one.opcode in _FREE or one.opcode in _CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
-            return 0
-        if one.opcode in ("iota", "broadcast"):
-            return 0
-        types = [self.named(computation)[name].type for name in one.operands if name in self.named(computation)]
-        if one.opcode in _PARTS and types:
-            return min(self.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(one.type)))
-        if one.opcode == "slice-start" and types:
-            part = tuple_elements(one.type)[1]
-            return min(self.memory_bytes(types[0]), sum(array_bytes(*array) for *array, _ in ARRAY.findall(part)))
-        if one.opcode in _IN_PLACE:
-            return sum(map(self.memory_bytes, types[1:]))
-        if one.opcode == "fusion" and one.called and one.called[0] in self.computations:
-            return sum(math.ceil(self.memory_bytes(type) * self._share(one.called[0], i)) for i, type in enumerate(types))
-        return sum(map(self.memory_bytes, types))
-
-    def _share(self, computation: str, index: int) -> float:
-        """Which part of its operand a fusion reads."""
-        for one in self.computations[computation]:
-            if one.opcode == "parameter" and one.rest.startswith(f"{index})"):
-                whole = elements(one.type)
-                return min(1.0, self._used(computation, one.name) / whole) if whole else 0.0
-        return 1.0
-
-    def _used(self, computation: str, name: str, in_place: bool = False) -> int:
-        """Elements of an array that the instructions of a fusion read, at most all.
-
-        Args:
-          in_place: it is the array after an update, so that being the result is not being read.
-        """
-        lines = self.computations[computation]
-        whole, used = elements(self.named(computation)[name].type), 0
-        if lines[-1].name == name:
-            return 0 if in_place else whole
-        for one in lines:
-            if name not in one.operands:
-                continue
-            place = one.operands.index(name)
-            if one.opcode in _PARTS and place == 0:
-                used += elements(one.type)
-            elif one.opcode in _IN_PLACE and place == 0:
-                used += self._used(computation, one.name, True)
-            elif one.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
-                same = elements(one.type) == whole
-                used += self._used(computation, one.name, in_place) if same else whole
-            elif one.opcode == "fusion" and one.called:
-                used += math.ceil(self._share(one.called[0], place) * whole)
-            elif one.opcode == "tuple" and in_place:
-                continue
-            else:
-                return whole
-        return min(used, whole)
-
-    def written(self, one: Instruction) -> int:
-        """Bytes of the device's memory that an instruction writes; what it updates in place counts by the update."""
-        if one.opcode in _FREE or one.opcode in _CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
-            return 0
-        if one.opcode.endswith("-start"):
-            parts = tuple_elements(one.type)
-            return self.memory_bytes(parts[0] if one.opcode == "copy-start" else parts[min(1, len(parts) - 1)])
-        if one.opcode == "fusion" and one.called and one.called[0] in self.computations:
-            return self._written_by(one.called[0], one.type)
-        return self.memory_bytes(one.type)
-
-    def _written_by(self, computation: str, type: str) -> int:
-        named = self.named(computation)
-        root = self.computations[computation][-1]
-        results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
-        types = tuple_elements(type) if type.startswith("(") else [type]
-        total = 0
-        for result, kind in zip(results, types, strict=False):
-            size = self.memory_bytes(kind)
-            while (
-                result.opcode in ("bitcast", "bitcast-convert", "reshape")
-                and result.operands
-                and result.operands[0] in named
-            ):
-                result = named[result.operands[0]]
-            if result.opcode in _IN_PLACE and size:
-                update = named.get(result.operands[_IN_PLACE[result.opcode]])
-                size = min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
-            total += size
-        return total
+    return True  # it ends in the next turn of the loop
 
 
 def custom_calls(text: Text) -> Counter[str]:
@@ -340,7 +213,7 @@ def find_copies(text: Text, at_least: int = 1 << 20) -> list[Copy]:
     """Instructions that write so many bytes and do nothing but move them: the same array, or slices, in another layout."""
     found = []
     for _, one, times, in_loop in text.run(text.entry):
-        size = text.written(one)
+        size = bytes_written(text, one)
         if size < at_least or not _only_moves(text, one):
             continue
         op_name = re.search(r'op_name="([^"]*)"', one.rest)
@@ -380,9 +253,9 @@ def token_of(text: Text, n_layers: int, chunk: int) -> Token:
     kernels: Counter[str] = Counter()
     read = written = collectives = 0
     for where, one, times, _ in text.run(turn, cheapest=True):
-        read += times * text.read(where, one)
-        written += times * text.written(one)
-        if text.is_kernel(one):
+        read += times * bytes_read(text, where, one)
+        written += times * bytes_written(text, one)
+        if is_kernel(text, one):
             kernels[f"{one.opcode} {re.sub(r'{[^}]*}', '', one.type)}"] += times
         collectives += times * (one.opcode.startswith(_COLLECTIVES) and not one.opcode.endswith("-done"))
     layered = sum(times for times in kernels.values() if 2 * times >= n_layers) if n_layers > 1 else sum(kernels.values())
@@ -390,57 +263,4 @@ def token_of(text: Text, n_layers: int, chunk: int) -> Token:
 
 
 def _reads(text: Text, computation: str) -> int:
-    return sum(text.read(where, one) * times for where, one, times, _ in text.run(computation, cheapest=True))
-
-
-def _element(one: Instruction | None) -> int | None:
-    """Which element of a tuple an instruction takes."""
-    found = re.search(r"index=(\d+)", one.rest) if one and one.opcode == "get-tuple-element" else None
-    return int(found[1]) if found else None
-
-
-def _whole(one: Instruction | None) -> int | None:
-    """The value of a constant that is an integer."""
-    found = re.match(r"(-?\d+)\)", one.rest) if one and one.opcode == "constant" else None
-    return int(found[1]) if found else None
-
-
-def tuple_elements(type: str) -> list[str]:
-    """The types in a tuple's: of "(f32[2], (f32[4], f32[4]))" the two; of another type that one."""
-    if not type.strip().startswith("("):
-        return [type]
-    parts, depth = [""], 0
-    for character in type.strip()[1:-1]:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
-
-
-def array_bytes(letters: str, bits: str, rest: str, shape: str) -> int:
-    """Bytes of an array, by the parts of its type as `ARRAY` finds them, without padding."""
-    if letters in ("token", "opaque"):
-        return 0
-    return -(-_count(shape) * int(bits or 8) // 8)
-
-
-def elements(type: str) -> int:
-    """Elements of all arrays of a type."""
-    return sum(_count(shape) for *_, shape, _ in ARRAY.findall(type))
-
-
-def _count(shape: str) -> int:
-    return math.prod(int(n.lstrip("<=")) for n in shape.split(",") if n)
-
-
-def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: Text) -> bool:
-    """Whether a device multiplies matrices, or calls a kernel or a loop, between an instruction's start and its end."""
-    lines = list(computation)
-    for one in lines[lines.index(start) + 1 :]:
-        if one.opcode.endswith("-done") and start.name in one.operands:
-            return False
-        if one.opcode in _CONTROL or text.multiplies(one):
-            return True
-    return True  # it ends in the next turn of the loop
+    return sum(bytes_read(text, where, one) * times for where, one, times, _ in text.run(computation, cheapest=True))

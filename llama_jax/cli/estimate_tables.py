@@ -104,8 +104,9 @@ def programs_table(found: dict[str, Findings]) -> str:
         if one.calls:
             calls = ", ".join(f"{kernel} in {count} place{'s' * (count > 1)}" for kernel, count in one.calls.items())
             lines.append(f"  kernels called: {calls}")
-        if one.asynchronous is not None:
-            lines.append(f"  of the bytes sent {one.asynchronous:.0%} while matrices are multiplied")
+        if one.asynchronous is not None and one.overlapped is not None:
+            apart = f"{one.asynchronous:.0%} by collectives that are started and waited for apart"
+            lines.append(f"  of the bytes sent {apart}, {one.overlapped:.0%} while matrices are multiplied")
         if one.copies:
             lines.append(f"  copies of at least 1 MiB: {len(one.copies)}, {one.copied / 1e9:,.3f} GB in all; the largest")
             for copy in sorted(one.copies, key=lambda copy: -copy.bytes * copy.times)[:3]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,7 @@ import jax
 import platformdirs
 
 from llama_jax.errors import UserError
+from llama_jax.flags import set_flags
 
 
 def use_compilation_cache() -> None:
@@ -24,7 +26,13 @@ def use_compilation_cache() -> None:
 
 
 def start_backend() -> None:
-    """Start JAX's device backend, so that one that is missing is said in a line and before anything is loaded."""
+    """Start JAX's device backend with the flags of its platform, see `llama_jax.flags`.
+
+    One that is missing is said in a line, before anything is loaded; so are flags that this version of XLA does not have.
+    """
+    unknown = set_flags().unknown
+    if unknown:
+        print(f"llama-jax: this version of XLA has no {', '.join(unknown)}: left out", file=sys.stderr)
     try:
         jax.devices()
     except RuntimeError as error:

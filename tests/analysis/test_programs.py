@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from llama_jax.analysis.collectives import add_up, find_collectives
-from llama_jax.analysis.programs import ARRAY, Text, array_bytes, custom_calls, find_copies, token_of, tuple_elements
+from llama_jax.analysis.hlo import ARRAY, Text, array_bytes, tuple_elements
+from llama_jax.analysis.programs import bytes_read, bytes_written, custom_calls, find_copies, multiplies, token_of
 
 TEXTS = Path(__file__).parent / "texts"
 LAYERS, WIDTH, HIDDEN, SLOTS, ROWS = 2, 2048, 16384, 16384, 2
@@ -62,7 +63,8 @@ def test_collectives_of_both_compilers(name):
     assert traffic["reduce-scatter"].bytes == matrices / 8  # what a TPU writes as an all-reduce in a fusion of that name
     assert set(traffic) == {"all-gather", "reduce-scatter"}
     gathers = [one for one in found if one.kind == "all-gather"]
-    assert sum(one.asynchronous for one in gathers) == (2 if name == "train_h100" else 3)
+    assert sum(one.overlapped for one in gathers) == (2 if name == "train_h100" else 3)
+    assert all(one.asynchronous for one in gathers if one.overlapped)
     assert all(one.loops == (12,) for one in found)
 
 
@@ -117,10 +119,10 @@ def test_what_is_updated_in_place_looked_up_or_left_out():
     text = Text(HAND)
     row, whole = 2 * 1024, 2 * 8 * 1024
     named = text.named(text.entry)
-    assert text.read(text.entry, named["found"]) == row + 4  # and its index
-    assert text.written(named["found"]) == row
-    assert text.read(text.entry, named["next"]) == row + 4  # not what it is written into
-    assert text.written(named["next"]) == row
+    assert bytes_read(text, text.entry, named["found"]) == row + 4  # and its index
+    assert bytes_written(text, named["found"]) == row
+    assert bytes_read(text, text.entry, named["next"]) == row + 4  # not what it is written into
+    assert bytes_written(text, named["next"]) == row
     token = token_of(text, 1, 4)
     assert token.kernels == 3  # of the branches the one without sorting
     assert token.read == 2 * row + 8 + whole
@@ -151,8 +153,34 @@ ENTRY %main (w: bf16[64,128], x: bf16[1,128]) -> bf16[1,64] {
 
 def test_a_weight_that_a_fusion_passes_to_another_is_read():
     text = Text(NESTED)
-    assert text.read(text.entry, text.named(text.entry)["y"]) == 2 * (64 * 128 + 128)
-    assert text.multiplies(text.named(text.entry)["y"])
+    assert bytes_read(text, text.entry, text.named(text.entry)["y"]) == 2 * (64 * 128 + 128)
+    assert multiplies(text, text.named(text.entry)["y"])
+
+
+KERNEL = """HloModule jit_f
+
+%body (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0:T(128)} parameter(0)
+  %kernel = f32[8]{0:T(128)} custom-call(%x), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"block_q": 512}}, metadata={op_name="jit(f)/splash"}
+  %taken = f32[8]{0:T(128)} get-tuple-element(%kernel), index=0, frontend_attributes={kernel_metadata={
+"block_q": 512
+}}, metadata={op_name="jit(f)/splash"}
+  ROOT %start = f32[8]{0:T(128)} negate(%taken)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0:T(128)} parameter(0)
+  ROOT %call = f32[8]{0:T(128)} call(%x), to_apply=%body
+}
+"""
+
+
+def test_what_a_kernel_says_of_itself_over_several_lines_ends_no_computation():
+    text = Text(KERNEL)
+    assert [one.name for one in text.computations["body"]] == ["x", "kernel", "taken", "start"]
+    assert all('op_name="jit(f)/splash"' in one.rest for one in text.computations["body"][1:3])
+    assert [one.name for one in text.computations[text.entry]] == ["x", "call"]
 
 
 def test_types():

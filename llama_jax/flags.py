@@ -1,0 +1,226 @@
+"""What XLA is told for each platform beyond its own defaults, and why.
+
+A flag is here only where a compiler's own output shows what it does for the better (`experiments/compile_report.py --flags`
+compiles with and without), or where it acts at run time alone, which is then said. What was tried and is left at XLA's
+default, with JAX 0.10.2:
+
+- Latency hiding (`xla_gpu_enable_latency_hiding_scheduler`, `xla_tpu_enable_latency_hiding_scheduler`): on by default. On
+  an H100 neither value changes the program, since XLA's model of latencies turns the scheduler on; a TPU without it
+  computes beside fewer exchanges.
+- Asynchronous collectives on a GPU: on by default. `xla_gpu_enable_pipelined_reduce_scatter` alone and
+  `xla_gpu_enable_while_loop_double_buffering` leave the step of fsdp as it is. Larger `*_combine_threshold_bytes` make one
+  collective of a layer's, which can then start only when all of it is there.
+- Collective matmul: a TPU does it by default (its "windowed" products, which send a part of the weights while they
+  multiply the part before).
+- CUDA graphs and Triton's matrix products: on by default. They act at run time and by measurements that the compiler takes
+  on the device; `experiments/gpu_report.py` compares them there.
+- Preallocation: on by default, of three quarters of a GPU's memory; only the share is another one here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import util
+from pathlib import Path
+
+from llama_jax.errors import UserError
+
+SWITCH = "LLAMA_JAX_FLAGS"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting of XLA.
+
+    Attributes:
+      variable: of the environment that holds it; it is the setting itself where it has the same name.
+      name, value: as XLA knows them.
+      reason: what it changes, by the compilers' own output unless said otherwise.
+    """
+
+    variable: str
+    name: str
+    value: str
+    reason: str
+
+
+FLAGS: Mapping[str, tuple[Flag, ...]] = {
+    "cpu": (),
+    "gpu": (
+        Flag(
+            "XLA_FLAGS",
+            "xla_gpu_enable_pipelined_all_gather",
+            "true",
+            "Weights of the next layer are gathered while this one computes: the gathers of a scanned layer move into the"
+            " turn before.",
+        ),
+        Flag(
+            "XLA_FLAGS",
+            "xla_gpu_enable_pipelined_all_reduce",
+            "true",
+            "Gradients of a layer are summed, and scattered, while the next one computes. The gathers of the backward pass"
+            " move only together with it.",
+        ),
+        Flag(
+            "XLA_FLAGS",
+            "xla_gpu_experimental_parallel_collective_overlap_limit",
+            "8",
+            "By default each collective must end before the next may start, so that few have a matrix product beside them."
+            " All three: of the bytes of Llama 3.1 8B over fsdp=8 on H100 98 % are exchanged beside matrix products, 76 %"
+            " without, for 1.2 GB more.",
+        ),
+        Flag(
+            "XLA_CLIENT_MEM_FRACTION",
+            "XLA_CLIENT_MEM_FRACTION",
+            "0.95",
+            "At run time alone: JAX otherwise takes three quarters of the memory and refuses the rest. It is the share that"
+            " `Hardware.holds` plans with.",
+        ),
+    ),
+    "tpu": (),
+}
+# Of one setting, other names: what the user set by one of them stands.
+_ALIASES = {"XLA_CLIENT_MEM_FRACTION": ("XLA_PYTHON_CLIENT_MEM_FRACTION",)}
+_LIBRARIES = {
+    "XLA_FLAGS": (("jaxlib", "libjax_common.so"), ("jax_plugins.xla_cuda1?", "xla_cuda_plugin.so")),
+    "LIBTPU_INIT_ARGS": (("libtpu", "libtpu.so"),),
+}
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What `set_flags` did, by names of flags.
+
+    Attributes:
+      written: into the environment.
+      kept: the user has set them already, and that stands.
+      unknown: the installed version of XLA does not have them, and would end the process: they are left out.
+    """
+
+    written: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+def flags_for(platform: str) -> dict[str, str]:
+    """The settings of a platform, "cpu", "gpu" or "tpu", by name."""
+    return {flag.name: flag.value for flag in _flags(platform)}
+
+
+def compiler_options(platform: str) -> dict[str, bool | str]:
+    """Those that concern a compiler and that the installed one has, as `jax.stages.Lowered.compile` takes them.
+
+    For compiling where nothing runs, or without a say over the environment.
+    """
+    options = [flag for flag in _flags(platform) if flag.name != flag.variable and _is_known(flag)]
+    return {flag.name: flag.value == "true" if flag.value in ("true", "false") else flag.value for flag in options}
+
+
+def set_flags(
+    platforms: Iterable[str] | None = None,
+    *,
+    environment: MutableMapping[str, str] | None = None,
+) -> Settled:
+    """Write the settings of the platforms into the environment, where XLA reads them when JAX starts its devices.
+
+    What the user has set stands: a flag that ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` names, and variables that are there.
+    ``LLAMA_JAX_FLAGS=off`` leaves all as it is.
+
+    Args:
+      platforms: by default all that JAX could start here, see `startable`.
+      environment: by default this process's.
+
+    Raises:
+      UserError: JAX has started its devices already, so that nothing would be read; a value of LLAMA_JAX_FLAGS that means
+        nothing.
+    """
+    environment = os.environ if environment is None else environment
+    switch = environment.get(SWITCH, "on")
+    if switch not in ("on", "off"):
+        raise UserError(f"{SWITCH}={switch!r:.40} must be on or off")
+    if switch == "off":
+        return Settled()
+    found = [flag for platform in (startable(environment) if platforms is None else platforms) for flag in _flags(platform)]
+    kept = [flag for flag in found if _is_set(flag, environment)]
+    unknown = [flag for flag in found if flag not in kept and not _is_known(flag)]
+    written = [flag for flag in found if flag not in kept and flag not in unknown]
+    if written and _has_started():
+        raise UserError(
+            f"JAX has started its devices, and reads {written[0].variable} no more; set flags before, or {SWITCH}=off"
+        )
+    for flag in written:
+        if flag.name == flag.variable:
+            environment[flag.name] = flag.value
+        else:
+            before = environment.get(flag.variable, "")
+            environment[flag.variable] = f"{before} --{flag.name}={flag.value}".strip()
+    return Settled(*(tuple(flag.name for flag in flags) for flags in (written, kept, unknown)))
+
+
+def startable(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The platforms with flags whose devices JAX would look for: those of ``JAX_PLATFORMS``, else those with a plugin."""
+    named = environment.get("JAX_PLATFORMS", "")
+    if named:
+        found = dict.fromkeys({"cuda": "gpu"}.get(name, name) for name in named.lower().split(","))
+        return tuple(platform for platform in found if platform in FLAGS)
+    plugins = {"gpu": _plugin("jax_plugins.xla_cuda1?") is not None, "tpu": _plugin("libtpu") is not None}
+    return (*(platform for platform, is_there in plugins.items() if is_there), "cpu")
+
+
+def _flags(platform: str) -> tuple[Flag, ...]:
+    if platform not in FLAGS:
+        raise UserError(f"there are no flags for platform {platform!r:.40}; there are {', '.join(FLAGS)}")
+    return FLAGS[platform]
+
+
+def _is_set(flag: Flag, environment: Mapping[str, str]) -> bool:
+    if flag.name == flag.variable:
+        return any(name in environment for name in (flag.name, *_ALIASES.get(flag.name, ())))
+    return bool(re.search(rf"(^|\s)--{flag.name}(=|\s|$)", environment.get(flag.variable, "")))
+
+
+def _is_known(flag: Flag) -> bool:
+    """Whether all libraries that read the variable have the flag: XLA ends a process that names another one."""
+    if flag.name == flag.variable:
+        return True
+    for module, file in _LIBRARIES[flag.variable]:
+        folder = _plugin(module)
+        if folder is None or not _holds(folder / file, flag.name):
+            return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _holds(library: Path, name: str) -> bool:
+    """Whether a name stands whole in a library, which has those of all its flags."""
+    if not library.is_file():
+        return False
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return re.search(rb"(?<![a-z_])" + name.encode() + rb"(?![a-z_])", content) is not None
+
+
+def _plugin(pattern: str) -> Path | None:
+    """The folder of a module without importing it; "?" stands for the version of CUDA."""
+    for name in (pattern.replace("?", version) for version in ("3", "2")):
+        try:
+            spec = util.find_spec(name)
+        except ModuleNotFoundError:  # of what it lies in
+            continue
+        if spec is not None and spec.submodule_search_locations:
+            return Path(next(iter(spec.submodule_search_locations)))
+    return None
+
+
+def _has_started() -> bool:
+    """Whether JAX has made clients of its devices; without starting it."""
+    if "jax" not in sys.modules:
+        return False
+    from jax._src import xla_bridge  # there is no public question
+
+    return xla_bridge.backends_are_initialized()

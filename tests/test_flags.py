@@ -1,0 +1,114 @@
+import subprocess
+import sys
+
+import pytest
+
+from llama_jax import flags
+from llama_jax.errors import UserError
+from llama_jax.flags import FLAGS, Settled, compiler_options, flags_for, set_flags, startable
+
+COMPILER_FLAGS = [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable]
+
+
+@pytest.fixture
+def libraries(tmp_path, monkeypatch):
+    """Libraries that hold the names of all flags, in place of those that are installed."""
+    for folder in ("jaxlib", "jax_plugins.xla_cuda12", "libtpu"):
+        (tmp_path / folder).mkdir()
+    text = "\0".join(flag.name for flag in COMPILER_FLAGS).encode()
+    for folder, file in (entry for entries in flags._LIBRARIES.values() for entry in entries):
+        (tmp_path / folder.replace("?", "2") / file).write_bytes(b"\0\1" + text + b"\0")
+    monkeypatch.setattr(flags, "_plugin", lambda pattern: tmp_path / pattern.replace("?", "2"))
+    monkeypatch.setattr(flags, "_has_started", lambda: False)
+    yield tmp_path
+    flags._holds.cache_clear()
+
+
+def test_every_flag_has_a_reason_and_is_there_once():
+    assert set(FLAGS) == {"cpu", "gpu", "tpu"}
+    for platform, found in FLAGS.items():
+        assert len({flag.name for flag in found}) == len(found)
+        assert all(flag.reason.endswith(".") for flag in found)
+        assert flags_for(platform) == {flag.name: flag.value for flag in found}
+    assert flags_for("cpu") == {}
+    with pytest.raises(UserError, match="platform 'npu'; there are cpu, gpu, tpu"):
+        flags_for("npu")
+
+
+def test_flags_go_where_xla_reads_them(libraries):
+    environment = {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
+    settled = set_flags(("gpu", "tpu"), environment=environment)
+    assert settled.written == (*flags_for("gpu"), *flags_for("tpu"))
+    assert not settled.kept
+    assert not settled.unknown
+    assert environment["XLA_FLAGS"].startswith("--xla_dump_to=/tmp/x --xla_gpu_enable_pipelined_all_gather=true ")
+    assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.95"
+    for flag in COMPILER_FLAGS:
+        assert f"--{flag.name}={flag.value}" in environment[flag.variable].split()
+    again = set_flags(("gpu", "tpu"), environment=dict(environment))
+    assert again.kept == settled.written
+    assert not again.written
+
+
+def test_what_the_user_has_set_stands(libraries):
+    environment = {
+        "XLA_FLAGS": "--xla_gpu_enable_pipelined_all_gather=false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",  # by its older name; XLA refuses both
+    }
+    settled = set_flags(("gpu",), environment=environment)
+    assert settled.kept == ("xla_gpu_enable_pipelined_all_gather", "XLA_CLIENT_MEM_FRACTION")
+    assert environment["XLA_FLAGS"].count("xla_gpu_enable_pipelined_all_gather") == 1
+    assert "XLA_CLIENT_MEM_FRACTION" not in environment
+
+
+def test_they_can_be_turned_off():
+    environment = {"LLAMA_JAX_FLAGS": "off"}
+    assert set_flags(("gpu", "tpu"), environment=environment) == Settled()
+    assert environment == {"LLAMA_JAX_FLAGS": "off"}
+    with pytest.raises(UserError, match="LLAMA_JAX_FLAGS='no' must be on or off"):
+        set_flags(("gpu",), environment={"LLAMA_JAX_FLAGS": "no"})
+
+
+def test_a_flag_that_this_xla_does_not_have_is_left_out(libraries):
+    one = "xla_gpu_enable_pipelined_all_gather"
+    library = libraries / "jax_plugins.xla_cuda12" / "xla_cuda_plugin.so"  # jaxlib's own still has it
+    library.write_bytes(library.read_bytes().replace(one.encode(), f"{one}_old".encode()))
+    environment: dict[str, str] = {}
+    settled = set_flags(("gpu",), environment=environment)
+    assert settled.unknown == (one,)
+    assert one not in environment["XLA_FLAGS"]
+    assert one not in compiler_options("gpu")
+    library.unlink()
+    flags._holds.cache_clear()
+    assert compiler_options("gpu") == {}
+
+
+def test_after_jax_has_started_nothing_would_be_read(libraries, monkeypatch):
+    monkeypatch.setattr(flags, "_has_started", lambda: True)
+    with pytest.raises(UserError, match="JAX has started its devices, and reads XLA_FLAGS no more"):
+        set_flags(("gpu",), environment={})
+    assert set_flags(("cpu",), environment={}) == Settled()  # there is nothing to set
+
+
+def test_whether_jax_has_started():
+    code = "import jax; from llama_jax.flags import _has_started as f; a = f(); jax.devices(); print(a, f())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_platforms_that_could_start(monkeypatch):
+    assert startable({"JAX_PLATFORMS": "cpu"}) == ("cpu",)
+    assert startable({"JAX_PLATFORMS": "cuda,cpu"}) == ("gpu", "cpu")
+    assert startable({"JAX_PLATFORMS": "METAL"}) == ()
+    monkeypatch.setattr(flags, "_plugin", lambda pattern: None)
+    assert startable({}) == ("cpu",)
+    monkeypatch.setattr(flags, "_plugin", lambda pattern: pattern if pattern == "libtpu" else None)
+    assert startable({}) == ("tpu", "cpu")
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_installed_compilers_have_every_flag(platform):
+    if platform not in startable({}):
+        pytest.skip(f"no compiler for {platform} is installed")
+    assert len(compiler_options(platform)) == sum(flag.name != flag.variable for flag in FLAGS[platform])
