@@ -6,10 +6,11 @@
 
 Of each program: the memory of a device as its compiler plans it and whether that fits; which attention was taken, and which
 kernels the program calls; what devices exchange, and which share of it by collectives that are started and waited for apart
-(asynchronous) and while they multiply matrices (overlapped); copies of at least a mebibyte; of decoding the bytes that are read for a token over the least, and kernels for each layer. None of it is time.
-Training is packed, in bfloat16 over float32 parameters, with AdamW and layers computed again unless said otherwise. Where
-"largest" is asked, the batch is doubled while it fits. Writes ``experiments/results/compile_report_tpu.json`` or
-``compile_report_gpu.json`` after each program, and the table beside it in ``.md``.
+(asynchronous) and while they multiply matrices (overlapped); copies of at least a mebibyte; of decoding the bytes that are
+read for a token over the least, and kernels for each layer. None of it is time. Training is packed, in bfloat16 over float32
+parameters, with AdamW and layers computed again unless said otherwise. Where "largest" is asked, the batch is doubled while
+it fits. Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, and the
+table beside it in ``.md``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ import json
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from llama_jax.analysis.memory import Program
 
 RESULTS = Path(__file__).parent / "results"
 Kind = Literal["train", "pmap", "decode", "prefill"]
@@ -127,14 +131,30 @@ def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
     """Compile one program of one size."""
     import jax
 
-    from llama_jax import preset
     from llama_jax.analysis.compilers import mesh_for
     from llama_jax.analysis.findings import examine
     from llama_jax.analysis.hardware import named_hardware
-    from llama_jax.analysis.memory import DoesNotFitError, decode_programs, pmap_programs, train_programs
+    from llama_jax.analysis.memory import DoesNotFitError
     from llama_jax.parallel.mesh import parse_mesh
 
-    config, mesh = preset(case.model), mesh_for(name, parse_mesh(case.hardware[name]))
+    program = program_of(case, mesh_for(name, parse_mesh(case.hardware[name])))
+    jax.clear_caches()
+    began = time.perf_counter()
+    try:
+        found = examine(program, flags=flags == "on")
+    except DoesNotFitError as error:
+        return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
+    except Exception as error:  # a finding too: only this compiler raises it
+        return {"batch": case.batch, "error": f"{type(error).__name__}: {error}"[:600], "compile_seconds": passed(began)}
+    return {"batch": case.batch, "fits": named_hardware(name).holds(found.memory.total)} | found.as_dict()
+
+
+def program_of(case: Case, mesh: Mesh) -> Program:
+    """The program, not compiled yet."""
+    from llama_jax import preset
+    from llama_jax.analysis.memory import decode_programs, pmap_programs, train_programs
+
+    config = preset(case.model)
     if case.length > config.max_seq_len:
         config = replace(config, max_seq_len=case.length)
     shape = (config, mesh, case.batch, case.length)
@@ -145,15 +165,7 @@ def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
     else:
         programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
     (program,) = programs
-    jax.clear_caches()
-    began = time.perf_counter()
-    try:
-        found = examine(program, flags=flags == "on")
-    except DoesNotFitError as error:
-        return {"batch": case.batch, "fits": False, "refused": str(error)[:300], "compile_seconds": passed(began)}
-    except Exception as error:  # a finding too: only this compiler raises it
-        return {"batch": case.batch, "error": f"{type(error).__name__}: {error}"[:600], "compile_seconds": passed(began)}
-    return {"batch": case.batch, "fits": named_hardware(name).holds(found.memory.total)} | found.as_dict()
+    return program
 
 
 def passed(began: float) -> float:
@@ -243,4 +255,6 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
+    import tyro
+
     main(tyro.cli(Arguments))

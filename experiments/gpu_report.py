@@ -10,6 +10,8 @@ Sections, in the order of their worth, because the time limit cuts from the end:
   correctness       a small model against the CPU in float32 and bfloat16; generation against repeated `logits`
   decode            greedy tokens/s of the library's compiled decode loop, random bfloat16 weights made on the device
   prefill           tokens/s of the library's compiled prefill
+  programs          those of compile_report that are of one device: the plan of the compiler, with and without the device,
+                    and beside it what is measured
   attention         every backend that the device has, forward and backward, from short to long; the shortest against the
                     reference in float32
   transformers      its decode with a static cache, compiled to CUDA graphs where there is a GPU; one process per shape
@@ -18,7 +20,7 @@ Sections, in the order of their worth, because the time limit cuts from the end:
 Beside other sections training has at most TRAINING_SHARE of the time, divided among its shapes: each measures as many of its
 candidates as that allows, the least memory first. With `--sections training` alone it has all, to choose by. Attention has
 ATTENTION_SHARE in the same way, the shortest first. What runs out of time elsewhere is cut in the order compiler_options,
-transformers, attention, prefill, decode.
+transformers, attention, programs, prefill, decode.
 
 Later work adds a function to SECTIONS: it takes the `Run` and gives rows, plain dicts, one by one. Without an accelerator
 the same code runs small shapes, so that it is always tested; they lie in the CPU's caches and their shares mean nothing.
@@ -31,6 +33,7 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
+import importlib
 import importlib.util
 import json
 import math
@@ -142,6 +145,7 @@ class Plan:
     new_tokens: int
     copy_bytes: int
     matrix_size: int
+    small_programs: bool = False
     capacity: int = 256
     prompt_tokens: int = 64
 
@@ -192,6 +196,7 @@ SMALL = Plan(
     new_tokens=16,
     copy_bytes=1 << 26,
     matrix_size=512,
+    small_programs=True,
 )
 
 
@@ -901,6 +906,31 @@ def transformers_worker(
     }
 
 
+# The programs of the compile report
+
+
+def programs(run: Run) -> Iterator[Row]:
+    """What compilers foretell of a program, and what it does."""
+    beside = sibling("device_programs")
+    hardware = None if run.plan.small_programs else beside.hardware_of(run.device)
+    for case in beside.cases_of(hardware):
+        row = {"program": case.name, "batch": case.batch, "length": case.length}
+        row |= beside.foretold(case, hardware, Path(__file__).parent / "results")
+        gc.collect()
+        row = run.attempt(row, lambda case=case: beside.measure(case, run.device, run.plan.repetitions))
+        if "RESOURCE_EXHAUSTED" in row.get("error", ""):
+            row["does_not_fit"] = row.pop("error")
+        yield row
+
+
+def sibling(name: str) -> Any:
+    """The experiment of that name, wherever this one was started from."""
+    folder = str(Path(__file__).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
 # XLA options
 
 # By that name in XLA's debug options. A list replaces the default one, and "+WHILE" is understood only in XLA_FLAGS.
@@ -941,6 +971,7 @@ SECTIONS: dict[str, Section] = {
     "correctness": correctness,
     "decode": decode,
     "prefill": prefill,
+    "programs": programs,
     "attention": attention,
     "transformers": transformers,
     "compiler_options": compiler_options,

@@ -52,6 +52,9 @@ def test_every_section_measures(report, tmp_path, capsys):
         assert all(row["tokens_per_s"] > 0 and row["compile_s"] > 0 for row in sections[name])
     assert all(row["share_of_copy"] > 0 for row in sections["decode"])
     assert all(row["share_of_matrix"] > 0 for row in sections["prefill"])
+    assert [row["program"] for row in sections["programs"]] == ["small-train", "small-prefill", "small-decode"]
+    assert all(row["ms"] > 0 and row["plan_gb"] > 0 for row in sections["programs"])
+    assert sections["programs"][2]["read_gb_per_s"] > 0
     attended = [row for row in sections["attention"] if "refused" not in row]
     assert len(attended) == 2 * 2 * (5 - len(sections["attention"]) + len(attended))  # lengths, passes, backends
     assert all(row["ms"] > 0 and row["share_of_matrix"] > 0 and row["temp_mb"] >= 0 for row in attended)
@@ -68,6 +71,36 @@ def test_every_section_measures(report, tmp_path, capsys):
     assert found["device"]["platform"] == jax.devices()[0].platform
     numbers = [x for rows in sections.values() for row in rows for x in row.values() if isinstance(x, float)]
     assert all(math.isfinite(x) and x >= 0 for x in numbers)
+
+
+def test_programs_stand_beside_what_compilers_foretold_of_them(report, tmp_path):
+    beside = report.sibling("device_programs")
+    hardware = "h100"
+    cases = {case.name: case for case in beside.cases_of(hardware)}
+    assert {"1b-train", "8b-prefill", "8b-decode"} <= set(cases)
+    assert all(case.hardware == {hardware: "data=1"} for case in cases.values())
+    assert "8b-train" not in cases  # of eight devices
+    row = {"program": "8b-decode", "hardware": hardware, "token": {"read_ratio": 1.004, "kernels_per_layer": 9.0}}
+    row["bytes_per_device"] = {"total": 16_500_000_000, "temporaries": 2_000_000, "gradients": 0}
+    (tmp_path / "compile_report_gpu.json").write_text(json.dumps({"programs": [row, row | {"flags": "off", "token": None}]}))
+    assert beside.foretold(cases["8b-decode"], hardware, tmp_path) == {
+        "table_plan_gb": 16.5,
+        "table_temporaries_gb": 0.002,
+        "table_read_over_least": 1.004,
+        "table_kernels_a_layer": 9.0,
+    }
+    assert beside.foretold(cases["1b-train"], hardware, tmp_path) == {}
+    assert beside.hardware_of(SimpleNamespace(device_kind="NVIDIA H200")) == "h200"
+    assert beside.hardware_of(jax.devices("cpu")[0]) is None
+
+
+def test_the_programs_of_the_compile_report_run(report, tmp_path):
+    run = report.Run(jax.devices("cpu")[0], report.SMALL, 600.0)
+    train, prefill, decode = report.programs(run)
+    assert [row.get("error") for row in (train, prefill, decode)] == [None] * 3
+    assert all(row["ms"] > 0 and row["plan_gb"] > 0 and row["spread"] >= 0 for row in (train, prefill, decode))
+    assert decode["read_over_least"] > 0.5
+    assert decode["kernels_a_layer"] > 1
 
 
 def test_failures_are_rows_and_the_rest_goes_on(report, monkeypatch, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -119,15 +120,25 @@ def examine(program: Program, *, accelerator: bool = False, flags: bool = True) 
     """
     started = time.perf_counter()
     with attention_choices() as said:
-        compiled: jax.stages.Compiled = program.compile(accelerator=accelerator, flags=flags)
-    seconds = time.perf_counter() - started
+        compiled = program.compile(accelerator=accelerator, flags=flags)
+    return look_at(program, compiled, time.perf_counter() - started, said, accelerator=accelerator)
+
+
+def look_at(
+    program: Program, compiled: jax.stages.Compiled, seconds: float, attention: Sequence[str], *, accelerator: bool = False
+) -> Findings:
+    """What is known of a program that has been compiled, in so many seconds.
+
+    Args:
+      attention: what was said of it while the program was traced.
+    """
     source = compiled.as_text() or ""
     text = Text(source)
     return Findings(
         name=program.name,
         memory=program.memory(compiled, accelerator=accelerator),
         seconds=seconds,
-        attention=tuple(said),
+        attention=tuple(attention),
         calls=dict(custom_calls(text)),
         collectives=tuple(find_collectives(source, program.mesh)),
         copies=tuple(find_copies(text)),

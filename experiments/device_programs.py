@@ -1,0 +1,153 @@
+"""The programs of the compile report on the device that is there: what compilers foretell, and what is measured beside it.
+
+Used by gpu_report. A program of one device is compiled for the device, filled with random weights and run; beside it stands
+what `compile_report` has written of it, by the same compiler without a device.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import compile_report
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.analysis.compilers import NAMES, attention_choices
+from llama_jax.analysis.findings import look_at
+from llama_jax.analysis.hardware import BY_NAME, find_hardware
+from llama_jax.analysis.memory import Program
+from llama_jax.inference.state import CHUNK
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+
+Case = compile_report.Case
+ONE = "data=1"
+SMALL = (
+    Case("small-train", "train", "stories-260k", {"cpu": ONE}, 2, 32),
+    Case("small-prefill", "prefill", "stories-260k", {"cpu": ONE}, 1, 64),
+    Case("small-decode", "decode", "stories-260k", {"cpu": ONE}, 2, 64),
+)
+
+
+def hardware_of(device: jax.Device) -> str | None:
+    """The short name of a device whose compiler the report asks; None for others."""
+    found = find_hardware(device.device_kind)
+    return next((name for name in NAMES if found is not None and BY_NAME[name] is found), None)
+
+
+def cases_of(hardware: str | None) -> tuple[Case, ...]:
+    """Programs of one device: those of the report for that hardware, or small ones where there is none of it."""
+    if hardware is None:
+        return SMALL
+    return tuple(
+        replace(case, hardware={hardware: ONE}) for case in compile_report.CASES if case.hardware.get(hardware) == ONE
+    )
+
+
+def foretold(case: Case, hardware: str | None, folder: Path) -> dict[str, Any]:
+    """What the report has of the program, made without the device; nothing where it has none."""
+    compiler = "tpu" if hardware is not None and hardware.startswith("tpu") else "gpu"
+    path = folder / f"compile_report_{compiler}.json"
+    rows = json.loads(path.read_text())["programs"] if path.exists() else []
+    for row in rows:
+        if (row["program"], row["hardware"], row.get("flags", "on")) == (case.name, hardware, "on"):
+            return {f"table_{name}": value for name, value in _summary(row).items()}
+    return {}
+
+
+def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
+    """Compile the program for the device, run it, and put the plan and the measurement side by side.
+
+    Returns:
+      plan_gb, temporaries_gb, read_over_least and kernels_a_layer by the compiler on this device; ms, of a run, and of a
+      token when decoding; read_gb_per_s, the bytes that the compiled program reads over the measured time; and peak_gb, the
+      allocator's peak of the process where this program raised it.
+    """
+    program = compile_report.program_of(case, make_mesh(MeshSizes(), [device]))
+    started = time.perf_counter()
+    with attention_choices() as said:
+        compiled = program.compile(flags=False)  # with those that the process was started with
+    found = look_at(program, compiled, time.perf_counter() - started, said)
+    before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    arguments, times = filled(case, program, repetitions), []
+    for _ in range(repetitions + 1):
+        start = time.perf_counter()
+        result = jax.block_until_ready(compiled(*arguments))
+        times.append(time.perf_counter() - start)
+        arguments = _next(case, arguments, result)
+    times = times[1:]
+    taken = statistics.median(times) / (CHUNK if case.kind == "decode" else 1)
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    row = {"ms": 1e3 * taken, "spread": (max(times) - min(times)) / statistics.median(times)}
+    if found.token is not None:
+        row["read_gb_per_s"] = found.token.read / taken / 1e9
+    raised = {"peak_gb": peak / 1e9} if peak > before else {}
+    return _summary(found.as_dict()) | row | raised | {"compile_s": found.seconds, "attention": "; ".join(said)}
+
+
+def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
+    """Arguments on the device: random weights, random tokens, and a cache that is full when the last run ends."""
+    first = program.arguments[0]
+    weights = {id(leaf) for leaf in jax.tree.leaves(first.params if case.kind == "train" else first)}
+    most = 32  # tokens: every vocabulary has them
+
+    def fill(leaf: Any, key: jax.Array) -> jax.Array:
+        if id(leaf) in weights and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
+        if case.kind != "decode" and leaf.ndim == 2 and leaf.dtype == jnp.int32:
+            return jax.random.randint(key, leaf.shape, 0, most, leaf.dtype)
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    leaves, tree = jax.tree.flatten(program.arguments)
+    made = [
+        jax.jit(lambda key, leaf=leaf: fill(leaf, key), out_shardings=leaf.sharding)(jax.random.key(i))
+        for i, leaf in enumerate(leaves)
+    ]
+    arguments = jax.tree.unflatten(tree, made)
+    if case.kind == "train":
+        state, batch = arguments
+        positions = np.broadcast_to(np.arange(case.length + 1, dtype=np.int32), batch.tokens.shape)
+        one = np.ones_like(positions)  # a document in each row
+        like = batch.tokens.sharding
+        if batch.segment_ids is not None:
+            batch = batch._replace(segment_ids=jax.device_put(one, like), positions=jax.device_put(positions, like))
+        return state, batch
+    if case.kind == "prefill":
+        params, reading, tokens, places = arguments
+        lengths = jax.device_put(np.full(case.batch, tokens.shape[1], np.int32), places.lengths.sharding)
+        return params, reading, tokens, places._replace(lengths=lengths, rope_lengths=lengths)
+    params, state, turns = arguments
+    ahead = max(case.length - CHUNK * (repetitions + 2), 0)
+    length = jax.device_put(np.full(case.batch, ahead, np.int32), state.cache.length.sharding)
+    limit = jax.device_put(np.full(case.batch, 1 << 30, np.int32), state.request.limit.sharding)
+    stop = jax.device_put(np.full(state.request.stop.shape, -1, np.int32), state.request.stop.sharding)
+    state = state.replace(cache=state.cache.replace(length=length), request=state.request.replace(limit=limit, stop=stop))
+    return params, state, jax.device_put(np.int32(1), turns.sharding)
+
+
+def _next(case: Case, arguments: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
+    """The arguments of the next run: what was donated comes back from the last one."""
+    if case.kind == "train":
+        return result[0], *arguments[1:]
+    if case.kind == "prefill":
+        like = arguments[1].cache  # of which the buffers are gone, but not what it says of them
+        length = jax.device_put(np.zeros(case.batch, np.int32), result.cache.length.sharding)
+        cache = result.cache.replace(length=length, fresh=like.fresh)
+        return arguments[0], result._replace(cache=cache), *arguments[2:]
+    return arguments[0], result[0], *arguments[2:]
+
+
+def _summary(row: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a row of the report that have a measured one beside them."""
+    if "bytes_per_device" not in row:
+        return {"refused_there": row.get("refused", row.get("error", ""))}
+    memory, token = row["bytes_per_device"], row["token"]
+    found = {"plan_gb": memory["total"] / 1e9, "temporaries_gb": (memory["temporaries"] + memory["gradients"]) / 1e9}
+    if token:
+        found |= {"read_over_least": token["read_ratio"], "kernels_a_layer": token["kernels_per_layer"]}
+    return found
