@@ -29,25 +29,32 @@ def test_every_flag_has_a_reason_and_is_there_once():
     for platform, found in FLAGS.items():
         assert len({flag.name for flag in found}) == len(found)
         assert all(flag.reason.endswith(".") for flag in found)
-        assert flags_for(platform) == {flag.name: flag.value for flag in found}
-    assert flags_for("cpu") == {}
+        assert flags_for(platform, training=True) == {flag.name: flag.value for flag in found}
+    assert flags_for("cpu", training=True) == {}
+    assert flags_for("gpu", training=False) == {"XLA_CLIENT_MEM_FRACTION": "0.95"}
     with pytest.raises(UserError, match="platform 'npu'; there are cpu, gpu, tpu"):
-        flags_for("npu")
+        flags_for("npu", training=True)
 
 
 def test_flags_go_where_xla_reads_them(libraries):
     environment = {"XLA_FLAGS": "--xla_dump_to=/tmp/x"}
-    settled = set_flags(("gpu", "tpu"), environment=environment)
-    assert settled.written == (*flags_for("gpu"), *flags_for("tpu"))
+    settled = set_flags(("gpu", "tpu"), training=True, environment=environment)
+    assert settled.written == (*flags_for("gpu", training=True), *flags_for("tpu", training=True))
     assert not settled.kept
     assert not settled.unknown
     assert environment["XLA_FLAGS"].startswith("--xla_dump_to=/tmp/x --xla_gpu_enable_pipelined_all_gather=true ")
     assert environment["XLA_CLIENT_MEM_FRACTION"] == "0.95"
     for flag in COMPILER_FLAGS:
         assert f"--{flag.name}={flag.value}" in environment[flag.variable].split()
-    again = set_flags(("gpu", "tpu"), environment=dict(environment))
+    again = set_flags(("gpu", "tpu"), training=True, environment=dict(environment))
     assert again.kept == settled.written
     assert not again.written
+
+
+def test_only_training_sets_what_is_for_training(libraries):
+    environment: dict[str, str] = {}
+    assert set_flags(("gpu", "tpu"), environment=environment).written == ("XLA_CLIENT_MEM_FRACTION",)
+    assert environment == {"XLA_CLIENT_MEM_FRACTION": "0.95"}
 
 
 def test_what_the_user_has_set_stands(libraries):
@@ -55,7 +62,7 @@ def test_what_the_user_has_set_stands(libraries):
         "XLA_FLAGS": "--xla_gpu_enable_pipelined_all_gather=false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",  # by its older name; XLA refuses both
     }
-    settled = set_flags(("gpu",), environment=environment)
+    settled = set_flags(("gpu",), training=True, environment=environment)
     assert settled.kept == ("xla_gpu_enable_pipelined_all_gather", "XLA_CLIENT_MEM_FRACTION")
     assert environment["XLA_FLAGS"].count("xla_gpu_enable_pipelined_all_gather") == 1
     assert "XLA_CLIENT_MEM_FRACTION" not in environment
@@ -63,10 +70,10 @@ def test_what_the_user_has_set_stands(libraries):
 
 def test_they_can_be_turned_off():
     environment = {"LLAMA_JAX_FLAGS": "off"}
-    assert set_flags(("gpu", "tpu"), environment=environment) == Settled()
+    assert set_flags(("gpu", "tpu"), training=True, environment=environment) == Settled()
     assert environment == {"LLAMA_JAX_FLAGS": "off"}
     with pytest.raises(UserError, match="LLAMA_JAX_FLAGS='no' must be on or off"):
-        set_flags(("gpu",), environment={"LLAMA_JAX_FLAGS": "no"})
+        set_flags(("gpu",), training=True, environment={"LLAMA_JAX_FLAGS": "no"})
 
 
 def test_a_flag_that_this_xla_does_not_have_is_left_out(libraries):
@@ -74,20 +81,20 @@ def test_a_flag_that_this_xla_does_not_have_is_left_out(libraries):
     library = libraries / "jax_plugins.xla_cuda12" / "xla_cuda_plugin.so"  # jaxlib's own still has it
     library.write_bytes(library.read_bytes().replace(one.encode(), f"{one}_old".encode()))
     environment: dict[str, str] = {}
-    settled = set_flags(("gpu",), environment=environment)
+    settled = set_flags(("gpu",), training=True, environment=environment)
     assert settled.unknown == (one,)
     assert one not in environment["XLA_FLAGS"]
-    assert one not in compiler_options("gpu")
+    assert one not in compiler_options("gpu", training=True)
     library.unlink()
     flags._holds.cache_clear()
-    assert compiler_options("gpu") == {}
+    assert compiler_options("gpu", training=True) == {}
 
 
 def test_after_jax_has_started_nothing_would_be_read(libraries, monkeypatch):
     monkeypatch.setattr(flags, "_has_started", lambda: True)
     with pytest.raises(UserError, match="JAX has started its devices, and reads XLA_FLAGS no more"):
-        set_flags(("gpu",), environment={})
-    assert set_flags(("cpu",), environment={}) == Settled()  # there is nothing to set
+        set_flags(("gpu",), training=True, environment={})
+    assert set_flags(("cpu",), training=True, environment={}) == Settled()  # there is nothing to set
 
 
 def test_whether_jax_has_started():
@@ -111,4 +118,4 @@ def test_platforms_that_could_start(monkeypatch):
 def test_installed_compilers_have_every_flag(platform):
     if platform not in startable({}):
         pytest.skip(f"no compiler for {platform} is installed")
-    assert len(compiler_options(platform)) == sum(flag.name != flag.variable for flag in FLAGS[platform])
+    assert len(compiler_options(platform, training=True)) == sum(flag.name != flag.variable for flag in FLAGS[platform])

@@ -127,8 +127,9 @@ class Program:
           DoesNotFitError: a compiler that plans for the memory of its device, as a TPU's does, cannot.
         """
         if not accelerator or self.platform != "cpu":
+            options = compiler_options(self.platform, training=self.known.gradients > 0) if flags else None
             try:
-                return self.lower().compile(compiler_options=compiler_options(self.platform) if flags else None)
+                return self.lower().compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise

@@ -25,12 +25,12 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def start_backend() -> None:
+def start_backend(*, training: bool = False) -> None:
     """Start JAX's device backend with the flags of its platform, see `llama_jax.flags`.
 
     One that is missing is said in a line, before anything is loaded; so are flags that this version of XLA does not have.
     """
-    unknown = set_flags().unknown
+    unknown = set_flags(training=training).unknown
     if unknown:
         print(f"llama-jax: this version of XLA has no {', '.join(unknown)}: left out", file=sys.stderr)
     try:

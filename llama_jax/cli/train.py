@@ -91,7 +91,7 @@ class Train:
         ) as joined:
             if joined.index > 0:  # what XLA's collectives for CPU write to stdout, too, is said by process 0 alone
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            start_backend()
+            start_backend(training=True)
             from llama_jax.runs.loop import train
 
             train(

@@ -262,3 +262,26 @@ def test_stop_strings_across_tokens(text, stop, shown):
             break
     out.finish()
     assert out.shown == "".join(written) == shown
+
+
+def test_flags_are_set_before_jax_starts(environment, tmp_path):
+    """In place of an accelerator: what is set for a platform, and what this version of XLA does not have."""
+    code = """
+import os, sys
+from llama_jax import flags
+from llama_jax.cli.runtime import start_backend
+known, unknown = flags.Flag("KNOWN", "KNOWN", "1", "", False), flags.Flag("XLA_FLAGS", "xla_no_such_flag", "1", "")
+flags.FLAGS = {"cpu": (known, unknown)}
+start_backend(training=True)
+print(os.environ.get("KNOWN"), os.environ.get("XLA_FLAGS", ""))
+"""
+
+    def run(**more):
+        start = {"args": [sys.executable, "-c", code], "env": environment | more}
+        return subprocess.run(**start, capture_output=True, text=True, timeout=120)
+
+    done = run(XLA_FLAGS="")
+    assert (done.returncode, done.stdout.split()) == (0, ["1"]), done.stderr
+    assert done.stderr.strip() == "llama-jax: this version of XLA has no xla_no_such_flag: left out"
+    done = run(XLA_FLAGS="", LLAMA_JAX_FLAGS="off")
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["None"], "")
