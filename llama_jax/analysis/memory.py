@@ -25,6 +25,7 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
+from llama_jax.ops.attention import Backend
 from llama_jax.ops.platform import planned_for
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
@@ -164,6 +165,7 @@ def train_programs(
     remat: Remat = "full",
     packed: bool = False,
     accumulate: int = 1,
+    attention: Backend = "auto",
 ) -> list[Program]:
     """One step of training with AdamW: float32 parameters, the computation in `dtype`.
 
@@ -171,6 +173,7 @@ def train_programs(
       batch, length: B rows over the whole mesh, of T tokens to predict each.
       packed: rows have segments and positions, as `train` fills them with documents.
       accumulate: parts of the batch that are read one after the other, see `train_step`.
+      attention: how it is computed, see `Compute`; over `context` it is ring attention.
 
     Raises:
       MeshError: the model or the batch cannot be split over the mesh.
@@ -182,7 +185,7 @@ def train_programs(
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     row = _placed(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
     tokens = Batch(row, row, row) if packed else Batch(row)
-    options = StepOptions(LossOptions(Compute(dtype, remat)), accumulate, clip_norm=1.0)
+    options = StepOptions(LossOptions(Compute(dtype, remat, attention)), accumulate, clip_norm=1.0)
     step = partial(step_over(config, mesh), optimizer, options=options)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
     share = bytes_per_device(state.params)
@@ -229,6 +232,7 @@ def decode_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     quantized: bool = False,
+    attention: Backend = "auto",
 ) -> list[Program]:
     """What `generate` runs to fill a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
 
@@ -238,6 +242,7 @@ def decode_programs(
       batch: B rows over the whole mesh.
       dtype: of parameters, computation and cache.
       quantized: the cache is of int8.
+      attention: how it is computed, see `Compute`.
 
     Raises:
       MeshError: the model or the batch cannot be split over the mesh, or a cache of int8 over `context`.
@@ -253,7 +258,7 @@ def decode_programs(
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, stacked=False, fitted=True)
     params = _placed(param_shapes(held, dtype, stacked=False), shardings(mesh, specs))
-    layout = layout_of(params)
+    layout, compute = layout_of(params), Compute(attention=attention)
 
     def cache_of(capacity: int) -> KVCache:
         kept = jnp.dtype(jnp.int8 if quantized else dtype)
@@ -270,7 +275,9 @@ def decode_programs(
 
     tokens = per_row(jnp.int32, min(capacity, LARGEST_PREFILL))
     places = Places(per_row(jnp.int32), rope_lengths=per_row(jnp.int32))
-    reads = jax.jit(partial(read, config, layout=layout), donate_argnums=1, out_shardings=Reading(placement, rows))
+    reads = jax.jit(
+        partial(read, config, compute=compute, layout=layout), donate_argnums=1, out_shardings=Reading(placement, rows)
+    )
     read_before = Reading(cache, per_row(dtype, config.dim))
 
     larger = jax.jit(partial(grow, capacity=capacity), out_shardings=placement)
@@ -297,7 +304,8 @@ def decode_programs(
     out = jax.tree.map(lambda a: a.sharding, state), whole, Piece(whole, whole, whole)
     first = mesh.devices.flat[0]
     told = DECODING_ON_TPU if first.platform == "tpu" and knows(first, DECODING_ON_TPU) else None  # as `generate` does
-    run = jax.jit(partial(decode, config, most=1, layout=layout), donate_argnums=1, out_shardings=out, compiler_options=told)
+    turn = partial(decode, config, most=1, compute=compute, layout=layout)
+    run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)
     return [
         reading,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from llama_jax.cli.options import RememberOptions
+from llama_jax.cli.options import ATTENTION, RememberOptions
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.plot import check_picture, save_picture
 from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
@@ -47,6 +47,8 @@ class Eval(TextOptions, RememberOptions):
     batch: int | None = None
     """Rows that are read at once; by default 1 on a CPU, whose caches more would leave, and 8 elsewhere.
     With --lengths elsewhere as many as make up 32,768 tokens."""
+    attention: ATTENTION = "auto"
+    """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
     lengths: str = ""
     """Several windows without overlap, as in 256,512,1024: does context help, and how far?
     They may go beyond the model's context."""
@@ -63,6 +65,7 @@ class Eval(TextOptions, RememberOptions):
 
         from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import CompileClock, loading_bar, start_backend, use_compilation_cache
+        from llama_jax.ops.attention import observed
 
         # What is quick comes first: no mistake shall be found after minutes of loading.
         use_compilation_cache()
@@ -78,10 +81,11 @@ class Eval(TextOptions, RememberOptions):
 
         started, compiled = time.perf_counter(), compiling.seconds
         found: Evaluation | tuple[LengthLoss, ...]
-        if lengths:
-            found = self._by_length(config, params, corpus, lengths)
-        else:
-            found = self._by_window(config, params, corpus, sizes)
+        with observed() as attention:
+            if lengths:
+                found = self._by_length(config, params, corpus, lengths)
+            else:
+                found = self._by_window(config, params, corpus, sizes)
         tokens = sum(one.tokens for one in found) if isinstance(found, tuple) else found.tokens
         seconds = time.perf_counter() - started - (compiling.seconds - compiled)
         facts = {
@@ -95,6 +99,7 @@ class Eval(TextOptions, RememberOptions):
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
             "dtype": str(params.embedding.dtype),
+            "attention": " and ".join(attention),
             "seconds": round(seconds, 3),
             "compile_seconds": round(compiling.seconds, 3),
             "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else 0.0,
@@ -143,10 +148,11 @@ class Eval(TextOptions, RememberOptions):
     def _by_window(self, config: LlamaConfig, params: Llama, corpus: Corpus, sizes: dict[str, Any]) -> Evaluation:
         from tqdm import tqdm
 
+        from llama_jax.model.options import Compute
         from llama_jax.runs.evaluate import evaluate
 
         bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
-        found = evaluate(config, params, corpus, progress=bar, **sizes)
+        found = evaluate(config, params, corpus, compute=Compute(attention=self.attention), progress=bar, **sizes)
         if not math.isfinite(found.loss):
             raise self.not_finite("loss", found.loss)
         return found
@@ -156,6 +162,7 @@ class Eval(TextOptions, RememberOptions):
     ) -> tuple[LengthLoss, ...]:
         from tqdm import tqdm
 
+        from llama_jax.model.options import Compute
         from llama_jax.runs.lengths import evaluate_lengths
 
         bar = partial(tqdm, desc="evaluating", unit=" pieces", leave=False, disable=None)
@@ -167,6 +174,7 @@ class Eval(TextOptions, RememberOptions):
             max_tokens=self.max_tokens,
             batch=self.batch,
             cache=self.cache_options(),
+            compute=Compute(attention=self.attention),
             progress=bar,
         )
         for one in found:

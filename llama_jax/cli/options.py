@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
+ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class ModelOptions(RememberOptions):
     rope: str = ""
     """Another rope scaling than the model's own: KIND:FACTOR, as in yarn:4, also lengthens the context; none leaves the
     model's out."""
-    attention: Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"] = "auto"
+    attention: ATTENTION = "auto"
     """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""

@@ -125,7 +125,8 @@ def as_json(facts: dict[str, Any]) -> str:
 
 def statistics(facts: dict[str, Any]) -> str:
     """Where and how fast, for stderr."""
+    attention = f" · attention {facts['attention']}" if facts.get("attention") else ""
     return (
-        f"{facts['backend']} ({facts['device']}) · {facts['dtype']} · compile {facts['compile_seconds']:.2f} s"
+        f"{facts['backend']} ({facts['device']}) · {facts['dtype']}{attention} · compile {facts['compile_seconds']:.2f} s"
         f" · {facts['seconds']:.2f} s, {facts['tokens_per_second']:,.1f} tokens/s"
     )

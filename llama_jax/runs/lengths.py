@@ -17,7 +17,7 @@ from llama_jax.data import Corpus, DataError
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward import forward
-from llama_jax.model.options import Places
+from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 from llama_jax.runs.evaluate import nats_of
@@ -77,6 +77,7 @@ def evaluate_lengths(
     max_tokens: int | None = None,
     batch: int | None = None,
     cache: CacheOptions = CacheOptions(),
+    compute: Compute = Compute(),
     progress: Progress | None = None,
 ) -> tuple[LengthLoss, ...]:
     """Loss of the same text in windows of each length, and by position in them.
@@ -102,6 +103,7 @@ def evaluate_lengths(
         elsewhere.
       cache: in which tokens are remembered as in generation: what int8, or a window, costs. Of an int8 cache also the
         tokens of a piece are read back.
+      compute: dtype and attention.
       progress: wraps the range of all pieces, as `tqdm.tqdm` does.
 
     Returns:
@@ -116,7 +118,7 @@ def evaluate_lengths(
     plans = [_plan(length, lengths[-1], len(spans), batch) for length in lengths]
     numbers = range(sum(plan.batches * plan.pieces for plan in plans))
     ticks = iter(progress(numbers) if progress else numbers)
-    found = tuple(_measure(config, params, corpus, spans, plan, cache, ticks) for plan in plans)
+    found = tuple(_measure(config, params, corpus, spans, plan, (cache, compute), ticks) for plan in plans)
     next(ticks, None)  # ends the bar
     return found
 
@@ -198,7 +200,13 @@ def cut_pieces(length: int) -> tuple[int, int]:
 
 
 def piece_nats(
-    config: LlamaConfig, params: Llama, length: int, cache: KVCache, tokens: jax.Array, targets: jax.Array
+    config: LlamaConfig,
+    params: Llama,
+    length: int,
+    cache: KVCache,
+    tokens: jax.Array,
+    targets: jax.Array,
+    compute: Compute = Compute(),
 ) -> tuple[KVCache, jax.Array]:
     """Read T more tokens of each row and measure how well the targets are predicted from them.
 
@@ -210,11 +218,12 @@ def piece_nats(
       The cache, and float32[B, T] as `nats_of` gives it.
     """
     batch, new = tokens.shape
-    hidden, cache = forward(config, params, tokens, cache, places=Places(rope_lengths=jnp.full(batch, length, jnp.int32)))
+    places = Places(rope_lengths=jnp.full(batch, length, jnp.int32))
+    hidden, cache = forward(config, params, tokens, cache, places=places, compute=compute)
     return cache, nats_of(config, params, hidden, targets, chunk=max(min(ROWS_OF_LOGITS // batch, new), 1))
 
 
-_piece_nats = jax.jit(piece_nats, static_argnums=(0, 2), donate_argnums=3)
+_piece_nats = jax.jit(piece_nats, static_argnums=(0, 2, 6), donate_argnums=3)
 _init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("stacked", "window", "sinks"))
 
 
@@ -241,7 +250,7 @@ def _measure(
     corpus: Corpus,
     spans: np.ndarray,
     plan: _Plan,
-    options: CacheOptions,
+    options: tuple[CacheOptions, Compute],
     ticks: Iterator[int],
 ) -> LengthLoss:
     """All windows of one length, a batch after the other and each piece by piece; a tick for every piece."""
@@ -249,7 +258,7 @@ def _measure(
     by_position = np.zeros(plan.pieces * plan.piece)
     by_window = np.zeros(plan.windows)
     capacity = plan.pieces * plan.piece
-    cache = empty_cache(config, params, plan.batch, capacity, without_needless_window(options, plan.length), plan.piece)
+    cache = empty_cache(config, params, plan.batch, capacity, without_needless_window(options[0], plan.length), plan.piece)
 
     def collect(first: int, begin: int, nats: jax.Array) -> None:
         found = np.asarray(nats, np.float64)[: plan.windows - first]
@@ -264,7 +273,7 @@ def _measure(
         for begin in range(0, capacity, plan.piece):
             next(ticks)
             piece = slice(begin, begin + plan.piece)
-            cache, nats = _piece_nats(config, params, plan.length, cache, tokens[:, piece], targets[:, piece])
+            cache, nats = _piece_nats(config, params, plan.length, cache, tokens[:, piece], targets[:, piece], options[1])
             if running:  # collected while the device computes the next
                 running()
             running = partial(collect, first, begin, nats)

@@ -85,6 +85,18 @@ def test_what_is_exchanged_stands_beside_the_least(run):
     assert least[-2] == "1"
 
 
+def test_attention_changes_the_plan(run):
+    totals = {}
+    for way in ("reference", "blockwise"):
+        done = run("stories-260k", "--batch", 4, "--length", 512, "--mode", "train", "--attention", way, "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["attention"] == way
+        totals[way] = found["peak_per_device"]
+    scores = 4 * CONFIG.n_heads * 512 * 512 * 4
+    assert totals["reference"] > totals["blockwise"] + scores / 2  # all scores of a layer at once
+
+
 @pytest.mark.slow
 def test_one_device_exchanges_nothing(run):
     done = run("stories-260k", "--batch", 1, "--length", 32, "--mode", "train")
@@ -193,6 +205,10 @@ def test_a_model_file_is_enough(run, stories_folder):
         (
             ["stories-260k", "--hardware", "l4", "--mesh", "tensor=2", "--mode", "train"],
             "the links of L4 connect, and no network beyond",
+        ),
+        (
+            ["stories-260k", "--mesh", "context=2", "--attention", "rows"],
+            "--attention rows is of one device: over context it is ring attention; leave it out",
         ),
     ],
 )

@@ -224,3 +224,18 @@ def test_mistakes_by_length(run, model, text, monkeypatch, arguments, message):
     monkeypatch.setattr("llama_jax.checkpoints.loading.load", pytest.fail)  # they come before the model is read
     with pytest.raises(UserError, match=message):
         run(model, "--data", text, *arguments)
+
+
+def test_attention_is_chosen_and_said(run, model, text):
+    found = {}
+    for way in ("auto", "reference", "blockwise"):
+        for more in ((), ("--lengths", "8,16")):
+            out, _ = run(
+                model, "--data", text, "--length" if not more else "--batch", 16, "--attention", way, "--json", *more
+            )
+            found[way, bool(more)] = json.loads(out)
+    assert found["reference", False]["attention"] == "reference"
+    assert found["blockwise", True]["attention"] == "blockwise"
+    for more in (False, True):
+        losses = [facts["lengths"][1]["loss"] if more else facts["loss"] for key, facts in found.items() if key[1] == more]
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
