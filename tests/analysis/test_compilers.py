@@ -77,6 +77,7 @@ host = 4 if hardware == "tpu-v5p" else 8  # chips: pmap is of one process
 programs += pmap_programs(small, mesh_for(hardware, MeshSizes(data=host)), 8, 256, dtype="bfloat16")
 programs += decode_programs(small, one, 2, 1024, dtype="bfloat16")[2:]
 out["programs"] = [examine(program).as_dict() for program in programs]
+out["by XLA's defaults"] = examine(programs[0], flags=False).as_dict()["overlapped_share"]
 large = replace(llama_jax.preset("llama-3.1-8b"), n_layers=2, vocab_size=1024)
 try:
     examine(train_programs(large, one, 4096, 8192, dtype="bfloat16", remat="none")[0])
@@ -108,6 +109,7 @@ def test_programs_by_the_compilers(hardware):
     assert step["bytes_per_device"]["parameters"] == pytest.approx(mapped["bytes_per_device"]["parameters"] / 8, rel=0.01)
     assert step["collectives"]["all-gather over fsdp"]["count"] >= 4 or "collective-permute over fsdp" in step["collectives"]
     assert mapped["collectives"]["all-reduce over data"]["count"] >= 1
+    assert step["overlapped_share"] >= found["by XLA's defaults"] + (0.5 if platform == "gpu" else 0)  # what flags are for
     token = decode["token"]
     assert 0.5 < token["read_ratio"] < 1.2  # a TPU keeps a part of so small a model on the chip
     assert token["kernels_per_layer"] > 4
