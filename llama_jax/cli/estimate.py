@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from llama_jax.cli.estimate_tables import as_json, as_table, bound_table, exchange_table, programs_table
+from llama_jax.cli.options import ATTENTION
 from llama_jax.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Estimate:
     """When training, rows are filled with several documents each, as `train` does, and not with one."""
     accumulate: int = 1
     """When training, parts of the batch that are read one after the other."""
+    attention: ATTENTION = "auto"
+    """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
     hardware: str | None = None
     """Such as h200 or tpu-v5p: plan for it instead of for CPUs, see whether it fits, and bound the time by its figures."""
     json: bool = False
@@ -99,6 +102,7 @@ class Estimate:
             "remat": self._remat,
             "packed": self.packed if self.mode == "train" else None,
             "accumulate": self.accumulate if self.mode == "train" else None,
+            "attention": self.attention,
             "mesh": dict(sizes.items()),
             "devices": sizes.devices,
             "parameter_count": parameter_count(config),
@@ -158,6 +162,8 @@ class Estimate:
         }
 
     def _check(self, config: LlamaConfig) -> None:
+        from llama_jax.parallel.mesh import parse_mesh
+
         for name in ("batch", "length", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be a positive whole number")
@@ -171,6 +177,10 @@ class Estimate:
             raise ConfigError(f"--cache {self.cache} is for --mode decode: training keeps no cache; leave it out")
         if self.mode == "decode" and (self.accumulate > 1 or not self.packed):
             raise ConfigError("--accumulate and --no-packed are for --mode train; leave them out")
+        if self.attention != "auto" and parse_mesh(self.mesh).context > 1:
+            raise ConfigError(
+                f"--attention {self.attention} is of one device: over context it is ring attention; leave it out"
+            )
         if self.batch % self.accumulate:
             raise ConfigError(f"batch={self.batch} rows cannot be divided into accumulate={self.accumulate} equal parts")
         if self.mode == "decode" and self.length > config.max_seq_len:
@@ -191,9 +201,12 @@ class Estimate:
                 remat=self._remat,
                 packed=self.packed,
                 accumulate=self.accumulate,
+                attention=self.attention,
             )
         capacity = bucket(self.length, SMALLEST_CACHE)
-        return decode_programs(config, mesh, self.batch, capacity, dtype=self.dtype, quantized=self.cache == "int8")
+        return decode_programs(
+            config, mesh, self.batch, capacity, dtype=self.dtype, quantized=self.cache == "int8", attention=self.attention
+        )
 
 
 def devices_to_plan_for(hardware: str | None, sizes: MeshSizes) -> tuple[Mesh, str | None, str | None]:
