@@ -6,6 +6,7 @@ what `compile_report` has written of it, by the same compiler without a device.
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import time
@@ -94,20 +95,17 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
     """Arguments on the device: random weights, random tokens, and a cache that is full when the last run ends."""
     first = program.arguments[0]
     weights = {id(leaf) for leaf in jax.tree.leaves(first.params if case.kind == "train" else first)}
-    most = 32  # tokens: every vocabulary has them
+    random = np.random.default_rng(0)
 
-    def fill(leaf: Any, key: jax.Array) -> jax.Array:
+    def fill(leaf: Any, number: int) -> jax.Array:
         if id(leaf) in weights and jnp.issubdtype(leaf.dtype, jnp.floating):
-            return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
-        if case.kind != "decode" and leaf.ndim == 2 and leaf.dtype == jnp.int32:
-            return jax.random.randint(key, leaf.shape, 0, most, leaf.dtype)
-        return jnp.zeros(leaf.shape, leaf.dtype)
+            return jax.device_put(_weights(jax.random.key(number), leaf.shape, leaf.dtype), leaf.sharding)
+        if case.kind != "decode" and leaf.ndim == 2 and leaf.dtype == jnp.int32:  # tokens, that every vocabulary has
+            return jax.device_put(random.integers(0, 32, leaf.shape, dtype=np.int32), leaf.sharding)
+        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
 
     leaves, tree = jax.tree.flatten(program.arguments)
-    made = [
-        jax.jit(lambda key, leaf=leaf: fill(leaf, key), out_shardings=leaf.sharding)(jax.random.key(i))
-        for i, leaf in enumerate(leaves)
-    ]
+    made = [fill(leaf, number) for number, leaf in enumerate(leaves)]
     arguments = jax.tree.unflatten(tree, made)
     if case.kind == "train":
         state, batch = arguments
@@ -128,6 +126,11 @@ def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:
     stop = jax.device_put(np.full(state.request.stop.shape, -1, np.int32), state.request.stop.sharding)
     state = state.replace(cache=state.cache.replace(length=length), request=state.request.replace(limit=limit, stop=stop))
     return params, state, jax.device_put(np.int32(1), turns.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))  # compiled once for each shape
+def _weights(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return 0.02 * jax.random.normal(key, shape, dtype)
 
 
 def _next(case: Case, arguments: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
