@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -111,20 +112,20 @@ class Arguments:
     output: Path | None = None
 
 
-def look(case: Case, hardware: str, flags: str = "on") -> dict[str, Any]:
-    """Compile one program; of the largest batch that fits where that is asked."""
+def look(case: Case, hardware: str, flags: str = "on") -> Iterator[dict[str, Any]]:
+    """A program's row; where the largest batch that fits is asked, again after each larger one that does."""
     about = {"program": case.name, "hardware": hardware, "model": case.model, "mesh": case.hardware[hardware]}
     about |= {"kind": case.kind, "length": case.length, "options": case.options, "flags": flags}
     row = about | once(case, hardware, flags)
-    if case.largest and flags == "on" and row.get("fits"):
-        while True:
-            case = replace(case, batch=2 * case.batch)
-            larger = once(case, hardware)
-            if not larger.get("fits"):
-                break
-            row |= {"largest_batch": case.batch, "largest_total": larger["bytes_per_device"]["total"]}
-        row.setdefault("largest_batch", row["batch"])
-    return row
+    yield row
+    while case.largest and flags == "on" and row.get("fits"):
+        case = replace(case, batch=2 * case.batch)
+        larger = once(case, hardware)
+        if not larger.get("fits"):
+            yield row | {"largest_batch": row.get("largest_batch", row["batch"])}
+            break
+        row |= {"largest_batch": case.batch, "largest_total": larger["bytes_per_device"]["total"]}
+        yield row
 
 
 def once(case: Case, name: str, flags: str = "on") -> dict[str, Any]:
@@ -220,7 +221,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 def main(arguments: Arguments) -> None:
     import jax
 
-    from llama_jax.analysis.compilers import GPUS, TPUS, compiler_missing, compiler_of
+    from llama_jax.analysis.compilers import GPUS, TPUS, compiler_missing
 
     jax.config.update("jax_platforms", "cpu")
     names = tuple(TPUS if arguments.compiler == "tpu" else GPUS)
@@ -245,13 +246,22 @@ def main(arguments: Arguments) -> None:
         if (only and case.name not in only) or (hardware and name not in hardware) or case.name in skip:
             continue
         key = (case.name, name, arguments.flags)
-        rows[key] = look(case, name, arguments.flags)
+        for row in look(case, name, arguments.flags):
+            rows[key] = row
+            write(output, name, [rows[key] for key in order if key in rows])
         print(as_table([rows[key]]).splitlines()[-1], flush=True)
-        sorted_rows = [rows[key] for key in order if key in rows]
-        about = {"compiler": compiler_of(name), "jax": jax.__version__}
-        lines = ",\n  ".join(json.dumps(row) for row in sorted_rows)  # one a line
-        output.write_text(f'{json.dumps(about)[:-1]}, "programs": [\n  {lines}\n]}}\n')
-        output.with_suffix(".md").write_text(as_table(sorted_rows) + "\n")
+
+
+def write(output: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """The rows as JSON, one a line, and the table beside it."""
+    import jax
+
+    from llama_jax.analysis.compilers import compiler_of
+
+    about = {"compiler": compiler_of(name), "jax": jax.__version__}
+    lines = ",\n  ".join(json.dumps(row) for row in rows)
+    output.write_text(f'{json.dumps(about)[:-1]}, "programs": [\n  {lines}\n]}}\n')
+    output.with_suffix(".md").write_text(as_table(rows) + "\n")
 
 
 if __name__ == "__main__":
