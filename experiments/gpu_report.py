@@ -438,7 +438,7 @@ def measure_decode(
     plan = run.plan
     state = decode_state(plan, config, params, batch)
     most = plan.new_tokens // CHUNK
-    lowered = library._decode.lower(config, params, state, np.int32(most), most)
+    lowered = library._decode_for(jax.default_backend()).lower(config, params, state, np.int32(most), most)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=compiler_options or {})
     compile_seconds = time.perf_counter() - start

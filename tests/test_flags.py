@@ -5,9 +5,12 @@ import pytest
 
 from llama_jax import flags
 from llama_jax.errors import UserError
-from llama_jax.flags import FLAGS, Settled, compiler_options, flags_for, set_flags, startable
+from llama_jax.flags import FLAGS, Settled, compiler_options, decoding_on_tpu, flags_for, set_flags, startable
 
-COMPILER_FLAGS = [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable]
+COMPILER_FLAGS = [flags._KEEP_CACHE]
+COMPILER_FLAGS += [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable] + [
+    flags._KEEP_CACHE
+]
 
 
 @pytest.fixture
@@ -74,6 +77,21 @@ def test_they_can_be_turned_off():
     assert environment == {"LLAMA_JAX_FLAGS": "off"}
     with pytest.raises(UserError, match="LLAMA_JAX_FLAGS='no' must be on or off"):
         set_flags(("gpu",), training=True, environment={"LLAMA_JAX_FLAGS": "no"})
+
+
+def test_decoding_on_a_tpu_is_told_to_leave_the_cache_where_it_is(libraries, monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    monkeypatch.delenv("LLAMA_JAX_FLAGS", raising=False)
+    assert decoding_on_tpu() == {"xla_msa_max_outstanding_evictions": 0}
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_msa_max_outstanding_evictions=3")
+    assert decoding_on_tpu() is None
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    monkeypatch.setenv("LLAMA_JAX_FLAGS", "off")
+    assert decoding_on_tpu() is None
+    monkeypatch.delenv("LLAMA_JAX_FLAGS")
+    (libraries / "libtpu" / "libtpu.so").write_bytes(b"\0another\0")
+    flags._holds.cache_clear()
+    assert decoding_on_tpu() is None
 
 
 def test_a_flag_that_this_xla_does_not_have_is_left_out(libraries):

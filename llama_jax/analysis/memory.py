@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.analysis.scratch import kernel_scratch
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
-from llama_jax.flags import compiler_options
-from llama_jax.inference.generate import DECODING_ON_TPU, LARGEST_PREFILL, knows
+from llama_jax.flags import compiler_options, decoding_on_tpu
+from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.placement import layout_of
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
@@ -302,8 +302,7 @@ def decode_programs(
         done=per_row(bool, sharding=whole),
     )
     out = jax.tree.map(lambda a: a.sharding, state), whole, Piece(whole, whole, whole)
-    first = mesh.devices.flat[0]
-    told = DECODING_ON_TPU if first.platform == "tpu" and knows(first, DECODING_ON_TPU) else None  # as `generate` does
+    told = decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None  # as `generate` does
     turn = partial(decode, config, most=1, compute=compute, layout=layout)
     run = jax.jit(turn, donate_argnums=1, out_shardings=out, compiler_options=told)
     turns = jax.ShapeDtypeStruct((), jnp.int32, sharding=whole)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
+from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare, token_ids
 from llama_jax.inference.sampling import Sampling
@@ -27,11 +27,6 @@ from llama_jax.model.window import CacheOptions
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that scores stay [512, S]
 SMALLEST_CACHE = 256  # below it a step costs the same
 LONGEST_PIECE = 64  # turns of the decode loop between two looks at its result
-
-# A TPU reads a layer's cache into the memory on its chip, ahead of time. Where it also writes the new token there, all of it
-# goes back: 1.07 GB for 4 tokens of 8 rows of an 8B model at 2,048 slots, over eight v5e. So nothing that was brought may
-# be sent back; the token is then written where the cache lies, and what is read is the same to 0.01 %.
-DECODING_ON_TPU = {"xla_msa_max_outstanding_evictions": 0}
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ class _Run:
     ) -> Iterator[Piece]:
         reading = self.read_prompts(tokens, lengths, options)
         (device, *_) = reading.hidden.devices()
-        decode_of_devices = _decode_on_tpu if device.platform == "tpu" and knows(device, DECODING_ON_TPU) else _decode
+        decode_there = _decode_for(device.platform)
         state, packed = _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
         piece, done, _ = unpack(packed)
         yield piece
@@ -156,7 +151,7 @@ class _Run:
                     state = state.replace(cache=_enlarge(state.cache, capacity, self.layout))
                 room = min((state.cache.capacity - filled) // CHUNK, turns)
             most = min(turns, LONGEST_PIECE)
-            state, packed = decode_of_devices(
+            state, packed = decode_there(
                 self.config, self.params, state, np.int32(min(room, most)), most, self.compute, self.layout
             )
             piece, done, taken = unpack(packed)
@@ -226,22 +221,6 @@ def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
     return piece_of(tokens, logprobs.view(np.float32), valid.astype(bool)), done, taken
 
 
-def knows(device: jax.Device, options: dict[str, Any]) -> bool:
-    """Whether the compiler of a device has these options; its versions differ, and it refuses what it does not know."""
-    return _knows(device, tuple(options.items()))
-
-
-@functools.cache
-def _knows(device: jax.Device, options: tuple[tuple[str, Any], ...]) -> bool:
-    scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=jax.sharding.SingleDeviceSharding(device))
-    try:
-        jax.jit(lambda x: x + 1).lower(scalar).compile(compiler_options=dict(options))
-    except jax.errors.JaxRuntimeError as error:
-        logging.getLogger("llama_jax").warning("%s compiles without %s: %s", device, dict(options), error)
-        return False
-    return True
-
-
 def start_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: jax.Array, *rest: Any
 ) -> tuple[State, jax.Array]:
@@ -259,8 +238,6 @@ def decode_packed(*args: Any) -> tuple[State, jax.Array]:
 _empty_reading = jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
 _read = jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
 _start = jax.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
-_decode = jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2)
-_decode_on_tpu = jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=DECODING_ON_TPU)
 _enlarge = jax.jit(enlarge, static_argnums=(1, 2))
 
 
@@ -269,3 +246,9 @@ def ring_of(options: CacheOptions, longest: int) -> tuple[int, int]:
     window = options.window or 0
     piece = min(bucket(min(window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)
     return options.sinks + window + piece - 1, piece
+
+
+@functools.cache
+def _decode_for(platform: str) -> Callable[..., tuple[State, jax.Array]]:
+    options = decoding_on_tpu() if platform == "tpu" else None
+    return jax.jit(decode_packed, static_argnums=(0, 4, 5, 6), donate_argnums=2, compiler_options=options)

@@ -139,10 +139,10 @@ def test_a_single_prompt_over_tensor_through_growing_buckets(load, alone, monkey
     """The program of a bucket is compiled once, whatever laid out its input."""
     monkeypatch.setattr(module, "SMALLEST_CACHE", 8)
     monkeypatch.setattr(requests, "SMALLEST_PREFILL", 4)
-    before = module._decode._cache_size()
+    before = module._decode_for("cpu")._cache_size()
     pieces = list(llama_jax.stream(*load("tensor=8"), PROMPTS[:1], max_new_tokens=NEW))
     assert [piece.tokens.shape[1] for piece in pieces] == [1, 4, 4, 4]
-    assert module._decode._cache_size() - before == 2  # buckets of 8 and 16
+    assert module._decode_for("cpu")._cache_size() - before == 2  # buckets of 8 and 16
     same(module.continuations(pieces, ()), alone[:1])
 
 
@@ -162,7 +162,7 @@ def collectives(config, params, batch):
     reading = module._empty_reading(config, params, batch, 256, CacheOptions(), layout)
     reading = reading._replace(cache=reading.cache.replace(fresh=False))
     state, _ = module._start(config, params, *reading, tokens, lengths, request, layout)
-    lowered = module._decode.lower(config, params, state, np.int32(1), 4, Compute(), layout)
+    lowered = module._decode_for("cpu").lower(config, params, state, np.int32(1), 4, Compute(), layout)
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|ragged-all-to-all"
     found = re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", lowered.compile().as_text())
     assert found
