@@ -1,0 +1,97 @@
+"""A leaf that is no array takes a weight's place: here one with a low-rank adapter."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import llama_jax
+from llama_jax import ops
+from llama_jax.model.params import Llama
+from llama_jax.training.objective import next_token_loss
+
+
+class Adapted(struct.PyTreeNode):
+    """A weight [*out, D] and the product of two thin ones, [*out, R] and [R, D] (Hu et al. 2021, section 4.1)."""
+
+    weight: Any
+    up: Any
+    down: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
+
+    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        thin = ops.project(x, self.down)
+        return ops.project(x, self.weight, out_dtype=out_dtype) + ops.project(thin, self.up, out_dtype=out_dtype)
+
+    def merged(self) -> jax.Array:
+        return self.weight + jnp.tensordot(self.up, self.down, axes=1)
+
+
+def adapt(params: Llama) -> Llama:
+    """An adapter of rank 2 for every matrix of every layer; `params` has one tuple of blocks."""
+
+    def of(path, weight):
+        if weight.ndim < 2:
+            return weight
+        rng = np.random.default_rng(len(jax.tree_util.keystr(path)))
+        up, down = (
+            rng.normal(0, 0.2, shape).astype(np.float32) for shape in ((*weight.shape[:-1], 2), (2, weight.shape[-1]))
+        )
+        return Adapted(weight, jnp.asarray(up), jnp.asarray(down))
+
+    return params.replace(blocks=jax.tree_util.tree_map_with_path(of, params.blocks))
+
+
+def merge(params: Llama) -> Llama:
+    is_adapted = lambda leaf: isinstance(leaf, Adapted)
+    return jax.tree.map(lambda leaf: leaf.merged() if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
+
+
+@pytest.fixture(scope="module")
+def adapted(models):
+    config, params = models["gqa"]
+    return config, adapt(params if isinstance(params.blocks, tuple) else llama_jax.unstack(params))
+
+
+def test_logits_and_tokens_are_those_of_the_merged_weights(adapted):
+    config, params = adapted
+    tokens = jnp.asarray([[1, 5, 9, 2, 7], [3, 3, 8, 1, 4]])
+    found, wanted = (llama_jax.logits(config, one, tokens) for one in (params, merge(params)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    ours, theirs = (llama_jax.generate(config, one, [[1, 5], [2]], max_new_tokens=8) for one in (params, merge(params)))
+    assert [row.tokens for row in ours] == [row.tokens for row in theirs]
+
+
+def test_layers_are_stacked_with_what_they_are_made_of(adapted):
+    config, params = adapted
+    tokens = jnp.asarray([[1, 5, 9, 2, 7]])
+    stacked = llama_jax.stack(params)
+    assert isinstance(stacked.blocks.attention.qkv, Adapted)
+    np.testing.assert_allclose(
+        llama_jax.logits(config, stacked, tokens), llama_jax.logits(config, params, tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_gradients_of_the_parts_are_the_chain_rule_of_the_whole(adapted):
+    config, params = adapted
+    batch = llama_jax.Batch(jnp.asarray([[1, 5, 9, 2, 7, 3]]))
+    loss = lambda params: next_token_loss(config, params, batch)
+    parts, whole = jax.jit(jax.grad(loss))(params), jax.jit(jax.grad(loss))(merge(params))
+    for ours, total, leaf in (
+        (parts.blocks[0].attention.qkv, whole.blocks[0].attention.qkv, params.blocks[0].attention.qkv),
+        (parts.blocks[1].feed_forward.down, whole.blocks[1].feed_forward.down, params.blocks[1].feed_forward.down),
+    ):
+        np.testing.assert_allclose(ours.weight, total, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(ours.up, jnp.tensordot(total, leaf.down.T, axes=1), rtol=1e-3, atol=1e-6)
+        rows = total.reshape(-1, total.shape[-1])
+        np.testing.assert_allclose(ours.down, leaf.up.reshape(-1, 2).T @ rows, rtol=1e-3, atol=1e-6)
