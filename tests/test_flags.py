@@ -7,8 +7,7 @@ from llama_jax import flags
 from llama_jax.errors import UserError
 from llama_jax.flags import FLAGS, Settled, compiler_options, decoding_on_tpu, flags_for, set_flags, startable
 
-COMPILER_FLAGS = [flags._KEEP_CACHE]
-COMPILER_FLAGS += [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable] + [
+COMPILER_FLAGS = [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable] + [
     flags._KEEP_CACHE
 ]
 
@@ -18,7 +17,7 @@ def libraries(tmp_path, monkeypatch):
     """Libraries that hold the names of all flags, in place of those that are installed."""
     for folder in ("jaxlib", "jax_plugins.xla_cuda12", "libtpu"):
         (tmp_path / folder).mkdir()
-    text = "\0".join(flag.name for flag in COMPILER_FLAGS).encode()
+    text = "\0".join(flag.name for flag in [*COMPILER_FLAGS, flags._KEEP_CACHE]).encode()
     for folder, file in (entry for entries in flags._LIBRARIES.values() for entry in entries):
         (tmp_path / folder.replace("?", "2") / file).write_bytes(b"\0\1" + text + b"\0")
     monkeypatch.setattr(flags, "_plugin", lambda pattern: tmp_path / pattern.replace("?", "2"))
