@@ -7,9 +7,7 @@ from llama_jax import flags
 from llama_jax.errors import UserError
 from llama_jax.flags import FLAGS, Settled, compiler_options, decoding_on_tpu, flags_for, set_flags, startable
 
-COMPILER_FLAGS = [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable] + [
-    flags._KEEP_CACHE
-]
+COMPILER_FLAGS = [flag for platform in FLAGS.values() for flag in platform if flag.name != flag.variable]
 
 
 @pytest.fixture
