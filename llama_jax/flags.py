@@ -154,8 +154,10 @@ def flags_for(platform: str, *, training: bool) -> dict[str, str]:
 def compiler_options(platform: str, *, training: bool) -> dict[str, bool | str]:
     """Those that concern a compiler and that the installed one has, as `jax.stages.Lowered.compile` takes them.
 
-    For compiling where nothing runs, or without a say over the environment.
+    For compiling where nothing runs, or without a say over the environment. ``LLAMA_JAX_FLAGS=off`` gives none.
     """
+    if os.environ.get(SWITCH) == "off":
+        return {}
     options = [flag for flag in _flags(platform, training) if flag.name != flag.variable and _is_known(flag)]
     return {flag.name: flag.value == "true" if flag.value in ("true", "false") else flag.value for flag in options}
 

@@ -68,6 +68,13 @@ def test_what_the_user_has_set_stands(libraries):
     assert "XLA_CLIENT_MEM_FRACTION" not in environment
 
 
+def test_programs_that_are_only_compiled_follow_the_switch(libraries, monkeypatch):
+    monkeypatch.delenv("LLAMA_JAX_FLAGS", raising=False)
+    assert compiler_options("gpu", training=True)
+    monkeypatch.setenv("LLAMA_JAX_FLAGS", "off")
+    assert compiler_options("gpu", training=True) == {}
+
+
 def test_they_can_be_turned_off():
     environment = {"LLAMA_JAX_FLAGS": "off"}
     assert set_flags(("gpu", "tpu"), training=True, environment=environment) == Settled()
