@@ -394,13 +394,14 @@ def test_a_full_disk_in_the_middle_of_a_save(start, run, files, tmp_path):
     llama_jax.load(tmp_path)
 
 
+# Short waits, one after the other: of a signal that comes just before a long one Python would hear only after it.
 SLOW_END = """
-import signal
+import select
 from llama_jax.runs.snapshots import Snapshots
 def save(*arguments, **options):
     print("saving", flush=True)
     while True:
-        signal.pause()
+        select.select([], [], [], 0.05)
 Snapshots.save = save
 """
 
@@ -442,12 +443,12 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
 
 
 BEFORE_THE_LOOP = """
-import signal
+import select
 import llama_jax.runs.preparing as preparing
 def pause(*arguments):
     print("reading", flush=True)
     while True:
-        signal.pause()
+        select.select([], [], [], 0.05)
 preparing.read_data = pause
 """
 
