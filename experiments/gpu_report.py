@@ -754,7 +754,8 @@ def measure_training(
     options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(jnp.bfloat16, remat)))
 
     def make() -> Any:
-        return llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0), jnp.dtype(parameters)))
+        params = llama_jax.init(config, jax.random.key(0), jnp.dtype(parameters))
+        return llama_jax.init_state(optimizer, params, dtype=parameters)
 
     # Compiled before there is a state: the compiler tries kernels out, in the same memory.
     step = jax.jit(functools.partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)

@@ -2,7 +2,7 @@
 
 The public face, loaded on first use so that importing the package costs nothing:
 
-  load(path)                          -> Checkpoint(config, params, tokenizer), from any format
+  load(path)                          -> Checkpoint(config, params, tokenizer), from any format; load() is the bundled model
   save(path, config, params)          a file of a chosen format;  convert(source, path) from one to another
   forward(config, params, tokens)     -> hidden states and cache;  unembed(...) -> logits;  observe(...) what is in between
   logits(config, params, tokens)      the plain case of both

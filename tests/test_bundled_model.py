@@ -4,6 +4,7 @@ import json
 import re
 
 import bundled as experiment
+import numpy as np
 import pytest
 from commands import run_here
 from conftest import shared_data
@@ -54,6 +55,15 @@ def test_the_recipe_of_the_script_made_it_and_it_is_small(model):
         "tokenizer_config.json",
     }
     assert sum(path.stat().st_size for path in bundled().iterdir()) <= experiment.LARGEST
+
+
+@pytest.mark.parametrize("path", [(), (None,)])
+def test_load_without_a_path_is_the_bundled_model(path, model):
+    found = llama_jax.load(*path)
+    assert found.config == model.config
+    assert (np.asarray(found.params.embedding) == np.asarray(model.params.embedding)).all()
+    assert found.tokenizer.vocab_size == model.tokenizer.vocab_size
+    assert llama_jax.load(*path, dtype="float32").params.embedding.dtype == "float32"
 
 
 def test_the_card_tells_how_it_was_made(model, card):

@@ -3,6 +3,11 @@
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
+import llama_jax
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
@@ -19,6 +24,18 @@ def test_the_python_of_the_readme_runs(stories_folder, tmp_path, capsys):
     assert int(names["state"].step) == 1
     assert names["small"]().model == names["preset"]("stories-260k")
     assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def test_the_training_of_the_readme_has_float32_parameters_whatever_the_file_has():
+    """With the bundled model, which is bfloat16."""
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "init_state(" in b)
+    config, params, tokenizer = llama_jax.load()
+    assert params.embedding.dtype == "bfloat16"
+    tokens = jnp.array([tokenizer.encode("Once upon a time there was a llama.")])
+    names = {"llama_jax": llama_jax, "jax": jax, "config": config, "params": params, "tokens": tokens}
+    exec(compile(block, "README.md", "exec"), names)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(names["state"].params)} == {"float32"}
+    assert 0 < float(names["metrics"]["loss"]) < 10
 
 
 def test_every_room_of_the_tree_is_there():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
 from llama_jax.checkpoints.assemble import Progress, assemble
+from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.gguf_file import is_gguf
 from llama_jax.checkpoints.pickled import is_torch
@@ -33,7 +34,7 @@ class Checkpoint(NamedTuple):
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     *,
     tokenizer: str | os.PathLike[str] | None = None,
@@ -44,7 +45,7 @@ def load(
     """Read a model, recognised by its content, and the tokenizer inside it or beside it.
 
     Args:
-      path: see `open_checkpoint`.
+      path: see `open_checkpoint`; None is the small stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
@@ -66,7 +67,7 @@ def load(
     _check_dtype(dtype)
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
-    opened = open_checkpoint(path)
+    opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too

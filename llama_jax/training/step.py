@@ -46,8 +46,23 @@ class TrainState(struct.PyTreeNode):
     skipped_in_a_row: Any = 0
 
 
-def init_state(optimizer: optax.GradientTransformation, params: Llama, *, ema: bool = False) -> TrainState:
-    """The state before the first step; with `ema` it keeps a moving average as well, which starts as the parameters."""
+def init_state(
+    optimizer: optax.GradientTransformation,
+    params: Llama,
+    *,
+    ema: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> TrainState:
+    """The state before the first step; with `ema` it keeps a moving average as well, which starts as the parameters.
+
+    Args:
+      dtype: of the parameters in the state. None makes float32 of 16-bit ones, in which most updates would round to nothing
+        (`Compute("bfloat16")` still computes in bfloat16), and keeps others.
+    """
+    if dtype is None:
+        params = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, params)
+    else:
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
     zero = partial(jnp.zeros, (), jnp.int32)
     average = jax.tree.map(jnp.copy, params) if ema else None  # copied: both are donated to the step
     return TrainState(zero(), params, optimizer.init(params), average, zero(), zero())
