@@ -21,6 +21,7 @@ from llama_jax.tokenizers import Tokenizer
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Kind = Literal["float32", "bfloat16", "float16", "q8_0"]
+VOCABULARIES = ("tokenizer.model", "tokenizer.json")
 FOLDERS = ("safetensors", "orbax")
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
 WritingProgress = Callable[[list[Piece]], Iterable[Piece]]
@@ -44,7 +45,7 @@ def save(
         copied, give the model's own configuration, that of its file, and not the one that `load` gave for the mesh.
       path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
         and "llama2c" (legacy ``.bin``, which run.c reads).
-      tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, if none is there).
+      tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
       dtype: of the written tensors; None keeps that of the parameters. "q8_0" is for GGUF alone, "llama2c" is float32.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
@@ -104,6 +105,8 @@ def _write(
 ) -> None:
     kind = None if dtype is None else KINDS[dtype]
     tokenizer = opened.tokenizer()
+    if format == "llama2c" and tokenizer is not None:
+        _check_neighbour(path, tokenizer, opened.config.vocab_size)
     with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
         if format == "safetensors":
             target.mkdir()
@@ -114,8 +117,25 @@ def _write(
             llama2c.write_file(target, opened, progress=progress)
     if format == "llama2c" and tokenizer is not None:
         beside = path.resolve().parent
-        if not any((beside / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
+        if not any((beside / name).exists() for name in VOCABULARIES):
             tokenizer.save(beside)
+
+
+def _check_neighbour(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raise CheckpointError where a vocabulary lies beside `path` with which this model would be read wrongly."""
+    from llama_jax.data.vocabulary import examine
+    from llama_jax.tokenizers import find_tokenizer
+
+    beside = path.resolve().parent
+    there = next((beside / name for name in VOCABULARIES if (beside / name).exists()), None)
+    if there is None:
+        return
+    found = find_tokenizer(beside, vocab_size)
+    if found is None or examine(found).fingerprint != examine(tokenizer).fingerprint:
+        raise CheckpointError(
+            f"{there} is another vocabulary than this model's, and {path.name} would be read with it; write into another"
+            " folder"
+        )
 
 
 def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:

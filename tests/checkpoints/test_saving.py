@@ -19,6 +19,7 @@ import llama_jax
 from llama_jax.checkpoints import convert, huggingface, open_checkpoint, save
 from llama_jax.checkpoints.layout import Piece
 from llama_jax.errors import CheckpointError
+from llama_jax.tokenizers.making import train_bpe
 
 KINDS = make_goldens.KINDS
 FOR_LLAMA2C = ["gqa", "mha", "mqa", "one_head", "tied"]  # the others have settings that the format cannot hold
@@ -246,6 +247,31 @@ def test_parents_are_not_left_behind(tmp_path, models):
     with pytest.raises(CheckpointError, match="has no place"):
         save(tmp_path / "a" / "b" / "model.bin", *models["eps"], format="llama2c")
     assert not os.listdir(tmp_path)
+
+
+def test_the_vocabulary_of_another_model_is_not_taken_for_this_ones(stories, tmp_path):
+    """A llama2.c file is read with the tokenizer.model beside it, and an id stands for another text there."""
+    config, params, tokenizer = stories
+    lines = [f"The {word} of {word}land saw {word}s and {word}ers." for word in ("llama", "goat", "raven", "tiger", "moose")]
+    other = train_bpe(lines * 20, config.vocab_size)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    other.save(folder)
+    before = (folder / "tokenizer.model").read_bytes()
+    there = sorted(os.listdir(folder))
+    source = tmp_path / "hf"
+    save(source, config, params, tokenizer)
+    for write in (
+        lambda: save(folder / "m.bin", config, params, tokenizer, format="llama2c"),
+        lambda: convert(source, folder / "m.bin", format="llama2c"),
+    ):
+        with pytest.raises(CheckpointError, match=r"tokenizer.model is another vocabulary than this model's"):
+            write()
+    assert sorted(os.listdir(folder)) == there
+    assert (folder / "tokenizer.model").read_bytes() == before
+    for _ in range(2):  # beside its own it may lie, also when it is written again
+        convert(source, tmp_path / "alone" / "m.bin", format="llama2c", overwrite=True)
+    save(tmp_path / "alone" / "second.bin", config, params, tokenizer, format="llama2c")
 
 
 def test_the_vocabulary_goes_with_the_weights(stories, tmp_path):
