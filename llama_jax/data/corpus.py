@@ -9,6 +9,9 @@ import numpy as np
 
 from llama_jax.data.errors import DataError
 from llama_jax.data.shuffle import shuffled
+from llama_jax.tokenizers import Tokenizer
+
+EXCESS = 1.25  # times the share: what whole documents may give to validation
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +63,14 @@ class Split(NamedTuple):
     validation: Corpus
 
 
-def split(corpus: Corpus, validation: float, *, seed: int = 0) -> Split:
+def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokenizer | None = None) -> Split:
     """Divide the documents by chance, the same for a seed; both parts keep the corpus's order.
 
     Args:
       validation: how many documents to validate on: an int is their number, a float their fraction (one at least).
+      tokenizer: that of the corpus, which tells the bytes of a part of a document. With it a fraction holds for the tokens
+        too where documents are few, as of a text without separators: where those chosen have over EXCESS times as many, the
+        longest of them is divided, and what is beyond the fraction goes to training.
 
     Raises:
       DataError: no document would be left on one of the sides.
@@ -82,7 +88,35 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0) -> Split:
             " or a fraction between 0 and 1"
         )
     order = shuffled(count, seed, 0)
-    return Split(corpus.select(np.sort(order[chosen:])), corpus.select(np.sort(order[:chosen])))
+    parts = Split(corpus.select(np.sort(order[chosen:])), corpus.select(np.sort(order[:chosen])))
+    beyond = parts.validation.token_count - round(validation * corpus.token_count)
+    if tokenizer is None or isinstance(validation, int) or beyond <= (EXCESS - 1) * validation * corpus.token_count:
+        return parts
+    return _divided(parts, beyond, tokenizer)
+
+
+def _divided(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
+    """`parts` with the last `beyond` tokens of the longest validation document in training, as a document of its own."""
+    train, held = parts
+    sizes = held.stops - held.starts
+    longest = int(sizes.argmax())
+    kept = max(int(sizes[longest]) - beyond, 2)  # of one token nothing can be predicted
+    if sizes[longest] < kept + 2:
+        return parts
+    where = held.starts[longest] + kept
+    tokens = held.document(longest)[:kept]
+    spelt = sum(len(tokenizer.token_bytes(token)) for token in tokens.tolist()) - tokenizer.space_prefix
+    held_bytes = min(max(spelt, 0), int(held.byte_counts[longest]))
+    at = int(np.searchsorted(train.starts, where))
+    rest = replace(
+        train,
+        starts=np.insert(train.starts, at, where),
+        stops=np.insert(train.stops, at, held.stops[longest]),
+        byte_counts=np.insert(train.byte_counts, at, held.byte_counts[longest] - held_bytes),
+    )
+    here = np.arange(len(sizes)) == longest
+    stops, byte_counts = np.where(here, where, held.stops), np.where(here, held_bytes, held.byte_counts)
+    return Split(rest, replace(held, stops=stops, byte_counts=byte_counts))
 
 
 def _part_of(count: int, fraction: float) -> int:

@@ -44,10 +44,15 @@ def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
 
 @dataclass(frozen=True)
 class Corpora:
-    """What a run reads: the documents to train on, and those that are kept apart."""
+    """What a run reads: the documents to train on, and those that are kept apart.
+
+    Attributes:
+      kept: share of the tokens that was kept for validation; None where it has files of its own.
+    """
 
     train: Corpus
     validation: Corpus
+    kept: float | None = None
 
 
 def agree(
@@ -134,9 +139,10 @@ def describe(log: Log, recipe: Recipe, corpora: Corpora) -> None:
     r, train, held = recipe, corpora.train, corpora.validation
     epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
     log.line(f"model: {parameter_count(r.model):,} parameters, {r.dtype}, remat {r.remat}")
+    share = "" if corpora.kept is None else f" ({corpora.kept:.1%} of the data was kept for it)"
     log.line(
         f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"
-        f" {held.document_count:,} to validate; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
+        f" {held.document_count:,} to validate{share}; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
     )
 
 
@@ -172,15 +178,16 @@ def read_data(
                 "the data is a single document, of which nothing can be kept for validation; give other files with"
                 " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
             )
-        corpora = Corpora(*split(corpus, recipe.validation, seed=recipe.seed))
+        parts = split(corpus, recipe.validation, seed=recipe.seed, tokenizer=tokenizer)
+        corpora = Corpora(*parts, kept=parts.validation.token_count / corpus.token_count)
     if corpora.train.vocab_size > recipe.model.vocab_size:
         raise TrainingError(
             f"the tokenizer has {corpora.train.vocab_size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
             f" set model.vocab_size={corpora.train.vocab_size} or more"
         )
     if note is not None:
-        for name, corpus in vars(corpora).items():
-            if note["data"][name] != corpus.digest:
+        for name in ("train", "validation"):
+            if note["data"][name] != getattr(corpora, name).digest:
                 raise TrainingError(f"the {name} data is not what this run began with; resume with the same files")
     limit = recipe.evaluate_tokens
     if limit:

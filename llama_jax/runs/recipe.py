@@ -47,7 +47,8 @@ class Recipe:
       ema_decay: of a moving average of the parameters, which is then what is evaluated and loaded; 0 keeps none.
       skip_limit: steps in a row without finite gradients after which the run gives up.
       reading: where documents end in the data.
-      validation: share of the documents that is kept for validation where no file is given for it.
+      validation: share of the documents that is kept for validation where no file is given for it, and, where documents are
+        few, of the tokens (`data.split`).
       evaluate_every: steps between evaluations, and 0 for only one, at the end.
       evaluate_tokens: whole documents up to about so many tokens are evaluated; 0 takes all.
       save_every: steps between checkpoints, beside the last one; 0 for only that.

@@ -1,8 +1,10 @@
 """Division into training and validation, and permutations."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from byte_tokenizer import corpus_of
+from byte_tokenizer import ByteTokenizer, corpus_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +28,24 @@ def test_every_document_is_on_one_side_and_in_order(lengths, share, seed):
     again = split(corpus, count, seed=seed)
     np.testing.assert_array_equal(again.validation.starts, validation.starts)
     np.testing.assert_array_equal(again.train.stops, train.stops)
+
+
+@given(lengths=st.lists(st.integers(40, 90), min_size=2, max_size=9), share=st.floats(0.02, 0.5), seed=st.integers(0, 99))
+def test_of_few_documents_no_more_than_the_share_is_validated_on(lengths, share, seed):
+    """As of a text without separators, which is cut into few long documents."""
+    random = np.random.default_rng(seed)
+    corpus = replace(corpus_of(lengths), tokens=random.integers(0, 258, sum(lengths)))
+    tokenizer = ByteTokenizer()
+    sizes = np.add.reduceat([len(tokenizer.token_bytes(token)) for token in corpus.tokens.tolist()], corpus.starts)
+    corpus = replace(corpus, byte_counts=sizes)
+    train, validation = split(corpus, share, seed=seed, tokenizer=tokenizer)
+    assert 2 <= validation.token_count <= max(1.25 * share * corpus.token_count, 2)
+    assert train.token_count + validation.token_count == corpus.token_count
+    for part in (train, validation):
+        assert (np.diff(part.starts) > 0).all()
+        assert part.byte_count == sum((part.document(n) < 256).sum() for n in range(part.document_count))
+    whole = split(corpus, share, seed=seed).validation
+    assert set(validation.starts) == set(whole.starts)
 
 
 def test_another_seed_chooses_others():

@@ -16,10 +16,12 @@ from jax.experimental.compilation_cache import compilation_cache
 import llama_jax
 from llama_jax.data import Reading
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs import preparing
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import Recipe
+from llama_jax.tokenizers.making import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
 
 CONFIG = llama_jax.LlamaConfig(
@@ -93,6 +95,19 @@ class StopAt(Log):
     @property
     def said(self) -> str:
         return self._stream.getvalue()
+
+
+def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(text, capsys):
+    """Of two documents one was kept: half of the text, of which a tenth was asked for."""
+    recipe = dataclasses.replace(RECIPE, reading=Reading(longest=3000), validation=0.1)
+    corpora = preparing.read_data(recipe, [text], (), byte_tokenizer(), None)
+    assert corpora.train.document_count == 2
+    total = corpora.train.token_count + corpora.validation.token_count
+    assert corpora.kept == pytest.approx(0.1, abs=1e-3)
+    assert corpora.validation.token_count == pytest.approx(0.1 * total, abs=1)
+    assert corpora.train.byte_count + corpora.validation.byte_count == len(" ".join(text.read_text().split())) - 1
+    preparing.describe(Log(), recipe, corpora)
+    assert "in 1 to validate (10.0% of the data was kept for it); 12 steps of" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
