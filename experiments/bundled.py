@@ -193,6 +193,7 @@ def write_stories(path: Path, stories: list[str]) -> Path:
 
 def run(recipe: Recipe, files: Files, workdir: Path) -> Any:
     """Train, or go on with it; the `Result`."""
+    from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
 
     return train(
@@ -202,6 +203,7 @@ def run(recipe: Recipe, files: Files, workdir: Path) -> Any:
         validation_data=[files.validation],
         tokenizer=files.vocabulary,
         resume=True,
+        log=Log(),
     )
 
 

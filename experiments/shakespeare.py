@@ -85,11 +85,12 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
     """Train, or go on; the figures of the last step and its sample."""
     from llama_jax.data import open_corpus
     from llama_jax.runs.evaluate import evaluate
+    from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
     from llama_jax.runs.plot import METRICS
     from llama_jax.tokenizers.making import byte_tokenizer
 
-    params = train(chosen, workdir, [training], validation_data=[validation], resume=True).state.params
+    params = train(chosen, workdir, training, validation_data=validation, resume=True, log=Log()).state.params
     corpus = open_corpus(validation, byte_tokenizer(), reading=chosen.reading)
     found = evaluate(chosen.model, params, corpus, length=chosen.length, stride=chosen.length)
     # Where the run was killed meanwhile there may be half a line.

@@ -101,6 +101,7 @@ def main(arguments: Arguments) -> None:
     import jax
 
     from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.runs.log import Log
     from llama_jax.runs.loop import train
     from llama_jax.runs.plot import draw, read_runs
 
@@ -117,6 +118,7 @@ def main(arguments: Arguments) -> None:
         tokenizer=arguments.tokenizer,
         resume=True,
         mesh=MeshSizes(data=jax.device_count()),
+        log=Log(),
     )
     if found.stopped is not None:
         return

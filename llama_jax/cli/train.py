@@ -92,9 +92,11 @@ class Train:
             if joined.index > 0:  # what XLA's collectives for CPU write to stdout, too, is said by process 0 alone
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             start_backend(training=True)
+            from llama_jax.runs.log import Log
             from llama_jax.runs.loop import train
 
-            train(
+            recipe = self._recipe()
+            result = train(
                 self._recipe(),
                 self.workdir,
                 self.data,
@@ -106,7 +108,10 @@ class Train:
                 backend=self.backend,
                 trace=_steps(self.trace),
                 processes=joined,
+                log=Log(quiet=joined.index > 0),
             )
+        if result.stopped == "SIGINT" and result.step < recipe.steps:
+            sys.exit(130)  # so that a script which runs this goes no further either
 
     def _recipe(self) -> Recipe:
         """The recipe with its changes; with the model of the weights, where there are any."""

@@ -11,9 +11,9 @@ class Log:
     """Lines on stdout. On a terminal the line of progress is written over itself; in a file every one stays."""
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        """`quiet` is for all processes but the first: they say nothing."""
+        """`quiet` is for all processes but the first, and where nobody asked: nothing is said."""
         self._stream = sys.stdout if stream is None else stream
-        self._quiet = quiet
+        self.quiet = quiet
         self._in_place = self._stream.isatty()
         self._open = False
 
@@ -26,7 +26,7 @@ class Log:
         self._write(text, stays=not self._in_place)
 
     def _write(self, text: str, *, stays: bool) -> None:
-        if self._quiet:
+        if self.quiet:
             return
         before = "\r\x1b[K" if self._open else ""
         try:
@@ -34,14 +34,14 @@ class Log:
             self._stream.flush()
         except BrokenPipeError:
             # The reader has left (`| head`): the run goes on in silence. Nothing may be flushed into the pipe at the end.
-            self._quiet = True
+            self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             return
         self._open = not stays
 
     def end(self) -> None:
         """Leave the last line of progress where it is."""
-        if self._open and not self._quiet:
+        if self._open and not self.quiet:
             self._stream.write("\n")
             self._stream.flush()
             self._open = False

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 
 from llama_jax.analysis.hardware import find_hardware
-from llama_jax.checkpoints import load
+from llama_jax.checkpoints import load, open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.data import training_batches
+from llama_jax.data.sources import Paths, find_files
 from llama_jax.errors import CheckpointError
 from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
@@ -30,6 +31,7 @@ from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.program import Backend, Program, make_program, on_one_device
 from llama_jax.runs.recipe import Recipe, to_dict
+from llama_jax.runs.recipes import find
 from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.vocabulary import choose_tokenizer
@@ -57,11 +59,11 @@ class Result:
 
 
 def train(
-    recipe: Recipe,
+    recipe: Recipe | str,
     workdir: str | os.PathLike[str],
-    data: preparing.Paths,
+    data: Paths,
     *,
-    validation_data: preparing.Paths = (),
+    validation_data: Paths = (),
     tokenizer: str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -77,9 +79,10 @@ def train(
     same bits as one that is not, on the same devices, and with the same order of data on any others.
 
     Args:
+      recipe: a `Recipe`, or what `runs.recipes.find` takes: the name of a built-in one, or FILE.py:FUNCTION.
       workdir: of this run alone, which no other run may use meanwhile. It gets recipe.json, metrics.jsonl and
         checkpoints/STEP. Several processes share it, and so the file system that it is on.
-      data: files or folders, see `data.open_corpus`.
+      data: a file or folder or several, see `data.open_corpus`.
       validation_data: likewise; without it a share of the documents of `data` is kept apart.
       tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
       weights: a model to go on training, of any format; its shape and tokenizer replace the recipe's. Where the recipe's
@@ -89,6 +92,7 @@ def train(
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
       processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
+      log: what is told meanwhile, as `runs.log.Log()` prints it; None prints nothing.
 
     Raises:
       TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
@@ -103,16 +107,17 @@ def train(
         )
     # First of all: what JAX offers to wait for each other takes for granted that each has as many devices.
     processes.agree("devices", {"devices": jax.local_device_count()})
-    log = Log(quiet=jax.process_index() > 0) if log is None else log
+    log = Log(quiet=True) if log is None else log
+    recipe = find(recipe) if isinstance(recipe, str) else recipe
     folder = Path(workdir)
-    start = load(weights, "float32") if weights is not None else None
-    if start is not None:
-        model = recipe.model if preparing.is_extended(recipe.model, start.config) else start.config
+    opened = open_checkpoint(weights) if weights is not None else None
+    if opened is not None:
+        model = recipe.model if preparing.is_extended(recipe.model, opened.config) else opened.config
         recipe = replace(recipe, model=model, vocabulary="given")
-    if folder.exists() and not folder.is_dir():
-        raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
-    if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
-        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
+    # What is quick comes first: no mistake shall be found after minutes of reading or learning a vocabulary.
+    preparing.check(recipe, folder, trace, mesh, backend)
+    paths = find_files(data)
+    validation_paths = find_files(validation_data) if preparing.is_given(validation_data) else []
     with (
         locked(folder) if jax.process_index() == 0 else nullcontext(),
         Snapshots(folder / CHECKPOINTS, keep_last=recipe.keep_last, keep_best=recipe.keep_best) as snapshots,
@@ -122,23 +127,24 @@ def train(
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
         vocabulary = choose_tokenizer(
             recipe,
-            data,
+            paths,
             given=tokenizer,
-            of_weights=None if start is None else start.tokenizer,
+            of_weights=None if opened is None else opened.tokenizer(),
             of_run=folder if note else None,
         )
         prompts = preparing.encode_prompts(recipe, vocabulary)
         if not processes.first_of_host:  # which leaves the tokenised text in the cache
             processes.wait("text tokenised")
-        corpora = preparing.read_data(recipe, data, validation_data, vocabulary, note)
+        corpora = preparing.read_data(recipe, paths, validation_paths, vocabulary, note, log)
         if processes.first_of_host:
             processes.wait("text tokenised")
         preparing.describe(log, recipe, corpora)
         preparing.agree(processes, folder, recipe, mesh, backend, corpora, note)
+        start = None if weights is None else load(weights, "float32").params
         program = make_program(recipe, mesh, backend)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
-            state = program.start(None if start is None else start.params)
+            state = program.start(start)
         else:
             state, note = snapshots.restore(program.shapes)
             state = program.adopt(state)

@@ -18,19 +18,19 @@ from tqdm import tqdm
 from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, open_corpus, split
+from llama_jax.data.sources import Paths
 from llama_jax.errors import CheckpointError
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
-from llama_jax.runs.program import Backend
+from llama_jax.runs.program import Backend, check_mesh
 from llama_jax.runs.recipe import Recipe, differences, to_dict
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 
-Paths = Sequence[str | os.PathLike[str]]
 RECIPE = "recipe.json"
 MARK_SECONDS = 30  # until what one host writes is seen by the others: file systems over a network remember what is missing
 
@@ -100,6 +100,15 @@ def _mark_of(folder: Path, processes: Processes) -> str:
     return found
 
 
+def check(recipe: Recipe, folder: Path, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
+    """What can be wrong without looking at the data: TrainingError, MeshError."""
+    if folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
+    if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
+        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
+    check_mesh(recipe, mesh, backend)
+
+
 def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
     """The note of the checkpoint to go on from, or None for a new run."""
     latest = snapshots.latest()
@@ -117,8 +126,12 @@ def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) ->
         ) from None
     changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if changed and not _prolongs(recipe, note["recipe"], latest, changed):
+        longer = ""
+        if any(difference.startswith("steps:") for difference in changed):
+            longer = "; other steps need optimizer.schedule=constant from the beginning, or wsd whose decay has not begun"
         raise TrainingError(
             f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
+            f"{longer}"
         )
     return note
 
@@ -159,15 +172,32 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     return found
 
 
+def is_given(paths: Paths) -> bool:
+    """Whether there are any."""
+    return isinstance(paths, str | os.PathLike) or len(paths) > 0
+
+
 def read_data(
-    recipe: Recipe, data: Paths, validation_data: Paths, tokenizer: Tokenizer, note: dict[str, Any] | None
+    recipe: Recipe,
+    data: Sequence[Path],
+    validation_data: Sequence[Path],
+    tokenizer: Tokenizer,
+    note: dict[str, Any] | None,
+    log: Log,
 ) -> Corpora:
-    def read(paths: Paths) -> Corpus:
+    """The files as documents of tokens, and which of them are kept for validation where no files are.
+
+    Raises:
+      TrainingError: nothing to validate on, a vocabulary larger than the model's, or other data than the run began with.
+      DataError: files that cannot be used.
+    """
+
+    def read(paths: Sequence[Path]) -> Corpus:
         def bar(megabytes: range) -> Any:
-            disable = True if jax.process_index() > 0 else None
+            disable = True if log.quiet else None
             return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
 
-        return open_corpus(list(paths), tokenizer, reading=recipe.reading, progress=bar)
+        return open_corpus(paths, tokenizer, reading=recipe.reading, progress=bar)
 
     if validation_data:
         corpora = Corpora(read(data), read(validation_data))

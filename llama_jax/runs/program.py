@@ -73,6 +73,7 @@ def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> Program:
       MeshError: devices, a model or a batch that do not fit together, or a process without a device in the mesh.
       TrainingError: a mesh that pmap cannot have.
     """
+    check_mesh(recipe, sizes, backend)
     return _pmap_program(recipe, sizes) if backend == "pmap" else _jit_program(recipe, sizes)
 
 
@@ -108,13 +109,28 @@ def _batch_shapes(recipe: Recipe, sharding: NamedSharding) -> Batch:
     return Batch(rows, rows, rows)
 
 
-def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
-    mesh = make_mesh(sizes)
+def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
+    """Raise what `make_program` would of a mesh that there is not or that cannot divide the recipe, without compiling."""
+    if backend == "pmap" and sizes.devices != sizes.data:
+        raise TrainingError(f"pmap copies the whole model to every device and cannot have mesh {sizes}; use the backend jit")
+    make_mesh(sizes)  # says where there are too few devices
+    if backend == "pmap":
+        if recipe.batch % sizes.data or recipe.batch // sizes.data % recipe.accumulate:
+            raise TrainingError(
+                f"batch={recipe.batch} must be a multiple of data={sizes.data} times accumulate={recipe.accumulate}"
+            )
+        return
     if jax.process_count() > 1 and sizes.devices < jax.device_count():
         raise MeshError(
             f"mesh {sizes} has {sizes.devices} devices, but the {jax.process_count()} processes have {jax.device_count()};"
             " use them all"
         )
+    batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length)
+    param_specs(recipe.model, sizes)
+
+
+def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
+    mesh = make_mesh(sizes)
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     placement = shardings(mesh, train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0))
     rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length))
@@ -159,15 +175,7 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
 
 
 def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> Program:
-    if sizes.devices != sizes.data:
-        raise TrainingError(f"pmap copies the whole model to every device and cannot have mesh {sizes}; use the backend jit")
-    make_mesh(sizes)  # says where there are too few devices
     devices = jax.devices()[: sizes.devices]
-    share = recipe.batch // sizes.data
-    if recipe.batch % sizes.data or share % recipe.accumulate:
-        raise TrainingError(
-            f"batch={recipe.batch} must be a multiple of data={sizes.data} times accumulate={recipe.accumulate}"
-        )
     everywhere = replicate(jnp.zeros(()), devices).sharding
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),

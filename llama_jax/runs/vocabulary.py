@@ -8,7 +8,6 @@ from pathlib import Path
 
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, existing_step
 from llama_jax.data.documents import Reading, jsonl_documents, text_documents
-from llama_jax.data.sources import find_files
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.runs.errors import TrainingError
@@ -19,7 +18,7 @@ from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
 
 def choose_tokenizer(
     recipe: Recipe,
-    data: Sequence[str | os.PathLike[str]],
+    data: Sequence[Path],
     *,
     given: str | os.PathLike[str] | None,
     of_weights: Tokenizer | None,
@@ -61,7 +60,7 @@ def choose_tokenizer(
             )
 
 
-def _learn(data: Sequence[str | os.PathLike[str]], recipe: Recipe) -> Tokenizer:
+def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
     """A vocabulary of the data. What is wrong with a file comes back through SentencePiece as an error of its own."""
     failed: list[UserError] = []
 
@@ -80,8 +79,8 @@ def _learn(data: Sequence[str | os.PathLike[str]], recipe: Recipe) -> Tokenizer:
         raise
 
 
-def _texts(data: Sequence[str | os.PathLike[str]], reading: Reading) -> Iterator[str]:
-    for path in find_files(list(data)):
+def _texts(data: Sequence[Path], reading: Reading) -> Iterator[str]:
+    for path in data:
         if path.suffix.lower() in (".bin", ".array_record"):
             raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
         documents = jsonl_documents if path.suffix.lower() == ".jsonl" else text_documents

@@ -23,6 +23,7 @@ from llama_jax.runs.lock import locked
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.overrides import override
 from llama_jax.runs.recipes import find
+from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.vocabulary import choose_tokenizer
 
 RECIPES = """
@@ -249,7 +250,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
 def test_what_is_refused_in_one_line(run, tmp_path, arguments, message):
     words = [word.replace("SMALL", SMALL).replace("PROMPT", "x" * 80) for word in arguments.split()]
     assert message in refused(run(*words, "--workdir", tmp_path / "run"))
-    assert not (tmp_path / "run/metrics.jsonl").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["tiny"], ["tiny", "--data", "text.txt"], ["tiny", "--workdir", "x"]])
@@ -425,6 +426,24 @@ def test_sigterm_saves_and_ends_well(start, tmp_path):
     step = int(out.split("SIGTERM: stopped and saved at step ")[1].split(";")[0])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
     assert numbers(tmp_path, "event")[-1] | {"signal": "SIGTERM", "step": step} == numbers(tmp_path, "event")[-1]
+
+
+def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):
+    """So that a script that goes on with the model does not take it for a finished one. A scheduler's SIGTERM is none."""
+    arguments = SMALL, "--workdir", tmp_path, "--data", "text.txt", "--mesh", "data=1", "--resume"
+    save = Snapshots.save
+    for number, step, expected in ((signal.SIGINT, 2, 130), (signal.SIGTERM, 4, 0), (None, 6, 0), (signal.SIGINT, 8, 0)):
+
+        def interrupted(self, at, *rest, step=step, number=number, **options):
+            save(self, at, *rest, **options)
+            if at == step and number is not None:
+                signal.raise_signal(number)
+
+        monkeypatch.setattr(Snapshots, "save", interrupted)
+        code, out, _ = run(*arguments, "optimizer.schedule=constant", f"steps={6 if step < 8 else 8}")
+        assert code == expected
+        assert ("stopped and saved at step" in out) == (number is not None and step < 6)
+    assert llama_jax.load(tmp_path).config.n_layers == 1
 
 
 @pytest.mark.slow

@@ -57,6 +57,7 @@ def text(tmp_path_factory):
     words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(" ".join(words))
+    file.with_name("other.txt").write_text(" ".join(words[::-1][:200]))
     return file
 
 
@@ -100,7 +101,7 @@ class StopAt(Log):
 def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(text, capsys):
     """Of two documents one was kept: half of the text, of which a tenth was asked for."""
     recipe = dataclasses.replace(RECIPE, reading=Reading(longest=3000), validation=0.1)
-    corpora = preparing.read_data(recipe, [text], (), byte_tokenizer(), None)
+    corpora = preparing.read_data(recipe, [text], (), byte_tokenizer(), None, Log(quiet=True))
     assert corpora.train.document_count == 2
     total = corpora.train.token_count + corpora.validation.token_count
     assert corpora.kept == pytest.approx(0.1, abs=1e-3)
@@ -214,8 +215,56 @@ def test_a_run_is_prolonged_where_its_learning_rate_went_the_same(text, tmp_path
     result = train(dataclasses.replace(RECIPE, steps=5, optimizer=decaying), tmp_path, [text], resume=True, log=log)
     assert result.step == 5
     assert "resumed at step 3" in log.said
-    with pytest.raises(TrainingError, match="steps: 5 in the folder, 9 now"):
+    with pytest.raises(TrainingError, match=r"steps: 5 in the folder, 9 now.*need optimizer\.schedule=constant .*or wsd"):
         train(dataclasses.replace(RECIPE, steps=9, optimizer=decaying), tmp_path, [text], resume=True, log=StopAt())
+
+
+def test_a_path_alone_a_recipe_by_name_and_nothing_printed(text, tmp_path, capfd):
+    """As a first script has it: no list around the path, and no line that nobody asked for."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\nfrom test_loop import RECIPE\ndef few(): return replace(RECIPE, steps=3)\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:few"
+    result = train(name, tmp_path / "run", str(text), validation_data=text.with_name("other.txt"))
+    assert result.step == 3
+    assert result.validation.documents > 1
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(TrainingError, match="no recipe 'tinny'; give tiny, shakespeare"):
+        train("tinny", tmp_path / "none", text)
+    assert not (tmp_path / "none").exists()
+
+
+REFUSED = {
+    "a mesh that there is not": dict(mesh=MeshSizes(data=16)),
+    "a mesh that the batch cannot have": dict(mesh=MeshSizes(data=3)),
+    "pmap": dict(mesh=MeshSizes(data=3), backend="pmap"),
+    "no validation data": dict(validation_data="missing.txt"),
+    "steps to trace": dict(trace=range(90, 100)),
+}
+
+
+@pytest.mark.parametrize("options", REFUSED.values(), ids=REFUSED)
+def test_what_is_quick_to_check_comes_before_a_vocabulary(text, tmp_path, options):
+    recipe = dataclasses.replace(RECIPE, vocabulary="bpe")
+    log = StopAt()
+    with pytest.raises(llama_jax.UserError):
+        train(recipe, tmp_path / "run", text, log=log, **options)
+    assert log.said == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_refused_run_leaves_what_was_there_and_nothing_else(there, tmp_path):
+    single = tmp_path / "short.txt"
+    single.write_text("one two three")
+    folder = tmp_path / "a" / "b"
+    if there:
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").write_text("mine")
+    with pytest.raises(TrainingError, match="single document"):
+        train(RECIPE, folder, single)
+    assert (tmp_path / "a").exists() == there
+    assert not there or [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
 def test_a_damaged_note_says_which_step_is_left(text, tmp_path):
