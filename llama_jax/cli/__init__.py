@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 import llama_jax
+from llama_jax.cli.arguments import arranged
 from llama_jax.cli.chat import Chat
 from llama_jax.cli.convert import Convert
 from llama_jax.cli.estimate import Estimate
@@ -19,7 +20,7 @@ from llama_jax.cli.inspect import Inspect
 from llama_jax.cli.needle import Needle
 from llama_jax.cli.plot import Plot
 from llama_jax.cli.quickstart import Quickstart
-from llama_jax.cli.train import Train, changes_together
+from llama_jax.cli.train import Train
 from llama_jax.cli.verify import Verify
 from llama_jax.errors import UserError
 
@@ -46,8 +47,7 @@ def main() -> None:
             print(f"llama-jax {llama_jax.__version__}")
             return
         about = "Llama in JAX, as pure functions. --version prints the version."
-        arguments = changes_together(sys.argv[1:]) if sys.argv[1:2] == ["train"] else sys.argv[1:]
-        tyro.cli(Command, prog="llama-jax", description=about, args=arguments).run()
+        tyro.cli(Command, prog="llama-jax", description=about, args=arranged(sys.argv[1:])).run()
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.

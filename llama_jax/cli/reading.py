@@ -9,7 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import tyro
 
 from llama_jax.cli.options import DTYPES
 from llama_jax.errors import UserError
@@ -26,8 +28,9 @@ LONGEST = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    data: tuple[Path, ...]
-    """Files, or folders of them: text, .jsonl, or token ids in .bin or .array_record. Tokenised once, then cached."""
+    data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
+    """Files, or folders of them: text, .jsonl, or token ids in .bin or .array_record; several behind one --data, or one
+    behind each. Tokenised once, then cached."""
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"

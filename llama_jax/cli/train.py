@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,9 +18,7 @@ from llama_jax.errors import UserError
 if TYPE_CHECKING:
     from llama_jax.runs.recipe import Recipe
 
-CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_seq_len)\b)")  # by what comes with weights
-FLAGS = ("--resume", "--no-resume", "--distributed", "--no-distributed")  # the options that no value follows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,7 @@ class Train:
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
-    """Text, JSONL, .bin or .array_record, or a folder of them; may be given several times."""
+    """Text, JSONL, .bin or .array_record, or folders of them: several behind one --data, or one behind each."""
     validation_data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """Likewise, to validate on; by default a share of the documents of --data."""
     tokenizer: Path | None = None
@@ -125,16 +122,6 @@ class Train:
         # The length is set together with the changes: before them it may not fit the context, nor the context it.
         started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
         return override(started, [f"length={recipe.length}", *self.changes])
-
-
-def changes_together(arguments: Sequence[str]) -> list[str]:
-    """The same arguments with the changes of the recipe at the end: the parser takes them in one place only."""
-    options: list[str] = []
-    changes: list[str] = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        value = before.startswith("--") and "=" not in before and before not in FLAGS
-        (changes if CHANGE.match(argument) and not value else options).append(argument)
-    return [*options, *changes]
 
 
 def _steps(text: str) -> range | None:

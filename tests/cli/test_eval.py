@@ -12,6 +12,7 @@ from make_goldens import KINDS, random_tensors
 from vocabularies import sentencepiece_model
 
 from llama_jax.checkpoints.saving import save
+from llama_jax.cli.arguments import arranged
 from llama_jax.cli.eval import Eval
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
@@ -38,7 +39,7 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
 
     def run(*arguments):
-        tyro.cli(Eval, args=[*map(str, arguments)]).run()
+        tyro.cli(Eval, args=arranged(["eval", *map(str, arguments)])[1:]).run()
         return capsys.readouterr()
 
     return run

@@ -10,6 +10,7 @@ from conftest import params_of
 from make_goldens import KINDS, random_tensors
 
 from llama_jax.checkpoints.saving import save
+from llama_jax.cli.arguments import arranged
 from llama_jax.cli.needle import Needle
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
@@ -35,7 +36,7 @@ def run(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
 
     def run(*arguments):
-        tyro.cli(Needle, args=[*map(str, arguments)]).run()
+        tyro.cli(Needle, args=arranged(["needle", *map(str, arguments)])[1:]).run()
         return capsys.readouterr()
 
     return run

@@ -17,7 +17,8 @@ import pytest
 
 import llama_jax
 from llama_jax.cli import main
-from llama_jax.cli.train import Train, changes_together
+from llama_jax.cli.arguments import changes_together
+from llama_jax.cli.train import Train
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.lock import locked
 from llama_jax.runs.metrics import Metrics

@@ -19,7 +19,7 @@ import pytest
 from mortal_run import recipe
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
-from llama_jax.cli.train import changes_together
+from llama_jax.cli.arguments import changes_together
 from llama_jax.model.trees import init
 from llama_jax.parallel.processes import OTHER_DIED
 from llama_jax.runs.errors import TrainingError

@@ -1,0 +1,59 @@
+"""What may stand anywhere on a command line, brought to where the parser takes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
+# The options that no value follows, of the commands that `arranged` knows.
+FLAGS = ("--resume", "--no-resume", "--distributed", "--no-distributed", "--json", "--no-json", "--help", "-h")
+LISTS = ("--data", "--validation-data")
+
+
+def arranged(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command, its name first, as the parser takes them.
+
+    Of ``train``, ``eval`` and ``needle`` several files may follow one ``--data``, or each a ``--data`` of its own; the
+    recipe's changes of ``train`` may be anywhere.
+    """
+    if arguments[:1] == ["train"]:
+        return changes_together(each_by_itself(arguments, changes=True))
+    return each_by_itself(arguments) if arguments[:1] in (["eval"], ["needle"]) else list(arguments)
+
+
+def changes_together(arguments: Sequence[str]) -> list[str]:
+    """The same arguments with the changes of the recipe at the end: the parser takes them in one place only."""
+    options: list[str] = []
+    changes: list[str] = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        value = before.startswith("--") and "=" not in before and before not in FLAGS
+        (changes if CHANGE.match(argument) and not value else options).append(argument)
+    return [*options, *changes]
+
+
+def each_by_itself(arguments: Sequence[str], *, changes: bool = False) -> list[str]:
+    """The same with ``--data a b`` as ``--data a --data b``, the command's name being the first argument.
+
+    Where no other word could be what the command is about, its recipe or its model, that is the last of them.
+    """
+    found: list[str] = list(arguments[:1])
+    further: list[int] = []  # where in `found` a list goes on
+    option, listing, about = "", "", False
+    for word in arguments[1:]:
+        if word.startswith("-") and not option:
+            option = "" if "=" in word or word in FLAGS else word
+            listing = ""
+        elif option:
+            listing, option = option if option in LISTS else "", ""
+        elif changes and CHANGE.match(word):
+            pass
+        elif listing:
+            further.append(len(found))
+            found.append(listing)
+        else:
+            about = True
+        found.append(word)
+    if further and not about:
+        del found[further[-1]]
+    return found

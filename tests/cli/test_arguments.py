@@ -1,0 +1,57 @@
+"""Where arguments may stand."""
+
+import pytest
+import tyro
+
+from llama_jax.cli.arguments import FLAGS, arranged
+from llama_jax.cli.eval import Eval
+from llama_jax.cli.needle import Needle
+from llama_jax.cli.train import Train
+
+COMMANDS = {"train": Train, "eval": Eval, "needle": Needle}
+
+
+def parsed(line):
+    name, *rest = arranged(line.split())
+    return tyro.cli(COMMANDS[name], args=rest)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "ABOUT --data a b",
+        "ABOUT --data a --data b",
+        "--data a b ABOUT",
+        "--data a --data b ABOUT",
+        "ABOUT --data=a --data b",
+    ],
+)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_several_files_behind_one_option_or_each_behind_its_own(command, data):
+    workdir = " --workdir w" if command == "train" else ""
+    for line in (f"{command} {data}{workdir}", f"{command}{workdir} {data}"):
+        found = parsed(line)
+        assert list(map(str, found.data)) == ["a", "b"]
+        assert str(found.recipe if command == "train" else found.path) == "ABOUT"
+
+
+def test_changes_and_other_options_between_the_files():
+    found = parsed("train tiny steps=3 --data a seed=1 b --resume --validation-data c d --workdir w model.dim=8")
+    assert list(map(str, found.data)) == ["a", "b"]
+    assert list(map(str, found.validation_data)) == ["c", "d"]
+    assert found.changes == ("steps=3", "seed=1", "model.dim=8")
+    assert found.recipe == "tiny"
+    found = parsed("eval --json model --stride 4 --data a x=1 --longest 9")
+    assert list(map(str, found.data)) == ["a", "x=1"]
+    assert found.json
+
+
+def test_every_option_without_a_value_is_known():
+    for command in COMMANDS.values():
+        flags = {f"--{name}" for name, kind in command.__dataclass_fields__.items() if kind.type in ("bool", bool)}
+        assert flags <= set(FLAGS)
+
+
+def test_other_commands_are_left_alone():
+    line = ["generate", "--data", "a", "b", "c=d"]
+    assert arranged(line) == line
