@@ -6,18 +6,26 @@ import io
 import json
 import sys
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from llama_jax.cli.options import ModelOptions
+from llama_jax.cli.prompts import read_prompts
 from llama_jax.errors import GenerationError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import jax.numpy as jnp
 
+    from llama_jax.cli.runtime import Clock
+    from llama_jax.cli.text import Text
     from llama_jax.config import LlamaConfig
+    from llama_jax.inference.sampling import Sampling
+    from llama_jax.model.params import Llama
     from llama_jax.model.window import CacheOptions
 
 
@@ -25,8 +33,13 @@ if TYPE_CHECKING:
 class Generate(ModelOptions):
     """Continue a prompt. The text goes to stdout as it comes, statistics to stderr."""
 
-    prompt: tyro.conf.Positional[str]
-    """Text to continue."""
+    prompt: tyro.conf.Positional[str | None] = None
+    """Text to continue; - reads it from stdin."""
+    prompt_file: Path | None = None
+    """A file with the text, or - for stdin. Of a .jsonl each line is a prompt, as in {"prompt": "Once"}: they are continued
+    --batch at a time, each from a seed one above that of the line before, and printed as one JSON object a line."""
+    batch: int = 8
+    """Prompts of a .jsonl that are continued at once."""
     max_new_tokens: int | None = None
     """Tokens to generate at most; by default 256, or less where the model's context ends."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -42,77 +55,51 @@ class Generate(ModelOptions):
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
         from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.cli.text import Text
-        from llama_jax.model.options import Compute
+        from llama_jax.inference.requests import prepare
         from llama_jax.ops.attention import observed
 
         use_compilation_cache()
         compiling = CompileClock()
-        import llama_jax
 
         # Impossible values are refused before minutes go into loading.
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
-        if not self.prompt:
-            raise GenerationError("the prompt is empty; give some text to continue, such as 'Once upon a time'")
-        try:
-            self.prompt.encode()
-        except UnicodeEncodeError:
-            raise GenerationError("the prompt is not valid UTF-8; is the terminal's encoding (LANG) set?") from None
+        prompts = read_prompts(self.prompt, self.prompt_file)
         if any(not text for text in self.stop):
             raise GenerationError("--stop is empty; give the text at which to end")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise GenerationError(f"max_new_tokens={self.max_new_tokens} must be a positive whole number")
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("batch", self.batch)):
+            if value is not None and value < 1:
+                raise GenerationError(f"{name}={value} must be a positive whole number")
 
         start_backend()
         config, params, tokenizer = self.load()
-        ends = () if self.ignore_eos else tokenizer.stop_ids
-        prompt = tokenizer.encode(self.prompt)
-        room = config.max_seq_len - len(prompt)
-        if room < 1 and self.window is None:
-            raise GenerationError(
-                f"the prompt has {len(prompt)} tokens, the model's context {config.max_seq_len}; shorten the prompt"
-            )
-        new = min(256, 256 if self.window else room) if self.max_new_tokens is None else self.max_new_tokens
-        pieces = llama_jax.stream(
-            config,
-            params,
-            [prompt],
-            max_new_tokens=new,
-            sampling=sampling,
-            stop_tokens=ends,
-            cache=options,
-            compute=Compute(attention=self.attention),
-        )
         loaded = time.perf_counter()
-        text = Text(tokenizer, self.stop, write=_discard if self.json else _print)
-        if not self.json:
-            _print(self.prompt)
+        encoded = [tokenizer.encode(prompt) for prompt in prompts]
+        limits = [self._limit(config, len(ids), line) for line, ids in enumerate(encoded, 1)]
+        several = self._several()
+        ends = () if self.ignore_eos else tokenizer.stop_ids
+        prepare(config, encoded, limits, sampling, ends, options)  # which refuses what cannot be before anything is printed
+        rows = [
+            _Row(prompt, ids, Text(tokenizer, self.stop, write=_discard if several or self.json else _print), ends)
+            for prompt, ids in zip(prompts, encoded, strict=True)
+        ]
+        if not (several or self.json):
+            _print(prompts[0])
         clock = Clock(compiling)
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        stopped = False
         with observed() as attention:
-            try:
-                for piece in pieces:
-                    clock.piece(int(piece.valid.sum()))
-                    for token, logprob in zip(
-                        piece.tokens[0][piece.valid[0]], piece.logprobs[0][piece.valid[0]], strict=True
-                    ):
-                        stopped = int(token) in ends
-                        if stopped:
-                            break
-                        tokens.append(int(token))
-                        logprobs.append(float(logprob))
-                        stopped = text.push(int(token))
-                        if stopped:
-                            break
-                    if stopped:
-                        break
-            finally:
-                text.finish()
+            for first in range(0, len(rows), self.batch):
+                part = slice(first, first + self.batch)
+                seeds = [(seed + first + i) % 2**32 for i in range(len(rows[part]))]
+                self._continue(config, params, rows[part], limits[part], sampling.replace(seed=seeds), options, clock)
+                if several:
+                    for row, own in zip(rows[part], seeds, strict=True):
+                        print(json.dumps(row.as_dict() | {"seed": own}, ensure_ascii=False), flush=True)
 
         import jax
 
+        read, made = sum(map(len, encoded)), sum(len(row.tokens) for row in rows)
+        longest = max(rows, key=lambda row: len(row.ids) + len(row.tokens))
+        size = _cache_bytes(config, options, len(longest.ids), len(longest.tokens), params.embedding.dtype)
         statistics = {
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
@@ -122,26 +109,105 @@ class Generate(ModelOptions):
             "seed": seed,
             "load_seconds": round(loaded - started, 3),
             "compile_seconds": round(compiling.seconds, 3),
-            "prompt_tokens": len(prompt),
-            "new_tokens": len(tokens),
-            "prefill_tokens_per_second": _rate(len(prompt), clock.prefill_seconds),
+            "prompt_tokens": read,
+            "new_tokens": made,
+            "prefill_tokens_per_second": _rate(read, clock.prefill_seconds),
             "decode_tokens_per_second": clock.decode_rate,
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-            "cache_bytes": _cache_bytes(config, options, len(prompt), len(tokens), params.embedding.dtype),
+            "cache_bytes": min(self.batch, len(rows)) * size,
         }
-        if self.json:
-            result = {
-                "prompt": self.prompt,
-                "text": text.shown,
-                "tokens": tokens,
-                "logprobs": logprobs,
-                "finish_reason": "stop" if stopped else "length",
-                "statistics": statistics,
-            }
-            print(json.dumps(result, ensure_ascii=False))
+        if self.json and not several:
+            print(json.dumps(rows[0].as_dict() | {"statistics": statistics}, ensure_ascii=False))
         else:
-            print(flush=True)
+            if not several:
+                print(flush=True)
             print(_summary(statistics), file=sys.stderr)
+
+    def _several(self) -> bool:
+        return self.prompt_file is not None and self.prompt_file.suffix.lower() == ".jsonl"
+
+    def _limit(self, config: LlamaConfig, length: int, line: int) -> int:
+        """Tokens to generate at most behind a prompt; GenerationError where there is no room for any."""
+        room = config.max_seq_len - length
+        if room < 1 and self.window is None:
+            which = f"prompt {line}" if self._several() else "the prompt"
+            raise GenerationError(
+                f"{which} has {length} tokens, the model's context {config.max_seq_len}; shorten the prompt, or let the"
+                f" model see a window only, as by --window {config.max_seq_len // 2} --sinks 4"
+            )
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        return 256 if self.window else min(256, room)
+
+    def _continue(
+        self,
+        config: LlamaConfig,
+        params: Llama,
+        rows: list[_Row],
+        limits: list[int],
+        sampling: Sampling,
+        options: CacheOptions,
+        clock: Clock,
+    ) -> None:
+        """Generate for rows together until all have ended."""
+        import llama_jax
+        from llama_jax.model.options import Compute
+
+        pieces = llama_jax.stream(
+            config,
+            params,
+            [row.ids for row in rows],
+            max_new_tokens=limits,
+            sampling=sampling,
+            stop_tokens=rows[0].ends,
+            cache=options,
+            compute=Compute(attention=self.attention),
+        )
+        clock.begin()
+        try:
+            for piece in pieces:
+                clock.piece(int(piece.valid.sum()))
+                for row, tokens, logprobs, valid in zip(rows, *piece, strict=True):
+                    row.push(tokens[valid].tolist(), logprobs[valid].tolist())
+                if all(row.stopped for row in rows):
+                    break
+        finally:
+            for row in rows:
+                row.text.finish()
+
+
+@dataclass
+class _Row:
+    """A prompt, and how it has been continued so far."""
+
+    prompt: str
+    ids: list[int]
+    text: Text
+    ends: Sequence[int]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False
+
+    def push(self, tokens: list[int], logprobs: list[float]) -> None:
+        """What has come, of which nothing counts behind an end."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if self.stopped:
+                return
+            if token in self.ends:
+                self.stopped = True
+                return
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.stopped = self.text.push(token)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "text": self.text.shown,
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "finish_reason": "stop" if self.stopped else "length",
+        }
 
 
 def _print(text: str) -> None:

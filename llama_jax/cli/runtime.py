@@ -68,19 +68,24 @@ class Clock:
 
     def __init__(self, compiling: CompileClock) -> None:
         self._compiling = compiling
-        self._last = time.perf_counter(), compiling.seconds
         self.prefill_seconds = 0.0
         self._decoded: list[tuple[int, float, bool]] = []  # tokens, seconds, whether the piece compiled something
+        self.begin()
+
+    def begin(self) -> None:
+        """Call where a stream begins."""
+        self._last = time.perf_counter(), self._compiling.seconds
+        self._prefilled = False
 
     def piece(self, tokens: int) -> None:
         """Call as each piece of a stream comes: the first ends the prefill."""
         now = time.perf_counter(), self._compiling.seconds
         elapsed, compiled = (b - a for a, b in zip(self._last, now, strict=True))
-        if self._decoded or self.prefill_seconds:
+        if self._prefilled:
             self._decoded.append((tokens, elapsed - compiled, compiled > 0))
         else:
-            self.prefill_seconds = elapsed - compiled
-        self._last = now
+            self.prefill_seconds += elapsed - compiled
+        self._last, self._prefilled = now, True
 
     @property
     def decode_rate(self) -> float:

@@ -123,7 +123,14 @@ def test_generate_ends_at_a_stop_string(run, stories_folder):
         (["Once", "--model", "MODEL", "--top-p", "0"], "top_p=0.0"),
         (["Once", "--model", "MODEL", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["Once", "--model", "MODEL", "--max-new-tokens", "600"], "exceed the model's context of 512"),
-        (["Once " * 600, "--model", "MODEL"], "the model's context 512"),
+        (["Once " * 600, "--model", "MODEL"], "the model's context 512; shorten the prompt, or let the model see a window"),
+        (["Once " * 600, "--model", "MODEL"], "only, as by --window 256 --sinks 4"),
+        (["Once", "--prompt-file", "-"], "give a prompt or --prompt-file FILE, not both"),
+        (["--model", "MODEL"], "give a prompt or --prompt-file FILE, or - for stdin"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--prompt-file", "MODEL"], "cannot be read (Is a directory)"),
+        (["--prompt-file", "-"], "the prompt in stdin is empty"),
+        (["Once", "--batch", "0"], "batch=0 must be"),
         (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
@@ -140,6 +147,49 @@ def test_bad_arguments_are_one_line_and_exit_code_2(run, stories_folder, argumen
     assert message in done.stderr
     assert done.stderr.startswith("llama-jax: error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_prompt_from_stdin_or_a_file_is_the_same(run, stories_folder, tmp_path):
+    """What a shell cannot pass as an argument; the end of line at its end is none of its text."""
+    prompt = "Once upon a time\r\nthere was  a cat"
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbf" + prompt.encode() + b"\r\n")
+    options = ["--model", stories_folder, "--seed", 1, "--max-new-tokens", 12, "--json"]
+    expected = json.loads(run("generate", prompt.replace("\r", ""), *options).stdout)
+    for arguments in (["-"], ["--prompt-file", "-"], ["--prompt-file", tmp_path / "prompt.txt"]):
+        done = run("generate", *arguments, *options, lines=prompt.encode() + b"\n")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["prompt"], found["tokens"]) == (expected["prompt"], expected["tokens"])
+    refused = run("generate", "-", *options, lines=b"caf\xff")
+    assert refused.stderr.endswith("stdin, line 1 is not valid UTF-8; save the text as UTF-8\n")
+
+
+def test_a_file_of_prompts_is_a_batch_whose_rows_are_what_each_is_alone(run, stories_folder, tmp_path):
+    prompts = ["Once upon a time", "She said that she was", "Once upon a time"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n\n".join(json.dumps({"prompt": prompt, "id": 1}) for prompt in prompts))
+    options = ["--model", stories_folder, "--max-new-tokens", 14, "--stop", "she", "--temperature", 1.3]
+    done = run("generate", "--prompt-file", file, *options, "--seed", 5, "--batch", 2)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["prompt"] for row in found] == prompts
+    assert [row["seed"] for row in found] == [5, 6, 7]
+    assert found[0]["tokens"] != found[2]["tokens"]
+    for row in found:
+        alone = json.loads(run("generate", row["prompt"], *options, "--seed", row["seed"], "--json").stdout)
+        assert {name: alone[name] for name in row if name not in ("seed", "logprobs")} == {
+            name: value for name, value in row.items() if name not in ("seed", "logprobs")
+        }
+    assert "prefill" in done.stderr
+
+
+@pytest.mark.parametrize("line", ["Once", '{"text": "Once"}', '{"prompt": ""}', '{"prompt": 3}', '["Once"]', '"Once"'])
+def test_a_line_that_is_no_prompt_is_named(run, tmp_path, line):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "Once"}\n' + line)
+    done = run("generate", "--prompt-file", file)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f'{file}, line 2 must be an object like {{"prompt": "Once upon a time"}}' in done.stderr
 
 
 QUERY = NAMES["q"].format(1)

@@ -1,0 +1,86 @@
+"""What ``generate`` continues: the text of an argument, of a file or of stdin, or one prompt for each line of a .jsonl."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from llama_jax.errors import GenerationError
+
+STDIN = "-"
+EXAMPLE = "give some text to continue, such as 'Once upon a time'"
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompts, checked: one, or those of a .jsonl.
+
+    Args:
+      prompt: the text itself; ``-`` reads stdin.
+      file: text in UTF-8, or a .jsonl whose lines are objects with "prompt"; ``-`` reads stdin as text. As a shell does with
+        what a command prints, one end of line at the end of a text is left out.
+
+    Raises:
+      GenerationError: not one of the two, a file that cannot be read, or a prompt that is empty or no text.
+    """
+    if (prompt is None) == (file is None):
+        both = "not both" if file else f"or {STDIN} for stdin"
+        raise GenerationError(f"give a prompt or --prompt-file FILE, {both}")
+    if file is not None and str(file) != STDIN:
+        where, content = str(file), _content(file)
+        if file.suffix.lower() == ".jsonl":
+            return _of_lines(content, where)
+    elif file is not None or prompt == STDIN:
+        where, content = "stdin", sys.stdin.buffer.read()
+    else:
+        assert prompt is not None
+        try:
+            content = prompt.encode()
+        except UnicodeEncodeError:
+            raise GenerationError("the prompt is not valid UTF-8; is the terminal's encoding (LANG) set?") from None
+        if not prompt:
+            raise GenerationError(f"the prompt is empty; {EXAMPLE}")
+        return [prompt]
+    text = _text(content, where).removesuffix("\n")
+    if not text:
+        raise GenerationError(f"the prompt in {where} is empty; {EXAMPLE}")
+    return [text]
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise GenerationError(f"{file} cannot be read ({error.strerror}); give a file of text, or {STDIN}") from None
+
+
+def _text(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise GenerationError(f"{where}, line {line} is not valid UTF-8; save the text as UTF-8") from None
+
+
+def _of_lines(content: bytes, where: str) -> list[str]:
+    found = []
+    for number, line in enumerate(_text(content, where).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        prompt = value.get("prompt") if isinstance(value, dict) else None
+        if not (isinstance(prompt, str) and prompt):
+            raise GenerationError(f'{where}, line {number} must be an object like {{"prompt": "Once upon a time"}}')
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise GenerationError(
+                f"{where}, line {number}: the prompt has half a surrogate pair, which is no text"
+            ) from None
+        found.append(prompt)
+    if not found:
+        raise GenerationError(f"{where} holds no prompt; {EXAMPLE}")
+    return found
