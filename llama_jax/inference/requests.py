@@ -47,6 +47,8 @@ def _rows(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> list[np.ndar
         raise GenerationError(f"prompts={prompts!r:.40} must be a sequence of sequences of token ids")
     if not len(prompts):
         raise GenerationError("no prompts: give at least one sequence of token ids")
+    if isinstance(prompts[0], int) or getattr(prompts[0], "ndim", None) == 0:
+        raise GenerationError(f"prompts={prompts!r:.40} is one prompt; a batch is needed: give [prompt]")
     rows = [token_ids(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
     for i, row in enumerate(rows):
         if not len(row):
@@ -57,7 +59,9 @@ def _rows(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> list[np.ndar
 
 def _limits(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
     """int32[B], from one number or one per row."""
-    several = isinstance(max_new_tokens, Sequence | np.ndarray | jax.Array) and not isinstance(max_new_tokens, str)
+    if isinstance(max_new_tokens, np.ndarray | jax.Array):
+        max_new_tokens = np.asarray(max_new_tokens).tolist()
+    several = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
     each: list[Any] = list(max_new_tokens) if several else [max_new_tokens]  # type: ignore[arg-type]
     for limit in each:
         if isinstance(limit, bool) or not isinstance(limit, int | np.integer) or not 1 <= limit < 2**31:

@@ -1,8 +1,8 @@
 """Choosing the next token: every rule is a per-row array, so that one batch serves requests with different settings.
 
-The order of meaning and the kept sets are those of Hugging Face transformers' processors: repetition penalty, temperature,
-top-k, top-p, min-p. Each of the last three keeps the tokens above some score, so together they are one threshold per row,
-found by bisection over the bits of the scores. Nothing sorts the vocabulary.
+The order of meaning and the kept sets are those of Hugging Face transformers' processors, ties apart: repetition penalty,
+temperature, top-k, top-p, min-p. Each of the last three keeps the tokens above some score, so together they are one
+threshold per row, found by bisection over the bits of the scores. Nothing sorts the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Sampling(struct.PyTreeNode):
       temperature: divides the logits; 0 takes the most probable token (greedy) whatever the other fields say, apart from
         the repetition penalty.
       top_k: keep the k most probable tokens (and those tied with the last); 0 keeps all.
-      top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1); 1
-        keeps all.
+      top_p: keep the most probable tokens until their probability reaches p (Holtzman et al. 2020, section 3.1), and those
+        tied with the last, of which transformers keeps only as many as are needed; 1 keeps all.
       min_p: keep tokens at least min_p times as probable as the most probable (Nguyen et al. 2024); 0 keeps all.
       repetition_penalty: logits of tokens already in the row are divided by it where positive and multiplied where
         negative (Keskar et al. 2019, section 4.1); 1 changes nothing.

@@ -45,6 +45,16 @@ def test_greedy_equals_the_plain_oracle(model):
         assert result.finish_reason == "length"
 
 
+@pytest.mark.parametrize("kind", [jnp.array, np.array])
+def test_arrays_are_taken_wherever_lists_are(model, kind):
+    prompts = [[1, 5, 7], [2, 6, 8]]
+    arguments = {"max_new_tokens": [3, 5], "stop_tokens": [0, 511]}
+    want = llama_jax.generate(*model, prompts, **arguments)
+    got = llama_jax.generate(*model, kind(prompts), **{name: kind(value) for name, value in arguments.items()})
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+    assert [r.tokens for r in llama_jax.generate(*model, [kind(prompts[0])], max_new_tokens=kind(3))] == [want[0].tokens]
+
+
 def test_stacked_blocks_generate_the_same(model):
     config, params = model
     want = llama_jax.generate(config, params, PROMPTS[:2], max_new_tokens=NEW)
@@ -149,7 +159,10 @@ def test_the_number_of_compilations_is_bounded(model):
         ([[2**40]], {}, f"token id {2**40} is outside"),
         ("Once", {}, "prompts='Once' must be a sequence of sequences"),
         (["Once"], {}, "prompt 0 is the text 'Once'; encode it"),
-        ([1, 2], {}, "prompt 0=1 must be a flat sequence"),
+        ([1, 2], {}, r"prompts=\[1, 2\] is one prompt; a batch is needed: give \[prompt\]"),
+        (jnp.array([1, 2]), {}, r"is one prompt; a batch is needed: give \[prompt\]"),
+        ([[1]], {"max_new_tokens": jnp.array(0)}, "max_new_tokens=0"),
+        ([[1]], {"max_new_tokens": np.array([2.5])}, "max_new_tokens=2.5"),
         ([[1.5]], {}, "must be a flat sequence of whole numbers"),
         ([[[1], [2, 3]]], {}, "must be a flat sequence of whole numbers"),
         ([[True]], {}, "must be a flat sequence of whole numbers"),

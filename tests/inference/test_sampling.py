@@ -76,6 +76,14 @@ def test_min_p_keeps_what_is_probable_enough(seed, min_p):
     assert kept[scores[0].argmax()]
 
 
+def test_top_p_keeps_all_that_tie_at_its_edge():
+    """As the docstring says; transformers sorts, and keeps two of these four."""
+    scores = np.array([[0.0, 0, 0, 0, -50]], np.float32)
+    lowest = threshold(scores, Sampling(temperature=1.0, top_p=0.5).per_row(1))
+    assert (scores >= np.asarray(lowest)[:, None]).tolist() == [[True, True, True, True, False]]
+    assert "tied with the last, of which transformers keeps only as many as are needed" in " ".join(Sampling.__doc__.split())
+
+
 @pytest.mark.parametrize(
     "special", [[np.inf, 1, 2], [-np.inf, 1, 2], [0.0, -0.0, -1.0], [-3.0, -2.0, -1e-30], [1e38, -1e38, 5]]
 )
