@@ -33,7 +33,7 @@ def save(
     params: Llama,
     tokenizer: Tokenizer | None = None,
     *,
-    format: Format = "safetensors",
+    format: Format | None = None,
     dtype: Kind | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
@@ -45,6 +45,7 @@ def save(
         copied, give the model's own configuration, that of its file, and not the one that `load` gave for the mesh.
       path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
         and "llama2c" (legacy ``.bin``, which run.c reads).
+      format: None goes by the name: "gguf" where it ends in ``.gguf``, "llama2c" where in ``.bin``, else "safetensors".
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
       dtype: of the written tensors; None keeps that of the parameters. "q8_0" is for GGUF alone, "llama2c" is float32.
       overwrite: replace a file, or a folder that holds a model and nothing else.
@@ -53,6 +54,7 @@ def save(
     Raises:
       CheckpointError: something is at `path`; or the format cannot hold this model (its message says what).
     """
+    format = format_of(path) if format is None else format
     _check(path, format, dtype)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(
@@ -74,7 +76,7 @@ def convert(
     source: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
-    format: Format = "safetensors",
+    format: Format | None = None,
     dtype: Kind | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
@@ -84,6 +86,7 @@ def convert(
     From and to "orbax" it does go through memory. For the arguments and errors see `save`; None for `dtype` keeps each
     tensor's own, float32 for quantised ones.
     """
+    format = format_of(path) if format is None else format
     _check(path, format, dtype)
     opened = open_checkpoint(source)
     if not isinstance(opened, store.Stored) and format != "orbax":
@@ -92,6 +95,12 @@ def convert(
     check_room(Path(path), folder=format in FOLDERS, overwrite=overwrite, sources=[Path(source), opened.path])
     config, params, tokenizer = load(source)
     save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
+
+
+def format_of(path: str | os.PathLike[str]) -> Format:
+    """The format that a path's name says; safetensors where it says nothing."""
+    formats: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c"}
+    return formats.get(Path(path).suffix.lower(), "safetensors")
 
 
 def _write(

@@ -27,8 +27,9 @@ class Convert:
     """A model's folder or file, of any format that is read."""
     destination: tyro.conf.Positional[Path]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
-    format: FORMATS
-    """What to write. llama2c is the legacy .bin, float32."""
+    format: FORMATS | None = None
+    """What to write; by default what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
+    llama2c is the legacy .bin, float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
     """Of what is written; auto keeps that of the source, float32 where it is quantised. q8_0 is for gguf alone."""
     overwrite: bool = False

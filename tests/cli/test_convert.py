@@ -36,6 +36,15 @@ def test_there_and_back(run, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(("name", "format"), [("m.gguf", "GGUF"), ("m.bin", "llama2.c"), ("m", "safetensors")])
+def test_the_format_is_guessed_from_the_name(run, tmp_path, name, format):
+    source = write_hf_folder(tmp_path / "model", SMALL, random_tensors(SMALL))
+    assert run(source, tmp_path / name).returncode == 0
+    assert format.lower() in llama_jax.checkpoints.open_checkpoint(tmp_path / name).format.lower()
+    llama_jax.save(tmp_path / "saved" / name, *llama_jax.load(source))
+    assert format.lower() in llama_jax.checkpoints.open_checkpoint(tmp_path / "saved" / name).format.lower()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -44,6 +53,7 @@ def test_there_and_back(run, tmp_path):
             [FORMATS / "meta-1", FORMATS / "meta-2", "--format", "safetensors"],
             "meta-2 exists; remove it, or replace it with overwrite=True (--overwrite)",
         ),
+        ([FORMATS / "meta-1", "out.safetensors"], "is named like a file, and safetensors is a folder"),
         ([FORMATS / "meta-1", "out", "--format", "safetensors", "--dtype", "q8_0"], "'q8_0' is a type of GGUF"),
         ([FORMATS / "meta-1", "/proc/out", "--format", "gguf"], "No such file or directory"),
     ],
