@@ -2,6 +2,8 @@
 
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import bundled as experiment
 import numpy as np
@@ -13,6 +15,7 @@ import llama_jax
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.model.trees import count
 
+README = Path(__file__).parents[1] / "README.md"
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play"
 
 
@@ -80,6 +83,32 @@ def test_the_first_validation_stories_give_the_figure_of_the_card(card, text, tm
     said = re.search(rf"the first {experiment.FIRST} \| ([\d,]+) \| [\d.]+ \| ([\d.]+) \|", card)
     assert found.bytes == int(said[1].replace(",", ""))
     assert found.bits_per_byte == pytest.approx(float(said[2]), rel=2e-3)
+
+
+def test_eval_gives_the_figure_of_the_card(run, card, text, tmp_path, monkeypatch):
+    """With plain options, on the stories that the experiment writes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    experiment.Stories(path=tmp_path / "stories.jsonl", data=text).run()
+    options = "--data", tmp_path / "stories.jsonl", "--max-documents", experiment.FIRST, "--json"
+    found = json.loads(run("eval", bundled(), *options).stdout)
+    said = re.search(rf"the first {experiment.FIRST} \| ([\d,]+) \| [\d.]+ \| ([\d.]+) \|", card)
+    assert found["bytes"] == int(said[1].replace(",", ""))
+    assert found["bits_per_byte"] == pytest.approx(float(said[2]), rel=2e-3)
+    commands = "python experiments/bundled.py stories stories.jsonl", "llama-jax eval llama_jax/assets --data stories.jsonl"
+    for page in (card, README.read_text("utf-8")):
+        assert all(command in " ".join(page.split()) for command in commands)
+        assert "unseen" not in page
+
+
+def test_the_card_is_what_the_experiment_writes(card):
+    """Its words; the figures and the sample are those of the run that made it."""
+    fields = re.findall(r"^\| (?:all|the first) (\d+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \|$", card, re.MULTILINE)
+    whole, some = (
+        SimpleNamespace(documents=int(n), bytes=int(b.replace(",", "")), loss=float(nats), bits_per_byte=float(bits))
+        for n, b, nats, bits in fields
+    )
+    sample = "\n".join(line[2:] if line != ">" else "" for line in card.split("go on otherwise:\n\n")[1].splitlines())
+    assert experiment.card(1900, whole, some, sample).split() == card.split()
 
 
 def test_stories_are_divided_and_no_validation_story_is_in_the_training_text(text):
