@@ -140,7 +140,7 @@ def train(
             processes.wait("text tokenised")
         preparing.describe(log, recipe, corpora)
         preparing.agree(processes, folder, recipe, mesh, backend, corpora, note)
-        start = None if weights is None else load(weights, "float32").params
+        start = None if weights is None or note is not None else load(weights, "float32").params
         program = make_program(recipe, mesh, backend)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
