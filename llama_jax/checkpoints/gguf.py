@@ -21,7 +21,7 @@ from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 NAMES = names("gguf")
@@ -49,7 +49,7 @@ def open_file(path: Path) -> Opened:
     for part in _parts(path):
         more, found = read_file(part)
         if double := sorted(tensors.keys() & found.keys()):
-            raise CheckpointError(f"{part}: tensor {double[0]!r} is in another part as well; copy all parts again")
+            raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is in another part as well; copy all parts again")
         fields = more | fields  # the first part has the settings
         tensors |= found
     count = fields.get("split.tensors.count", len(tensors))
@@ -79,7 +79,7 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES.values():
         known = ", ".join(sorted(set(ARCHITECTURES.values())))
-        raise ConfigError(f"general.architecture={architecture!r:.60} is not supported; llama_jax reads {known}")
+        raise ConfigError(f"general.architecture={shown(architecture)} is not supported; llama_jax reads {known}")
 
     def need(key: str) -> Any:
         if f"{architecture}.{key}" not in fields:
@@ -91,7 +91,7 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
     for key in () if architecture == "llama" else ("expert_count", "attention.sliding_window"):
         if maybe(key, 0) != 0:
-            raise ConfigError(f"{architecture}.{key}={maybe(key, 0)!r:.40} is not supported")
+            raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
     table = tensors.get(NAMES["embedding"])
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
@@ -118,7 +118,9 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     )
     for key in ("rope.dimension_count", "attention.value_length"):
         if maybe(key, sizes.head_dim) != sizes.head_dim:
-            raise ConfigError(f"{architecture}.{key}={maybe(key, 0)!r:.40} is not supported where head_dim={sizes.head_dim}")
+            raise ConfigError(
+                f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
+            )
     as_llama = {re.sub(rf"^{architecture}\.", "llama.", key): value for key, value in fields.items()}
     return with_scaling(as_llama, sizes, tensors)
 

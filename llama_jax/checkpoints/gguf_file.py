@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, shown
 
 # Types of tensors by number: name, numbers in a block, bytes of a block.
 TYPES = {
@@ -139,7 +139,7 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
     for _ in range(field_count):
         key = cursor.string()
         if key in fields:
-            raise ValueError(f"the key {key!r:.40} stands twice")
+            raise ValueError(f"the key {shown(key, 40)} stands twice")
         fields[key] = cursor.value(cursor.scalar("I"))
 
     listed = []
@@ -147,24 +147,24 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
         name = cursor.string()
         axes = cursor.scalar("I")
         if axes > MOST_AXES:
-            raise ValueError(f"tensor {name!r:.60} has {axes} axes")
+            raise ValueError(f"tensor {shown(name)} has {axes} axes")
         shape = tuple(cursor.scalar(cursor.length) for _ in range(axes))[::-1]
         listed.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
 
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"alignment {alignment!r:.40}")
+        raise ValueError(f"alignment {shown(alignment, 40)}")
     start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, Tensor] = {}
     for name, shape, number, offset in listed:
         if number not in TYPES:
             known = ", ".join(kind for kind, *_ in TYPES.values())
-            raise CheckpointError(f"{path}: tensor {name!r:.60} has type {_type_name(number)}; {known} are read")
+            raise CheckpointError(f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read")
         kind, *block = TYPES[number]
         if name in tensors:
-            raise ValueError(f"tensor {name!r:.60} stands twice")
+            raise ValueError(f"tensor {shown(name)} stands twice")
         if not shape or shape[-1] % block[0]:
-            raise ValueError(f"tensor {name!r:.60} of {list(shape)} is not made of blocks of {block[0]}")
+            raise ValueError(f"tensor {shown(name)} of {list(shape)} is not made of blocks of {block[0]}")
         tensor: Dense | Quantised
         if kind in FLOATS:
             tensor = Dense(path, start + offset, shape, kind)
@@ -172,7 +172,7 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
             tensor = Quantised(path, start + offset, shape, kind, (block[0], block[1]))
         if tensor.offset + tensor.nbytes > len(cursor.content):
             raise ValueError(
-                f"tensor {name!r:.60} ends {tensor.offset + tensor.nbytes - len(cursor.content)} bytes behind the file"
+                f"tensor {shown(name)} ends {tensor.offset + tensor.nbytes - len(cursor.content)} bytes behind the file"
             )
         tensors[name] = tensor
     return fields, tensors

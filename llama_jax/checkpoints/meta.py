@@ -17,7 +17,7 @@ from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
 from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.model.params import TABLE
 from llama_jax.tokenizers import find_tokenizer
 
@@ -43,14 +43,16 @@ def open_folder(folder: Path) -> Opened:
     axes = {template: SPLIT.get(part) for part, template in NAMES.items()}
     for name in ranks[0]:
         if any(name not in rank for rank in ranks):
-            raise CheckpointError(f"{folder}: tensor {name!r} is not in all {len(ranks)} files; copy them from one release")
+            raise CheckpointError(
+                f"{folder}: tensor {shown(name, 80)} is not in all {len(ranks)} files; copy them from one release"
+            )
         parts = [rank[name] for rank in ranks]
         axis = axes.get(re.sub(r"^layers\.\d+", "layers.{}", name))
         if len(ranks) == 1 or (axis is None and name != NAMES["embedding"]):
             tensors[name] = parts[0]
             continue
         if any(part.shape != parts[0].shape or part.kind != parts[0].kind for part in parts) or len(parts[0].shape) != 2:
-            raise CheckpointError(f"{folder}: the parts of tensor {name!r} do not fit together; copy them again")
+            raise CheckpointError(f"{folder}: the parts of tensor {shown(name, 80)} do not fit together; copy them again")
         if axis is None:
             # Split by vocabulary where each part has the width of a norm, which no rank splits.
             norm = ranks[0].get(NAMES["final_norm"])
@@ -92,12 +94,12 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
     """
     unknown = [name for name in found if name not in KNOWN]
     if unknown:
-        raise ConfigError(f"{unknown[0]}={found[unknown[0]]!r:.60} is not supported")
+        raise ConfigError(f"{unknown[0][:60]}={shown(found[unknown[0]])} is not supported")
     missing = [name for name in NEEDED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
     if found["vocab_size"] not in (-1, vocab_size):
-        raise ConfigError(f"vocab_size={found['vocab_size']!r:.40} but the embedding has {vocab_size} rows")
+        raise ConfigError(f"vocab_size={shown(found['vocab_size'], 40)} but the embedding has {vocab_size} rows")
     n_heads, theta = found["n_heads"], found.get("rope_theta", 10_000.0)
     n_kv_heads = found.get("n_kv_heads")
     scaling = None

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, shown
 
 # Class of a storage in torch, by the kind of its numbers; the size in bytes of those that are no parameters.
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
@@ -97,7 +97,7 @@ def tensors_of(found: Any, path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} holds a {type(found).__name__} where tensors by name should be")
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Dense | Strided):
-            raise CheckpointError(f"{path}: {str(name)!r:.80} is a {type(tensor).__name__} where a tensor should be")
+            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(tensor).__name__} where a tensor should be")
     return found
 
 

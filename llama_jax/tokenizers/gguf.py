@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import Tokenizer, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, HuggingFaceTokenizer, spell
 from llama_jax.tokenizers.sentencepiece import Kind, Piece, SentencePieceTokenizer, write_model
@@ -81,7 +81,7 @@ class _Reader:
     def settings(self, tokens: Sequence[str], bos: int | None, eos: int | None) -> Settings:
         template = self.fields.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
-            raise TokenizerError(f"{self.where}: tokenizer.chat_template={template!r:.60} must be a text; copy it again")
+            raise TokenizerError(f"{self.where}: tokenizer.chat_template={shown(template)} must be a text; copy it again")
         ends = (eos, self.token("eot", tokens), self.token("eom", tokens))
         return Settings(
             bos_token=None if bos is None else tokens[bos],
@@ -91,7 +91,7 @@ class _Reader:
         )
 
     def error(self, name: str, value: Any, need: str) -> TokenizerError:
-        return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={value!r:.60} must be {need}")
+        return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={shown(value)} must be {need}")
 
 
 def _sentencepiece(reader: _Reader) -> Tokenizer:

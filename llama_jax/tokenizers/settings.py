@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import Tokenizer
 
 LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
@@ -150,4 +150,4 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[Adde
 
 
 def _wrong(where: str, name: str, value: Any, need: str) -> TokenizerError:
-    return TokenizerError(f"{where}: {name}={value!r:.60} must be {need}; copy the tokenizer's files again")
+    return TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again")
