@@ -225,6 +225,8 @@ def _open_training(path: Path) -> Opened:
     table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))
     if table is None or gate is None:
         raise CheckpointError(f"{path}: it has no {names['embedding']!r}; this is not llama2.c's ckpt.pt")
+    if len(table.shape) != 2 or len(gate.shape) != 2:
+        raise CheckpointError(f"{path}: its table and its gate are no matrices; copy it again")
     try:
         config = LlamaConfig(
             vocab_size=table.shape[0],

@@ -153,6 +153,10 @@ def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
         if name not in tensors:
             raise CheckpointError(f"{folder}: tensor {name!r} is missing; the configuration needs it")
         shapes[part] = tensors[name].shape
+        if len(shapes[part]) != 2:
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} has shape {list(shapes[part])}, which is no matrix; copy it again"
+            )
     try:
         tied = NAMES["lm_head"] not in tensors
         return config_from_params(found, shapes["embedding"][0], shapes["gate"][0], tied)

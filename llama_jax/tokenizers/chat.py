@@ -98,7 +98,7 @@ def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     for i, turn in enumerate(turns):
         if turn["role"] != ("user", "assistant")[i % 2]:
             raise GenerationError(
-                f"message {len(messages) - len(turns) + i} is from {shown(turn['role'], 40)}; in the format llama2 a system prompt"
+                f"message {len(messages) - len(turns) + i} is from {turn['role']!r}; in the format llama2 a system prompt"
                 " comes first if at all, and then 'user' and 'assistant' take turns"
             )
     parts: list[Part] = []
