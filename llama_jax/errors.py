@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,16 @@ class GenerationError(UserError):
 
 class MeshError(UserError):
     """A mesh that cannot be: of nonsense sizes, of more devices than there are, or not fitting the model or the batch."""
+
+
+@contextmanager
+def reading(path: object, kind: type[UserError]) -> Iterator[None]:
+    """Turn what the system says of a file into an error of this kind: no permission, a name too long, a failing disk."""
+    try:
+        yield
+    except OSError as error:
+        name = str(error.filename or path)
+        raise kind(f"{name if len(name) <= 500 else shown(name, 100)} cannot be read: {error.strerror or error}") from None
 
 
 def shown(value: Any, length: int = 60) -> str:

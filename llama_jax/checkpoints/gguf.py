@@ -23,6 +23,7 @@ from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
 
 NAMES = names("gguf")
 # The architectures that are read, by kind of model: Mistral and Mixtral go by Llama's name.
@@ -143,7 +144,9 @@ def _tokenizer(fields: Mapping[str, Any], path: Path, vocab_size: int) -> Tokeni
         return find_tokenizer(path.parent, vocab_size)
     from llama_jax.tokenizers.gguf import from_metadata
 
-    return from_metadata(fields, str(path))
+    found = from_metadata(fields, str(path))
+    warn_if_small(found, vocab_size, path)
+    return found
 
 
 # The settings general.file_type and quantization_version, by the kind of the matrices.

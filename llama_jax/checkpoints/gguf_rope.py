@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensors import Tensor
 from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
@@ -38,6 +40,7 @@ FIXED = {
     "yarn_log_multiplier": 0,
 }
 PREFIX = "llama.rope.scaling."
+LARGEST_NOTE = 1 << 20  # characters
 
 
 def with_scaling(fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping[str, Tensor]) -> LlamaConfig:
@@ -49,10 +52,10 @@ def with_scaling(fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping
     found = replace(plain, rope_scaling=_found(fields, plain, tensors))
     if OUR_NOTE not in fields:
         return found
-    try:
-        note = json.loads(fields[OUR_NOTE])
-    except (ValueError, TypeError, RecursionError):
-        note = fields[OUR_NOTE]
+    note = fields[OUR_NOTE]
+    if isinstance(note, str) and len(note) <= LARGEST_NOTE:
+        with suppress(ValueError, RecursionError):
+            note = json.loads(note)
     return with_note(found, note)
 
 
@@ -66,6 +69,7 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
                 f"{PREFIX}{name}={shown(fields[PREFIX + name], 40)} is not supported; llama.cpp takes {supported}"
             )
     sharper = short_decimal(fields.get(f"{PREFIX}attn_factor", 1.0))
+    require_number(f"{PREFIX}attn_factor", sharper)
     if sharper != 1 and kind not in ("yarn", "longrope"):
         raise ConfigError(f"{PREFIX}attn_factor={shown(sharper, 40)} is not supported where the type is {kind!r}")
     for name in (FACTORS,) if kind in ("yarn", "longrope") else ():
@@ -77,6 +81,9 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
             raise ConfigError(f"tensor {name!r} is {there}, but {PREFIX}type={kind!r}")
     factor = short_decimal(fields.get(f"{PREFIX}factor", fields.get("llama.rope.scale_linear")))
     original = fields.get(f"{PREFIX}original_context_length", config.max_seq_len)
+    require_positive_int(f"{PREFIX}original_context_length", original)
+    if factor is not None:
+        require_number(f"{PREFIX}factor", factor)
     if kind == "yarn":
         if factor is None:
             raise ConfigError(f"{PREFIX}factor is missing")

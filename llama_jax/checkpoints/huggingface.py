@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os.path
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.checkpoints.huggingface_config import read_config, read_json, write_config
+from llama_jax.checkpoints.huggingface_config import LARGEST_JSON, read_config, read_json, write_config
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
@@ -172,12 +173,14 @@ def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file. The library checks the header against the file, and says no more than where data begins."""
+    size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
+    if LARGEST_JSON < size < path.stat().st_size:
+        raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
     try:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
-    size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little")
     header = json.loads(read_bytes(path, 8, size).tobytes())
     return {
         name: Dense(path, 8 + size + tensor["data_offsets"][0], tuple(tensor["shape"]), tensor["dtype"])
@@ -198,8 +201,8 @@ def _read_indexed(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is not a file of its own folder")
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is missing from {folder}; copy it there")
+        if not os.path.isfile(folder / name):  # of a name that no file can have, Path.is_file raises
+            raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
     tensors: dict[str, Tensor] = {}
     for name in names:
         held = read(folder / name)

@@ -92,7 +92,7 @@ OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", 
 # What else it may say, since it changes nothing.
 HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-LARGEST_JSON = 64 << 20  # bytes; the index of a 405B model has a five-hundredth
+LARGEST_JSON = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
 
 
 def read_config(folder: Path) -> LlamaConfig:
@@ -211,8 +211,8 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _require_ratio(context: Any, original: Any) -> None:
     for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-        if not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"{name}={shown(value, 40)} must be a positive number")
+        if not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
 
 
 def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ RowParallelLinear columns; the embedding is split by columns in Llama 1 and 2, b
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llama_jax.checkpoints.huggingface_config import read_json
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
@@ -139,14 +139,9 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
 
 def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
     path = folder / "params.json"
-    if path.stat().st_size > 1 << 20:
-        raise CheckpointError(f"{path} is over a megabyte, too large to be a model's settings; copy it again")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__} where an object should be")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__} where an object should be; copy it again")
     shapes = {}
     for part in ("embedding", "gate"):
         name = NAMES[part].format(0)
@@ -179,6 +174,8 @@ def _files(folder: Path) -> list[Path]:
     for i, path in enumerate(found):
         if path.name != f"consolidated.{i:02}.pth":
             raise CheckpointError(f"{folder} has {path.name} where consolidated.{i:02}.pth should be; copy all of the model")
+        if not path.is_file():  # reading a pipe would wait for ever
+            raise CheckpointError(f"{path} is not a file; copy the model again")
     return found
 
 

@@ -123,7 +123,7 @@ def read_pickled(path: Path) -> Mapping[str, Any]:
         what = "was saved by a torch before 1.6; save it again with a newer one" if old else "is not what torch.save writes"
         raise CheckpointError(f"{path} {what}")
     try:
-        with _ShortReads(path) as file, zipfile.ZipFile(file) as archive:
+        with _ShortReads(path) as short, zipfile.ZipFile(short) as archive:
             entries = {info.filename: info for info in archive.infolist()}
             pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") < 2]
             if len(pickles) != 1:
