@@ -30,7 +30,7 @@ from functools import lru_cache
 from importlib import util
 from pathlib import Path
 
-from llama_jax.errors import UserError
+from llama_jax.errors import UserError, shown
 
 SWITCH = "LLAMA_JAX_FLAGS"
 
@@ -195,7 +195,7 @@ def set_flags(
     environment = os.environ if environment is None else environment
     switch = environment.get(SWITCH, "on")
     if switch not in ("on", "off"):
-        raise UserError(f"{SWITCH}={switch!r:.40} must be on or off")
+        raise UserError(f"{SWITCH}={shown(switch, 40)} must be on or off")
     if switch == "off":
         return Settled()
     platforms = startable(environment) if platforms is None else platforms
@@ -228,7 +228,7 @@ def startable(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 def _flags(platform: str, training: bool) -> tuple[Flag, ...]:
     if platform not in FLAGS:
-        raise UserError(f"there are no flags for platform {platform!r:.40}; there are {', '.join(FLAGS)}")
+        raise UserError(f"there are no flags for platform {shown(platform, 40)}; there are {', '.join(FLAGS)}")
     return tuple(flag for flag in FLAGS[platform] if training or not flag.training)
 
 

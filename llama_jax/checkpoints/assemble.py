@@ -12,7 +12,7 @@ import numpy as np
 from llama_jax.checkpoints.fill import Array, Part, fill
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import FLOATS, Opened
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama, Row, shape_of
 from llama_jax.model.trees import build
 
@@ -103,7 +103,7 @@ def plan(opened: Opened) -> Llama:
     found = build(c, array, stacked=False)
     if unread:
         raise CheckpointError(
-            f"{where}: tensor {min(unread)!r} is not part of a Llama of this configuration"
+            f"{where}: tensor {shown(min(unread), 80)} is not part of a Llama of this configuration"
             f" ({len(unread)} such); is the configuration that of these weights?"
         )
     return found

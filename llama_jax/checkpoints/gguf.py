@@ -21,8 +21,9 @@ from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
 
 NAMES = names("gguf")
 # The architectures that are read, by kind of model: Mistral and Mixtral go by Llama's name.
@@ -49,7 +50,7 @@ def open_file(path: Path) -> Opened:
     for part in _parts(path):
         more, found = read_file(part)
         if double := sorted(tensors.keys() & found.keys()):
-            raise CheckpointError(f"{part}: tensor {double[0]!r} is in another part as well; copy all parts again")
+            raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is in another part as well; copy all parts again")
         fields = more | fields  # the first part has the settings
         tensors |= found
     count = fields.get("split.tensors.count", len(tensors))
@@ -79,7 +80,7 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES.values():
         known = ", ".join(sorted(set(ARCHITECTURES.values())))
-        raise ConfigError(f"general.architecture={architecture!r:.60} is not supported; llama_jax reads {known}")
+        raise ConfigError(f"general.architecture={shown(architecture)} is not supported; llama_jax reads {known}")
 
     def need(key: str) -> Any:
         if f"{architecture}.{key}" not in fields:
@@ -91,7 +92,7 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
     for key in () if architecture == "llama" else ("expert_count", "attention.sliding_window"):
         if maybe(key, 0) != 0:
-            raise ConfigError(f"{architecture}.{key}={maybe(key, 0)!r:.40} is not supported")
+            raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
     table = tensors.get(NAMES["embedding"])
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
@@ -118,7 +119,9 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     )
     for key in ("rope.dimension_count", "attention.value_length"):
         if maybe(key, sizes.head_dim) != sizes.head_dim:
-            raise ConfigError(f"{architecture}.{key}={maybe(key, 0)!r:.40} is not supported where head_dim={sizes.head_dim}")
+            raise ConfigError(
+                f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
+            )
     as_llama = {re.sub(rf"^{architecture}\.", "llama.", key): value for key, value in fields.items()}
     return with_scaling(as_llama, sizes, tensors)
 
@@ -141,7 +144,9 @@ def _tokenizer(fields: Mapping[str, Any], path: Path, vocab_size: int) -> Tokeni
         return find_tokenizer(path.parent, vocab_size)
     from llama_jax.tokenizers.gguf import from_metadata
 
-    return from_metadata(fields, str(path))
+    found = from_metadata(fields, str(path))
+    warn_if_small(found, vocab_size, path)
+    return found
 
 
 # The settings general.file_type and quantization_version, by the kind of the matrices.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import sys
+from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, shown
 
 # Types of tensors by number: name, numbers in a block, bytes of a block.
 TYPES = {
@@ -37,6 +39,9 @@ TYPES = {
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 MOST_AXES = 4
+# A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
+MOST_TEXTS = 1 << 20
+MOST_ENTRIES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class _Cursor:
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content = content
+        self.texts_left = MOST_TEXTS
         self.at = 4  # after the magic
         self.version = self.scalar("I")
         self.length = "I" if self.version == 1 else "Q"
@@ -122,11 +128,16 @@ class _Cursor:
             return self.scalar(SCALARS[kind])
         kind, count = self.scalar("I"), self.scalar(self.length)
         if kind == STRING:
-            if count > len(self.content) - self.at:
+            self.texts_left -= count
+            if count > len(self.content) - self.at or self.texts_left < 0:
                 raise ValueError(f"{count} strings are announced")
             return [self.string() for _ in range(count)]
         letter = SCALARS[kind]
-        return np.frombuffer(self.take(count * struct.calcsize(letter)), "<" + letter).tolist()
+        # Packed, since a list takes twenty bytes for each of a file's.
+        found = array("B" if letter == "?" else letter, self.take(count * struct.calcsize(letter)))
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
 
 
 def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -135,11 +146,13 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
         what = "is in big-endian byte order" if big else f"has version {cursor.version}"
         raise CheckpointError(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
     tensor_count, field_count = cursor.scalar(cursor.length), cursor.scalar(cursor.length)
+    if max(tensor_count, field_count) > MOST_ENTRIES:
+        raise ValueError(f"{field_count} settings and {tensor_count} tensors are announced")
     fields: dict[str, Any] = {"GGUF.version": cursor.version}
     for _ in range(field_count):
         key = cursor.string()
         if key in fields:
-            raise ValueError(f"the key {key!r:.40} stands twice")
+            raise ValueError(f"the key {shown(key, 40)} stands twice")
         fields[key] = cursor.value(cursor.scalar("I"))
 
     listed = []
@@ -147,24 +160,24 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
         name = cursor.string()
         axes = cursor.scalar("I")
         if axes > MOST_AXES:
-            raise ValueError(f"tensor {name!r:.60} has {axes} axes")
+            raise ValueError(f"tensor {shown(name)} has {axes} axes")
         shape = tuple(cursor.scalar(cursor.length) for _ in range(axes))[::-1]
         listed.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
 
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"alignment {alignment!r:.40}")
+        raise ValueError(f"alignment {shown(alignment, 40)}")
     start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, Tensor] = {}
     for name, shape, number, offset in listed:
         if number not in TYPES:
             known = ", ".join(kind for kind, *_ in TYPES.values())
-            raise CheckpointError(f"{path}: tensor {name!r:.60} has type {_type_name(number)}; {known} are read")
+            raise CheckpointError(f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read")
         kind, *block = TYPES[number]
         if name in tensors:
-            raise ValueError(f"tensor {name!r:.60} stands twice")
+            raise ValueError(f"tensor {shown(name)} stands twice")
         if not shape or shape[-1] % block[0]:
-            raise ValueError(f"tensor {name!r:.60} of {list(shape)} is not made of blocks of {block[0]}")
+            raise ValueError(f"tensor {shown(name)} of {list(shape)} is not made of blocks of {block[0]}")
         tensor: Dense | Quantised
         if kind in FLOATS:
             tensor = Dense(path, start + offset, shape, kind)
@@ -172,9 +185,12 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
             tensor = Quantised(path, start + offset, shape, kind, (block[0], block[1]))
         if tensor.offset + tensor.nbytes > len(cursor.content):
             raise ValueError(
-                f"tensor {name!r:.60} ends {tensor.offset + tensor.nbytes - len(cursor.content)} bytes behind the file"
+                f"tensor {shown(name)} ends {tensor.offset + tensor.nbytes - len(cursor.content)} bytes behind the file"
             )
         tensors[name] = tensor
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    if total > len(cursor.content):
+        raise ValueError(f"its tensors have {total} bytes, the file {len(cursor.content)}")
     return fields, tensors
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ import numpy as np
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.checkpoints.tensors import Tensor
 from llama_jax.config import LlamaConfig, RopeScaling
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.ops.rope_scaling import SCALINGS, yarn_attention_factor
 from llama_jax.ops.rotary import inverse_frequencies
 
@@ -38,6 +40,7 @@ FIXED = {
     "yarn_log_multiplier": 0,
 }
 PREFIX = "llama.rope.scaling."
+LARGEST_NOTE = 1 << 20  # characters
 
 
 def with_scaling(fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping[str, Tensor]) -> LlamaConfig:
@@ -49,23 +52,26 @@ def with_scaling(fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping
     found = replace(plain, rope_scaling=_found(fields, plain, tensors))
     if OUR_NOTE not in fields:
         return found
-    try:
-        note = json.loads(fields[OUR_NOTE])
-    except (ValueError, TypeError, RecursionError):
-        note = fields[OUR_NOTE]
+    note = fields[OUR_NOTE]
+    if isinstance(note, str) and len(note) <= LARGEST_NOTE:
+        with suppress(ValueError, RecursionError):
+            note = json.loads(note)
     return with_note(found, note)
 
 
 def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor]) -> RopeScaling | None:
     kind = fields.get(f"{PREFIX}type", "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise ConfigError(f"{PREFIX}type={kind!r:.40} is not supported; none, linear, yarn and longrope are")
+        raise ConfigError(f"{PREFIX}type={shown(kind, 40)} is not supported; none, linear, yarn and longrope are")
     for name, supported in FIXED.items():
         if fields.get(PREFIX + name, supported) != supported:
-            raise ConfigError(f"{PREFIX}{name}={fields[PREFIX + name]!r:.40} is not supported; llama.cpp takes {supported}")
+            raise ConfigError(
+                f"{PREFIX}{name}={shown(fields[PREFIX + name], 40)} is not supported; llama.cpp takes {supported}"
+            )
     sharper = short_decimal(fields.get(f"{PREFIX}attn_factor", 1.0))
+    require_number(f"{PREFIX}attn_factor", sharper)
     if sharper != 1 and kind not in ("yarn", "longrope"):
-        raise ConfigError(f"{PREFIX}attn_factor={sharper!r:.40} is not supported where the type is {kind!r}")
+        raise ConfigError(f"{PREFIX}attn_factor={shown(sharper, 40)} is not supported where the type is {kind!r}")
     for name in (FACTORS,) if kind in ("yarn", "longrope") else ():
         if name in tensors:
             raise ConfigError(f"tensor {name!r} is not supported beside {PREFIX}type={kind!r}")
@@ -75,6 +81,9 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
             raise ConfigError(f"tensor {name!r} is {there}, but {PREFIX}type={kind!r}")
     factor = short_decimal(fields.get(f"{PREFIX}factor", fields.get("llama.rope.scale_linear")))
     original = fields.get(f"{PREFIX}original_context_length", config.max_seq_len)
+    require_positive_int(f"{PREFIX}original_context_length", original)
+    if factor is not None:
+        require_number(f"{PREFIX}factor", factor)
     if kind == "yarn":
         if factor is None:
             raise ConfigError(f"{PREFIX}factor is missing")
@@ -82,7 +91,7 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
         return RopeScaling("yarn", factor, original_max_seq_len=original, attention_factor=sharp)
     if kind == "longrope":
         if factor not in (None, 0, 1):
-            raise ConfigError(f"{PREFIX}factor={factor!r:.40} is not supported where the type is 'longrope'")
+            raise ConfigError(f"{PREFIX}factor={shown(factor, 40)} is not supported where the type is 'longrope'")
         short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT, LONG))
         longrope = RopeScaling(
             "longrope",
@@ -96,7 +105,7 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
         scaled = kind == "linear" or f"{PREFIX}type" not in fields
         return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
     if factor not in (None, 1):
-        raise ConfigError(f"{PREFIX}factor={factor!r:.40} is not supported beside the tensor {FACTORS!r}")
+        raise ConfigError(f"{PREFIX}factor={shown(factor, 40)} is not supported beside the tensor {FACTORS!r}")
     # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
     # give what is stored.
     stored = _numbers(tensors[FACTORS])

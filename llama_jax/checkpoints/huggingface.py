@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os.path
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -14,12 +15,12 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.checkpoints.huggingface_config import read_config, read_json, write_config
+from llama_jax.checkpoints.huggingface_config import LARGEST_JSON, read_config, read_json, write_config
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, read_bytes
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, shown
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name in the file, by what it is here.
@@ -78,9 +79,13 @@ def _experts_joined(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Te
     for name, of_layer in experts.items():
         parts = [of_layer[i] for i in sorted(of_layer)]
         if sorted(of_layer) != list(range(len(parts))):
-            raise CheckpointError(f"{folder}: of the experts of {name!r} there are only {sorted(of_layer)}; copy all files")
+            raise CheckpointError(
+                f"{folder}: of the experts of {shown(name, 80)} there are only {shown(sorted(of_layer))}; copy all files"
+            )
         if any((part.shape, part.kind) != (parts[0].shape, parts[0].kind) for part in parts):
-            raise CheckpointError(f"{folder}: the experts of {name!r} have different shapes or types; copy them again")
+            raise CheckpointError(
+                f"{folder}: the experts of {shown(name, 80)} have different shapes or types; copy them again"
+            )
         found[name] = Stacked(parts)
     return found
 
@@ -168,12 +173,14 @@ def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file. The library checks the header against the file, and says no more than where data begins."""
+    size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
+    if LARGEST_JSON < size < path.stat().st_size:
+        raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
     try:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
-    size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little")
     header = json.loads(read_bytes(path, 8, size).tobytes())
     return {
         name: Dense(path, 8 + size + tensor["data_offsets"][0], tuple(tensor["shape"]), tensor["dtype"])
@@ -190,18 +197,18 @@ def _read_indexed(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
         weight_map = found["weight_map"]
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not an index of weights ({error!r}); copy it again") from None
+        raise CheckpointError(f"{index} is not an index of weights ({shown(error, 80)}); copy it again") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is not a file of its own folder")
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{index} names {name}, which is missing from {folder}; copy it there")
+            raise CheckpointError(f"{index} names {shown(name, 80)}, which is not a file of its own folder")
+        if not os.path.isfile(folder / name):  # of a name that no file can have, Path.is_file raises
+            raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
     tensors: dict[str, Tensor] = {}
     for name in names:
         held = read(folder / name)
         listed = {tensor for tensor, file in weight_map.items() if file == name}
         if held.keys() != listed:
             odd = sorted(held.keys() ^ listed)[0]
-            raise CheckpointError(f"{index} and {name} disagree about tensor {odd!r}; copy both from one release")
+            raise CheckpointError(f"{index} and {name} disagree about tensor {shown(odd, 80)}; copy both from one release")
         tensors |= held
     return tensors

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, shown
 
 # Name of a setting in the file, by its name here, for messages.
 SETTINGS = {
@@ -92,7 +92,7 @@ OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", 
 # What else it may say, since it changes nothing.
 HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-LARGEST_JSON = 64 << 20  # bytes; the index of a 405B model has a five-hundredth
+LARGEST_JSON = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
 
 
 def read_config(folder: Path) -> LlamaConfig:
@@ -121,10 +121,10 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     """
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in ABSENT:
-        raise ConfigError(f"model_type={kind!r:.60} is not supported; llama_jax reads {', '.join(ABSENT)}")
+        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax reads {', '.join(ABSENT)}")
     for name, supported in PLAIN.items():
         if found.get(name, supported) not in (supported, None) and name not in READ.get(kind, ()):
-            raise ConfigError(f"{name}={found[name]!r:.60} is not supported; a {kind} has {name}={supported!r}")
+            raise ConfigError(f"{name}={shown(found[name])} is not supported; a {kind} has {name}={supported!r}")
     if found.get("quantization_config") is not None:
         raise ConfigError("quantization_config is set: quantised weights are not supported; use the unquantised release")
 
@@ -164,7 +164,7 @@ def _check_layers(found: Mapping[str, Any], needed: str) -> None:
     """Raise unless all layers attend in the same way."""
     kinds = found.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
-        raise ConfigError(f"layer_types={kinds!r:.60} is not supported; all layers must be {needed!r}")
+        raise ConfigError(f"layer_types={shown(kinds)} is not supported; all layers must be {needed!r}")
 
 
 def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -172,18 +172,20 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     new, old = found.get("rope_parameters") or {}, found.get("rope_scaling") or {}
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{name}={value!r:.60} must be an object")
+            raise ConfigError(f"{name}={shown(value)} must be an object")
     scaling = {name: value for name, value in (new or old).items() if value is not None}
     if new and old and _plain(new) != _plain(old):
-        raise ConfigError(f"rope_parameters={new!r:.80} and rope_scaling={old!r:.80} contradict each other; remove one")
+        raise ConfigError(
+            f"rope_parameters={shown(new, 80)} and rope_scaling={shown(old, 80)} contradict each other; remove one"
+        )
     theta = scaling.get("rope_theta", found.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPE:
-        raise ConfigError(f"rope scaling {kind!r:.40} is not supported; {', '.join(map(repr, ROPE))} are")
+        raise ConfigError(f"rope scaling {shown(kind, 40)} is not supported; {', '.join(map(repr, ROPE))} are")
     extra = [name for name in scaling if name not in ("rope_theta", "rope_type", "type", *ROPE[kind])]
     for name in extra:
         if (name, scaling[name]) not in HARMLESS:
-            raise ConfigError(f"rope scaling {kind!r} with {name}={scaling[name]!r:.40} is not supported")
+            raise ConfigError(f"rope scaling {kind!r} with {name}={shown(scaling[name], 40)} is not supported")
     if kind == "default":
         return theta, None
     context = found.get("max_position_embeddings", 2048)
@@ -209,8 +211,8 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 def _require_ratio(context: Any, original: Any) -> None:
     for name, value in (("max_position_embeddings", context), ("original_max_position_embeddings", original)):
-        if not isinstance(value, int | float) or value <= 0:
-            raise ConfigError(f"{name}={value!r:.40} must be a positive number")
+        if not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise ConfigError(f"{name}={shown(value, 40)} must be a positive number below 1e30")
 
 
 def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:

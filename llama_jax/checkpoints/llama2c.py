@@ -30,6 +30,7 @@ from llama_jax.tokenizers import find_tokenizer
 
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
 HEADER = 256  # bytes, from version 1 on
+MOST_LAYERS = 4096  # a layer can take less room in a file than here
 # The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
 # the names, of the two tables of angles as well, are those in llama2.c's run.c.
 NAMES = names("llama2c") | {"cos": "freq_cis_real", "sin": "freq_cis_imag"}
@@ -110,7 +111,7 @@ def open_file(path: Path) -> Opened:
     except ConfigError as error:
         raise CheckpointError(f"{path}: its header is damaged ({error}); copy it again") from None
     largest = path.stat().st_size
-    if config.n_layers > largest or (version == 2 and not 0 < group < largest):
+    if config.n_layers > MOST_LAYERS or (version == 2 and not 0 < group < largest):
         raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
     tensors: dict[str, Dense | Quantised] = {}
     tensors.update(_dense(path, config, VERSIONED, HEADER) if version == 1 else _quantised(path, config, group))
@@ -160,6 +161,8 @@ def _legacy(path: Path) -> LlamaConfig | None:
     try:
         config = _config(sizes, tied)
     except ConfigError:
+        return None
+    if config.n_layers > MOST_LAYERS:
         return None
     numbers = sum(
         math.prod(shape) * (config.n_layers if "{}" in NAMES[part] else 1) for part, shape in _shapes(config, LEGACY).items()
@@ -225,6 +228,8 @@ def _open_training(path: Path) -> Opened:
     table, gate, head = (tensors.get(names[part].format(0)) for part in ("embedding", "gate", "lm_head"))
     if table is None or gate is None:
         raise CheckpointError(f"{path}: it has no {names['embedding']!r}; this is not llama2.c's ckpt.pt")
+    if len(table.shape) != 2 or len(gate.shape) != 2:
+        raise CheckpointError(f"{path}: its table and its gate are no matrices; copy it again")
     try:
         config = LlamaConfig(
             vocab_size=table.shape[0],

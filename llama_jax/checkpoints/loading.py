@@ -18,11 +18,12 @@ from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, MeshError
+from llama_jax.errors import CheckpointError, MeshError, reading
 from llama_jax.model.params import Llama
 from llama_jax.parallel.fit import fitted
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
 
 
 class Checkpoint(NamedTuple):
@@ -75,7 +76,11 @@ def load(
         shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
         config = fitted(config, mesh)
     # The vocabulary first: a damaged one is noticed before minutes go into the weights.
-    vocabulary = opened.tokenizer() if tokenizer is None else load_tokenizer(tokenizer)
+    if tokenizer is None:
+        vocabulary = opened.tokenizer()
+    else:
+        vocabulary = load_tokenizer(tokenizer)
+        warn_if_small(vocabulary, opened.config.vocab_size, tokenizer)
     if not isinstance(opened, store.Stored):
         wanted = opened if mesh is None else fit_opened(opened, mesh)
         return Checkpoint(config, assemble(wanted, dtype, shardings=shardings, progress=progress), vocabulary)
@@ -96,8 +101,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
     """
-    path = Path(path)
+    with reading(path, CheckpointError):
+        return _open(Path(path))
+
+
+def _open(path: Path) -> Opened | store.Stored:
     if not path.exists():
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a symbolic link that leads to no file; give a model's folder or file")
         raise CheckpointError(f"{path} does not exist; give a model's folder or file (a name on a hub is not downloaded)")
     if path.is_dir():
         return _open_folder(path)

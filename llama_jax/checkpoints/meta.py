@@ -6,18 +6,18 @@ RowParallelLinear columns; the embedding is split by columns in Llama 1 and 2, b
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llama_jax.checkpoints.huggingface_config import read_json
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
 from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.model.params import TABLE
 from llama_jax.tokenizers import find_tokenizer
 
@@ -43,14 +43,16 @@ def open_folder(folder: Path) -> Opened:
     axes = {template: SPLIT.get(part) for part, template in NAMES.items()}
     for name in ranks[0]:
         if any(name not in rank for rank in ranks):
-            raise CheckpointError(f"{folder}: tensor {name!r} is not in all {len(ranks)} files; copy them from one release")
+            raise CheckpointError(
+                f"{folder}: tensor {shown(name, 80)} is not in all {len(ranks)} files; copy them from one release"
+            )
         parts = [rank[name] for rank in ranks]
         axis = axes.get(re.sub(r"^layers\.\d+", "layers.{}", name))
         if len(ranks) == 1 or (axis is None and name != NAMES["embedding"]):
             tensors[name] = parts[0]
             continue
         if any(part.shape != parts[0].shape or part.kind != parts[0].kind for part in parts) or len(parts[0].shape) != 2:
-            raise CheckpointError(f"{folder}: the parts of tensor {name!r} do not fit together; copy them again")
+            raise CheckpointError(f"{folder}: the parts of tensor {shown(name, 80)} do not fit together; copy them again")
         if axis is None:
             # Split by vocabulary where each part has the width of a norm, which no rank splits.
             norm = ranks[0].get(NAMES["final_norm"])
@@ -92,12 +94,12 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
     """
     unknown = [name for name in found if name not in KNOWN]
     if unknown:
-        raise ConfigError(f"{unknown[0]}={found[unknown[0]]!r:.60} is not supported")
+        raise ConfigError(f"{unknown[0][:60]}={shown(found[unknown[0]])} is not supported")
     missing = [name for name in NEEDED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
     if found["vocab_size"] not in (-1, vocab_size):
-        raise ConfigError(f"vocab_size={found['vocab_size']!r:.40} but the embedding has {vocab_size} rows")
+        raise ConfigError(f"vocab_size={shown(found['vocab_size'], 40)} but the embedding has {vocab_size} rows")
     n_heads, theta = found["n_heads"], found.get("rope_theta", 10_000.0)
     n_kv_heads = found.get("n_kv_heads")
     scaling = None
@@ -137,20 +139,19 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
 
 def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
     path = folder / "params.json"
-    if path.stat().st_size > 1 << 20:
-        raise CheckpointError(f"{path} is over a megabyte, too large to be a model's settings; copy it again")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"a {type(found).__name__} where an object should be")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__} where an object should be; copy it again")
     shapes = {}
     for part in ("embedding", "gate"):
         name = NAMES[part].format(0)
         if name not in tensors:
             raise CheckpointError(f"{folder}: tensor {name!r} is missing; the configuration needs it")
         shapes[part] = tensors[name].shape
+        if len(shapes[part]) != 2:
+            raise CheckpointError(
+                f"{folder}: tensor {name!r} has shape {list(shapes[part])}, which is no matrix; copy it again"
+            )
     try:
         tied = NAMES["lm_head"] not in tensors
         return config_from_params(found, shapes["embedding"][0], shapes["gate"][0], tied)
@@ -173,6 +174,8 @@ def _files(folder: Path) -> list[Path]:
     for i, path in enumerate(found):
         if path.name != f"consolidated.{i:02}.pth":
             raise CheckpointError(f"{folder} has {path.name} where consolidated.{i:02}.pth should be; copy all of the model")
+        if not path.is_file():  # reading a pipe would wait for ever
+            raise CheckpointError(f"{path} is not a file; copy the model again")
     return found
 
 

@@ -9,6 +9,8 @@ Source: torch/serialization.py and torch/_utils.py, the format since torch 1.6; 
 
 from __future__ import annotations
 
+import errno
+import io
 import math
 import pickletools
 import struct
@@ -21,12 +23,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, shown
 
 # Class of a storage in torch, by the kind of its numbers; the size in bytes of those that are no parameters.
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
 OTHER_STORAGES = {"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1}
-LARGEST_PICKLE = 4 << 20  # bytes; that of a 405B model takes a tenth
+# Bytes of a pickle and of an archive's table; a 405B model's have half as many. Each costs up to a hundred in memory.
+LARGEST_PICKLE = 1 << 20
+LARGEST_TABLE = 1 << 20
+MOST_AXES = 8
+LARGEST_KEY = 1 << 31
 MARK = object()
 
 
@@ -97,7 +103,11 @@ def tensors_of(found: Any, path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} holds a {type(found).__name__} where tensors by name should be")
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Dense | Strided):
-            raise CheckpointError(f"{path}: {str(name)!r:.80} is a {type(tensor).__name__} where a tensor should be")
+            raise CheckpointError(f"{path}: {shown(name, 80)} is a {type(tensor).__name__} where a tensor should be")
+    # Twice, since a tied model may store its table under both names.
+    total, size = sum(tensor.nbytes for tensor in found.values()), path.stat().st_size
+    if total > 2 * size:
+        raise CheckpointError(f"{path} has {size} bytes and claims tensors of {total}; copy it again")
     return found
 
 
@@ -113,7 +123,7 @@ def read_pickled(path: Path) -> Mapping[str, Any]:
         what = "was saved by a torch before 1.6; save it again with a newer one" if old else "is not what torch.save writes"
         raise CheckpointError(f"{path} {what}")
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _ShortReads(path) as short, zipfile.ZipFile(short) as archive:
             entries = {info.filename: info for info in archive.infolist()}
             pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") < 2]
             if len(pickles) != 1:
@@ -121,13 +131,18 @@ def read_pickled(path: Path) -> Mapping[str, Any]:
             folder = pickles[0].removesuffix("data.pkl")
             if entries[pickles[0]].file_size > LARGEST_PICKLE:
                 raise CheckpointError(f"{path}: its pickle is over {LARGEST_PICKLE} bytes, too large to be a model's")
-            if f"{folder}byteorder" in entries and archive.read(f"{folder}byteorder") != b"little":
+            order = entries.get(f"{folder}byteorder")
+            if order is not None and _stored(order) and order.file_size > len("little"):
+                raise ValueError(f"{order.filename} has {order.file_size} bytes")
+            if order is not None and archive.read(order) != b"little":
                 raise CheckpointError(f"{path} was written on a big-endian machine; save it again on another")
             program = archive.read(pickles[0]) if _stored(entries[pickles[0]]) else b""
         found = _run(program, path, {name.removeprefix(folder + "data/"): info for name, info in entries.items()})
     except CheckpointError:
         raise
     except _DAMAGED as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place before the file's beginning
+            raise
         raise CheckpointError(f"{path} is not a whole torch file ({str(error)[:100]}); copy it again") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where a dictionary of tensors should be")
@@ -145,8 +160,17 @@ _DAMAGED = (
     struct.error,
     EOFError,
     RuntimeError,
-    OSError,  # a place before the beginning of the file
+    OSError,
 )
+
+
+class _ShortReads(io.FileIO):
+    """A file for zipfile, which reads an archive's whole table at once, however long it says that it is."""
+
+    def read(self, size: int | None = -1, /) -> Any:
+        if size is not None and size > LARGEST_TABLE:
+            raise ValueError(f"its table of contents is over {LARGEST_TABLE} bytes, too large to be a model's")
+        return super().read(-1 if size is None else size)
 
 
 def _stored(info: zipfile.ZipInfo) -> bool:
@@ -159,6 +183,7 @@ def _run(program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo]) -> 
     """Interpret a pickle. Instructions: pickletools; those that torch does not write are refused."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
+    storages: dict[tuple, _Storage] = {}
 
     def since_mark() -> list[Any]:
         at = len(stack) - 1
@@ -217,7 +242,10 @@ def _run(program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo]) -> 
                 name, module = stack.pop(), stack.pop()
                 stack.append(_global(f"{_as(str, module)} {_as(str, name)}", path))
             case "BINPERSID":
-                stack.append(_storage(stack.pop(), path, entries))
+                described = _description(stack.pop())
+                if described not in storages:  # to look one up opens the file
+                    storages[described] = _storage(*described, path, entries)
+                stack.append(storages[described])
             case "REDUCE":
                 arguments, function = stack.pop(), stack.pop()
                 stack.append(_call(function, _as(tuple, arguments)))
@@ -240,8 +268,9 @@ def _as(kind: type, value: Any) -> Any:
 def _set(target: Any, items: list[Any]) -> None:
     target = _as(dict, target)
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if not isinstance(key, str | int):  # to hash a tuple of tuples of tuples can take for ever
-            raise ValueError(f"a key is a {type(key).__name__}")
+        # To hash a tuple of tuples of tuples can take for ever; large numbers can be chosen to have one hash.
+        if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < LARGEST_KEY):
+            raise ValueError(f"a key is a {type(key).__name__} that is no name and no index")
         target[key] = value
 
 
@@ -253,14 +282,19 @@ def _global(words: str, path: Path) -> _Global:
     return found
 
 
-def _storage(description: Any, path: Path, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
-    word, cls, key, _, count = _as(tuple, description)
+def _description(found: Any) -> tuple[str, str, int]:
+    """Class, entry and count of the numbers of a storage that a persistent id describes."""
+    word, cls, key, _, count = _as(tuple, found)
     if word != "storage" or not isinstance(cls, _Global) or not isinstance(count, int):
         raise ValueError("a persistent id is not that of a storage")
-    info = entries[_as(str, key)]
+    return cls.name, _as(str, key), count
+
+
+def _storage(name: str, key: str, count: int, path: Path, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
+    info = entries[key]
     _stored(info)
-    kind = STORAGES.get(cls.name, cls.name)
-    itemsize = FLOATS[kind].itemsize if kind in FLOATS else OTHER_STORAGES[cls.name]
+    kind = STORAGES.get(name, name)
+    itemsize = FLOATS[kind].itemsize if kind in FLOATS else OTHER_STORAGES[name]
     # The archive's table says where the entry's own header begins; two lengths at its end say where that ends.
     header = read_bytes(path, info.header_offset, 30).tobytes()
     if header[:4] != b"PK\x03\x04":
@@ -282,6 +316,8 @@ def _call(function: Any, arguments: tuple) -> Any:
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or len(shape) != len(strides):
         raise ValueError("a tensor's shape is not made of whole numbers")
+    if len(shape) > MOST_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
+        raise ValueError(f"a tensor has {len(shape)} axes" if len(shape) > MOST_AXES else "a tensor's shape is too large")
     if math.prod(shape) == 0:
         raise ValueError("a tensor is empty")
     reach = first + 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.config import LlamaConfig, RopeScaling
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, shown
 from llama_jax.model.rope import rotary_frequencies
 
 NOTE = "llama_jax"  # under which a file keeps it
@@ -51,11 +51,11 @@ def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
     except (KeyError, TypeError):
         whole = False
     if not whole:
-        raise ConfigError(f"{NOTE}={note!r:.80} is not a note of this library; remove it")
+        raise ConfigError(f"{NOTE}={shown(note, 80)} is not a note of this library; remove it")
     # Of a dynamic scaling others know one context, which is the original one.
     same_context = found.max_seq_len == (scaling.original_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
     if not same_context or not same_rotation(found, noted):
-        raise ConfigError(f"{NOTE}={note!r:.200} contradicts the rope settings beside it; remove it, or correct them")
+        raise ConfigError(f"{NOTE}={shown(note, 200)} contradicts the rope settings beside it; remove it, or correct them")
     return noted
 
 

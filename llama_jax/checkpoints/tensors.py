@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, reading
 from llama_jax.tokenizers import Tokenizer
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -179,7 +179,7 @@ def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:
     """
     found = np.empty(count, np.uint8)
     filled = 0
-    with path.open("rb", buffering=0) as file:
+    with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
         file.seek(offset)
         while filled < count:
             got = file.readinto(found[filled:].data)

@@ -17,7 +17,7 @@ from llama_jax.cli.page import columns, printable
 from llama_jax.cli.plot import check_picture, save_picture
 from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
 from llama_jax.cli.rope import say_beyond, with_rope
-from llama_jax.errors import UserError
+from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,7 +127,9 @@ class Eval(TextOptions, RememberOptions):
                 raise UserError(f"{name}={value} goes with --lengths alone")
         for name, value in (("length", self.length), ("stride", self.stride)):
             if value is not None and self.lengths:
-                raise UserError(f"{name}={value} and lengths={self.lengths!r:.60} exclude each other; leave one of them out")
+                raise UserError(
+                    f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
+                )
         if self.plot is not None:
             check_picture("plot", self.plot)
         return numbers("lengths", self.lengths, int) if self.lengths else ()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import tyro
 
 from llama_jax.cli.options import DTYPES
-from llama_jax.errors import UserError
+from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints.store import Stored
@@ -107,7 +107,9 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
         try:
             found.append(kind(part))
         except ValueError:
-            raise UserError(f"{name}={text!r:.60} has {part!r:.20} where a number is needed, as in 256,512,1024") from None
+            raise UserError(
+                f"{name}={shown(text)} has {shown(part, 20)} where a number is needed, as in 256,512,1024"
+            ) from None
     return tuple(found)
 
 

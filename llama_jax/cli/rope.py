@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from llama_jax.errors import UserError
+from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
@@ -40,13 +40,15 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     fields = ROPE_FIELDS.get(kind)
     if fields is None or not colon:
         kinds = ", ".join(ROPE_FIELDS)
-        raise UserError(f"rope={text!r:.60} must be none, or KIND:FACTOR as in yarn:4 with one of the kinds {kinds}")
+        raise UserError(f"rope={shown(text)} must be none, or KIND:FACTOR as in yarn:4 with one of the kinds {kinds}")
     given: dict[str, Any] = {}
     for part in rest:
         name, equals, value = part.partition("=")
         if name not in fields or not equals:
             has = ", ".join(fields) or "none"
-            raise UserError(f"rope={text!r:.60} has {part!r:.40} behind its factor; the further fields of {kind} are: {has}")
+            raise UserError(
+                f"rope={shown(text)} has {shown(part, 40)} behind its factor; the further fields of {kind} are: {has}"
+            )
         given[name] = _value(text, value)
     if "original_max_seq_len" in fields:
         given.setdefault("original_max_seq_len", original)
@@ -67,7 +69,7 @@ def _value(text: str, value: str) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        raise UserError(f"rope={text!r:.60} has {value!r:.40} where a number is needed, or true or false") from None
+        raise UserError(f"rope={shown(text)} has {shown(value, 40)} where a number is needed, or true or false") from None
 
 
 def say_beyond(config: LlamaConfig, lengths: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.config.rope import RopeScaling, check_fits
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, shown
 
 
 def check_sizes(config: Any) -> None:
@@ -17,7 +17,7 @@ def check_sizes(config: Any) -> None:
     require_number("rope_theta", config.rope_theta, above=1.0)
     for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
         if not isinstance(getattr(config, name), bool):
-            raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False")
+            raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be True or False")
     if config.n_heads % config.n_kv_heads:
         raise ConfigError(f"n_heads={config.n_heads} must be a multiple of n_kv_heads={config.n_kv_heads}")
     if config.window is not None:
@@ -28,7 +28,7 @@ def check_sizes(config: Any) -> None:
         if config.experts_per_token > config.experts:
             raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
     if not isinstance(config.rope_scaling, RopeScaling | None):
-        raise ConfigError(f"rope_scaling={config.rope_scaling!r} must be a RopeScaling or None")
+        raise ConfigError(f"rope_scaling={shown(config.rope_scaling)} must be a RopeScaling or None")
 
 
 def check_heads(config: Any) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, shown
 
 
 def require_positive_int(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ConfigError(f"{name}={value!r:.40} must be a positive whole number below 2**31")
+        raise ConfigError(f"{name}={shown(value, 40)} must be a positive whole number below 2**31")
 
 
 def require_number(name: str, value: object, *, minimum: float = -math.inf, above: float = -math.inf) -> None:
     bound = f"at least {minimum:g}" if minimum > -math.inf else f"above {above:g}"
     if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < 1e30 or value <= above:
-        raise ConfigError(f"{name}={value!r:.40} must be a finite number {bound}")
+        raise ConfigError(f"{name}={shown(value, 40)} must be a finite number {bound}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from llama_jax.config.numbers import require_number, require_positive_int
-from llama_jax.errors import ConfigError
+from llama_jax.errors import ConfigError, shown
 
 RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama3", "longrope"]
 
@@ -75,14 +75,16 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in ROPE_FIELDS:
-            raise ConfigError(f"rope scaling kind={self.kind!r:.40} is not supported; use {', '.join(ROPE_FIELDS)}")
+            raise ConfigError(f"rope scaling kind={shown(self.kind, 40)} is not supported; use {', '.join(ROPE_FIELDS)}")
         require_number("factor", self.factor, minimum=1.0)
         read = ROPE_FIELDS[self.kind]
         for field in fields(self)[2:]:
             name, value = field.name, getattr(self, field.name)
             if name not in read:
                 if value is not None:
-                    raise ConfigError(f"rope scaling kind={self.kind!r} does not read {name}={value!r:.40}; leave it out")
+                    raise ConfigError(
+                        f"rope scaling kind={self.kind!r} does not read {name}={shown(value, 40)}; leave it out"
+                    )
             elif value is not None:
                 object.__setattr__(self, name, _checked(name, value))
             elif read[name] is NEEDED:
@@ -111,10 +113,10 @@ def _checked(name: str, value: Any) -> Any:
         require_positive_int(name, value)
     elif name == "truncate":
         if not isinstance(value, bool):
-            raise ConfigError(f"truncate={value!r:.40} must be True or False")
+            raise ConfigError(f"truncate={shown(value, 40)} must be True or False")
     elif name in ("short_factor", "long_factor"):
         if not isinstance(value, list | tuple) or not value:
-            raise ConfigError(f"{name}={value!r:.40} must be a list of numbers, one for each pair of features")
+            raise ConfigError(f"{name}={shown(value, 40)} must be a list of numbers, one for each pair of features")
         for i, number in enumerate(value):
             require_number(f"{name}[{i}]", number, above=0.0)
         return tuple(value)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, shown
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
 from llama_jax.model.cache import bucket
@@ -44,7 +44,7 @@ def prepare(
 
 def _rows(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray | jax.Array):
-        raise GenerationError(f"prompts={prompts!r:.40} must be a sequence of sequences of token ids")
+        raise GenerationError(f"prompts={shown(prompts, 40)} must be a sequence of sequences of token ids")
     if not len(prompts):
         raise GenerationError("no prompts: give at least one sequence of token ids")
     if isinstance(prompts[0], int) or getattr(prompts[0], "ndim", None) == 0:
@@ -89,7 +89,7 @@ def _check_context(config: LlamaConfig, lengths: np.ndarray, limit: np.ndarray, 
 def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
     """A flat sequence of token ids as an array, or GenerationError."""
     if isinstance(ids, str):
-        raise GenerationError(f"{name} is the text {ids!r:.40}; encode it with the tokenizer first")
+        raise GenerationError(f"{name} is the text {shown(ids, 40)}; encode it with the tokenizer first")
     try:
         found = np.asarray(ids)
     except ValueError:  # ragged
@@ -97,5 +97,5 @@ def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
     if found.size == 0 and found.ndim == 1:
         return found.astype(np.int64)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise GenerationError(f"{name}={ids!r:.40} must be a flat sequence of whole numbers, the token ids")
+        raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of whole numbers, the token ids")
     return found

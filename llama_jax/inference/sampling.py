@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, shown
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 
@@ -53,7 +53,7 @@ class Sampling(struct.PyTreeNode):
         def rows(name: str, dtype: type, need: str, valid) -> np.ndarray:
             value = np.asarray(getattr(self, name))
             if value.dtype == object:
-                raise GenerationError(f"{name}={getattr(self, name)!r:.40} must be {need}")
+                raise GenerationError(f"{name}={shown(getattr(self, name), 40)} must be {need}")
             if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
                 raise GenerationError(f"{name}={getattr(self, name)!r} must be a number, {need}")
             wrong = value[~(np.isfinite(value) & valid(value))]

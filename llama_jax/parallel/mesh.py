@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import AxisType, Mesh
 
-from llama_jax.errors import MeshError
+from llama_jax.errors import MeshError, shown
 
 AXES = ("data", "fsdp", "context", "tensor")
 
@@ -74,12 +74,14 @@ def parse_mesh(text: str) -> MeshSizes:
     for part in text.split(","):
         found = re.fullmatch(r"\s*(\w+)\s*=\s*(\d{1,9})\s*", part, re.ASCII)
         if not found:
-            raise MeshError(f"mesh {text!r:.80}: {part!r:.40} is not axis=size; write it as data=2,fsdp=4,tensor=1")
+            raise MeshError(
+                f"mesh {shown(text, 80)}: {shown(part, 40)} is not axis=size; write it as data=2,fsdp=4,tensor=1"
+            )
         axis, size = found[1], int(found[2])
         if axis not in AXES:
-            raise MeshError(f"mesh {text!r:.80} has no axis {axis!r:.40}; the axes are {', '.join(AXES)}")
+            raise MeshError(f"mesh {shown(text, 80)} has no axis {shown(axis, 40)}; the axes are {', '.join(AXES)}")
         if axis in sizes:
-            raise MeshError(f"mesh {text!r:.80} gives {axis} twice; give it once")
+            raise MeshError(f"mesh {shown(text, 80)} gives {axis} twice; give it once")
         sizes[axis] = size
     return MeshSizes(**sizes)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import TokenizerError, UserError
+from llama_jax.errors import TokenizerError, UserError, shown
 from llama_jax.model.forward import check_tokens
 from llama_jax.tokenizers import Tokenizer
 
@@ -116,9 +116,9 @@ def _check(
     if seed < 0:
         raise UserError(f"seed={seed} must be at least 0")
     if "{key}" not in statement:
-        raise UserError(f"statement={statement!r:.60} must have {{key}} where the key is to stand")
+        raise UserError(f"statement={shown(statement)} must have {{key}} where the key is to stand")
     if not question.endswith("{key}") or question.count("{key}") > 1:
-        raise UserError(f"question={question!r:.60} must end with {{key}}, and have it nowhere else")
+        raise UserError(f"question={shown(question)} must end with {{key}}, and have it nowhere else")
     return tuple(sorted(map(int, lengths))), tuple(sorted(map(float, depths)))
 
 

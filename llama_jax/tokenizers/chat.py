@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, TypedDict, get_args
 
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, shown
 from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_special
 
 Role = Literal["system", "user", "assistant"]
@@ -182,8 +182,8 @@ def _check(messages: Sequence[Message]) -> None:
         raise GenerationError("messages must be a list with at least one message, of the user")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise GenerationError(f"message {i} is {message!r:.60}; it must be an object with a role and a content")
+            raise GenerationError(f"message {i} is {shown(message)}; it must be an object with a role and a content")
         if message["role"] not in get_args(Role):
-            raise GenerationError(f"message {i} has the role {message['role']!r:.40}; use {', '.join(get_args(Role))}")
+            raise GenerationError(f"message {i} has the role {shown(message['role'], 40)}; use {', '.join(get_args(Role))}")
         if not isinstance(message["content"], str):
-            raise GenerationError(f"message {i} has the content {message['content']!r:.40}, which is no text")
+            raise GenerationError(f"message {i} has the content {shown(message['content'], 40)}, which is no text")

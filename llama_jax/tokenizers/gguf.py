@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import Tokenizer, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, HuggingFaceTokenizer, spell
 from llama_jax.tokenizers.sentencepiece import Kind, Piece, SentencePieceTokenizer, write_model
@@ -59,7 +60,7 @@ class _Reader:
     def values(self, name: str, kind: type, count: int | None = None) -> list[Any]:
         """A list with entries of this kind, `count` of them."""
         value = self.fields.get(f"tokenizer.ggml.{name}")
-        if not isinstance(value, list):
+        if not isinstance(value, list | array):
             raise self.error(name, value, "a list")
         if count is not None and len(value) != count:
             raise TokenizerError(
@@ -67,7 +68,7 @@ class _Reader:
             )
         if not all(isinstance(each, kind) for each in value):
             raise self.error(name, next(each for each in value if not isinstance(each, kind)), f"a list of {kind.__name__}")
-        return value
+        return list(value)
 
     def token(self, name: str, tokens: Sequence[str], default: int | None = None) -> int | None:
         """The id in the field ``{name}_token_id``, where there is one."""
@@ -81,7 +82,7 @@ class _Reader:
     def settings(self, tokens: Sequence[str], bos: int | None, eos: int | None) -> Settings:
         template = self.fields.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
-            raise TokenizerError(f"{self.where}: tokenizer.chat_template={template!r:.60} must be a text; copy it again")
+            raise TokenizerError(f"{self.where}: tokenizer.chat_template={shown(template)} must be a text; copy it again")
         ends = (eos, self.token("eot", tokens), self.token("eom", tokens))
         return Settings(
             bos_token=None if bos is None else tokens[bos],
@@ -91,7 +92,7 @@ class _Reader:
         )
 
     def error(self, name: str, value: Any, need: str) -> TokenizerError:
-        return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={value!r:.60} must be {need}")
+        return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={shown(value)} must be {need}")
 
 
 def _sentencepiece(reader: _Reader) -> Tokenizer:
@@ -137,11 +138,10 @@ def _bpe(reader: _Reader) -> Tokenizer:
             ]
         )
         library.decoder = decoders.ByteLevel()
-        by_kind = {kind: [t for t, k in zip(tokens, kinds, strict=True) if k == kind] for kind in set(kinds)}
-        library.add_special_tokens(
-            [AddedToken(token, special=True, normalized=False) for token in by_kind.get(Kind.CONTROL, [])]
-        )
-        library.add_tokens([AddedToken(token, normalized=False) for token in by_kind.get(Kind.USER_DEFINED, [])])
+        for kind, special in ((Kind.CONTROL, True), (Kind.USER_DEFINED, False)):
+            these = [token for token, found in zip(tokens, kinds, strict=True) if found == kind]
+            add = library.add_special_tokens if special else library.add_tokens
+            add([AddedToken(token, special=special, normalized=False) for token in these])
     bos, eos = reader.token("bos", tokens), reader.token("eos", tokens)
     return HuggingFaceTokenizer(library, reader.where, reader.settings(tokens, bos, eos))
 

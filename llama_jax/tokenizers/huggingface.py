@@ -35,6 +35,7 @@ BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 # Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks
 # for special tokens before it normalizes, so it sees none there and still encodes the text as a whole.
 MARK = "\ufdd0\ufdd1"
+MOST_UNUSED = 1 << 16  # ids
 # The begin and end of a sequence where no file names them.
 USUAL_BOS = ("<|begin_of_text|>", "<s>")
 USUAL_EOS = ("<|end_of_text|>", "</s>")
@@ -71,6 +72,10 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
 
     with library_errors(f"{where} is not a whole tokenizer.json"):
         library = tokenizers.Tokenizer.from_buffer(content)
+        ids = library.get_vocab(with_added_tokens=True).values()
+    # Gaps are few in use. The library goes through all of them when it writes, and dies where memory does not last.
+    if max(ids, default=0) > 2 * len(ids) + MOST_UNUSED:
+        raise TokenizerError(f"{where} gives a token the id {max(ids)}, but has {len(ids)} tokens; copy it again")
     return HuggingFaceTokenizer(library, where, settings)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, reading
 from llama_jax.tokenizers import huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.base import Tokenizer
 from llama_jax.tokenizers.settings import LARGEST, Settings, read_bytes, read_settings
 
+LARGEST_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices
 KINDS = "a SentencePiece model, a rank file of Llama 3 or a tokenizer.json"
 # Names that can only be meant: transformers reads the first where both are, and Meta's own lies below in its repositories.
 NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -25,7 +27,11 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises:
       TokenizerError: none there, several of which none has such a name, or a damaged one.
     """
-    path = Path(path)
+    with reading(path, TokenizerError):
+        return _load(Path(path))
+
+
+def _load(path: Path) -> Tokenizer:
     if not path.exists():
         raise TokenizerError(f"{path} does not exist; give {KINDS}, or a folder with one")
     if not path.is_dir():
@@ -52,6 +58,11 @@ def find_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     Raises:
       TokenizerError: several that could be it, or a damaged ``tokenizer.json`` or ``tokenizer.model``.
     """
+    with reading(folder, TokenizerError):
+        return _find(folder, vocab_size)
+
+
+def _find(folder: Path, vocab_size: int) -> Tokenizer | None:
     settings = read_settings(folder)
     smaller: list[tuple[Path, Tokenizer]] = []
     for name in NAMES:
@@ -67,7 +78,18 @@ def find_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     found = named[:1] or [found for found in others if found[1].vocab_size == size]
     if len(found) > 1:
         raise TokenizerError(f"{folder} holds several vocabularies ({_listed(found)}); remove all but one")
+    if found:
+        warn_if_small(found[0][1], vocab_size, found[0][0])
     return found[0][1] if found else None
+
+
+def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
+    """Warn of a vocabulary so much smaller than the model's that padding does not explain it: it may be another model's."""
+    if vocab_size - tokenizer.vocab_size >= max(LARGEST_PADDING, vocab_size // 10):
+        warnings.warn(
+            f"{where} has {tokenizer.vocab_size} tokens, the model {vocab_size}: it may be another model's vocabulary",
+            stacklevel=2,
+        )
 
 
 def _read(path: Path, settings: Settings) -> Tokenizer:

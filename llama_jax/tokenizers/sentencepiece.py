@@ -8,7 +8,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import (
     Part,
     check_ids,
@@ -137,8 +137,8 @@ def _behind(where: str, added: Iterable[AddedToken], size: int) -> list[Piece]:
     for expected, token in enumerate(new, size):
         if token.id != expected:
             raise TokenizerError(
-                f"{where} has {size} pieces, and the added token {token.text!r} has id {token.id} where {expected} comes"
-                " next; copy the tokenizer's files again"
+                f"{where} has {size} pieces, but the added token {shown(token.text, 40)} has id {token.id} where {expected}"
+                " comes next; copy the tokenizer's files again"
             )
     return [Piece(token.text, 0.0, Kind.CONTROL if token.special else Kind.USER_DEFINED) for token in new]
 

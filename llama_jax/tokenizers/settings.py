@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import Tokenizer
 
+LARGEST_SETTINGS = 4 << 20  # bytes, each of which can cost 25 here; those of use have a megabyte
+LARGEST_ID = 1 << 31
 LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
 
 
@@ -79,17 +81,18 @@ def write_settings(folder: Path, tokenizer: Tokenizer, tokenizer_class: str) -> 
         (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def read_bytes(path: Path) -> bytes:
-    """A file's bytes, unless it is larger than any vocabulary."""
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """A file's bytes, unless it is larger than any vocabulary, or than `largest`."""
     size = path.stat().st_size
-    if size > LARGEST:
-        raise TokenizerError(f"{path} has {size} bytes, over the {LARGEST} of the largest vocabulary; is it another file?")
+    if size > largest:
+        what = "vocabulary" if largest == LARGEST else "file of its kind"
+        raise TokenizerError(f"{path} has {size} bytes, over the {largest} of the largest {what}; is it another file?")
     return path.read_bytes()
 
 
 def read_text(path: Path) -> str:
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path, LARGEST_SETTINGS).decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8 text ({error}); copy it again") from None
 
@@ -120,7 +123,7 @@ def _token_text(where: str, name: str, value: Any) -> str | None:
 def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
     """One id, a list of ids, or nothing."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token >= 0 for token in ids):
+    if not all(type(token) is int and 0 <= token < LARGEST_ID for token in ids):
         raise _wrong(where, name, value, "a token id or a list of them")
     return tuple(ids)
 
@@ -139,9 +142,9 @@ def _template(where: str, value: Any) -> str | None:
 def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[AddedToken, ...]:
     """{"32000": {"content": "<|im_start|>", "special": true}}, or in older folders {"<|im_start|>": 32000}."""
     try:
-        older = {int(number): AddedToken(text, int(number), True) for text, number in by_text.items()}
+        older = {_id(number): AddedToken(text, _id(number), True) for text, number in by_text.items()}
         newer = {
-            int(number): AddedToken(str(token["content"]), int(number), bool(token.get("special")))
+            _id(number): AddedToken(str(token["content"]), _id(number), bool(token.get("special")))
             for number, token in (by_id or {}).items()
         }
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -149,5 +152,12 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[Adde
     return tuple(token for _, token in sorted((older | newer).items()))
 
 
+def _id(number: Any) -> int:
+    found = int(number)
+    if not 0 <= found < LARGEST_ID:  # larger ones can be chosen to have one hash
+        raise ValueError(f"an id of {shown(found)}")
+    return found
+
+
 def _wrong(where: str, name: str, value: Any, need: str) -> TokenizerError:
-    return TokenizerError(f"{where}: {name}={value!r:.60} must be {need}; copy the tokenizer's files again")
+    return TokenizerError(f"{where}: {name}={shown(value)} must be {need}; copy the tokenizer's files again")

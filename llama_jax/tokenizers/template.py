@@ -1,35 +1,28 @@
-"""A checkpoint's own chat template: Jinja in a sandbox, on a budget, since it comes from whoever made the checkpoint.
+"""A checkpoint's own chat template, which comes from whoever made the checkpoint: rendered in a process of its own.
 
-What transformers offers is there: `loopcontrols`, `{% generation %}`, `tojson`, `raise_exception`, `strftime_now`. A
-template may spend BUDGET: each turn of a loop, call and operation costs what it can at most build, so that none runs for
-ever or fills the memory. What only reads (a search, a comparison, a slice) is not counted.
+The process (`sandbox`, which imports Jinja and nothing of this library) is ended after SECONDS on every system. On Linux it
+gets MEMORY bytes and a few for each of the request's, and no more. On other systems, which have no such limit for a process,
+memory is bounded by the sandbox's own budget, which does not know of everything. A rendering costs the start of a Python.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache, wraps
-from inspect import unwrap
-from types import CodeType
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from llama_jax.errors import GenerationError, shown
 
-from llama_jax.errors import GenerationError
-
-BUDGET = 1 << 27  # characters; published templates cost a few times what they write
-STEP = 512  # what a turn of a loop and a call cost: all of the budget is a second or two
-ENTRY = 64  # what looking at an entry of a list costs
-# Filters whose result can be longer than what they are given.
-GROWING = {"batch", "center", "format", "indent", "join", "pprint", "replace", "slice", "string", "sum", "tojson"}
-GROWING |= {"truncate", "urlize", "wordwrap", "xmlattr"}
+SECONDS = 5
+MEMORY = 100 << 20  # bytes
+MEMORY_PER_BYTE = 16  # of the template and the messages: texts on their way are copied
+NEEDED = ("jinja2", "markupsafe")  # packages
+START = 60  # seconds that the process may take to begin, from a slow disk
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: str, eos_token: str, reply: bool) -> str:
@@ -41,175 +34,45 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: s
       reply: whether the beginning of the assistant's next message is added.
 
     Raises:
-      GenerationError: a template that is no Jinja, refuses the messages, fails, or needs more than BUDGET.
+      GenerationError: a template that is no Jinja, refuses the messages, fails, or needs too much time or memory.
     """
+    values: dict[str, Any] = {
+        "messages": [dict(message) for message in messages],
+        "bos_token": bos_token,
+        "eos_token": eos_token,
+    }
+    values |= {"add_generation_prompt": reply, "tools": None, "documents": None}
     try:
-        environment = Environment()
-        compiled = Template.from_code(environment, _compile(template), environment.make_globals(None))
-        return compiled.render(
-            messages=[dict(message) for message in messages],
-            bos_token=bos_token,
-            eos_token=eos_token,
-            add_generation_prompt=reply,
-            tools=None,
-            documents=None,
+        asked = json.dumps({"template": template, "values": values}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({str(error)[:80]})") from None
+    memory = MEMORY + MEMORY_PER_BYTE * len(asked)
+    answer = _ask(asked, str(SECONDS), str(memory))
+    if answer[:1] == b"t":
+        return answer[1:].decode("utf-8", "surrogatepass")
+    reason = answer[1:].decode() or f"it takes over {SECONDS} s or {memory >> 20} MB, or crashes"
+    raise GenerationError(f"the checkpoint's chat template cannot be used here: {reason}")
+
+
+def _ask(request: bytes, *limits: str) -> bytes:
+    """What the sandbox answers: "t" and a text, "e" and an error, or "e" alone where it was ended."""
+    # Without `site`, which can take longer than all the rest; Jinja and what it needs are found where this process has them.
+    places = [str(Path(spec.origin).parents[1]) for name in NEEDED if (spec := find_spec(name)) and spec.origin]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
+    command = [sys.executable, "-S", "-s", "-P", str(Path(__file__).with_name("sandbox.py")), *limits]
+    try:
+        ended = subprocess.run(
+            command,
+            input=request,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=inherited | {"PYTHONPATH": os.pathsep.join(places)},
+            timeout=SECONDS + START,
+            check=False,
         )
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise GenerationError(f"the checkpoint's chat template cannot be used here: {reason}") from None
-
-
-@lru_cache(maxsize=8)
-def _compile(template: str) -> CodeType:
-    environment = Environment()
-    return environment.compile(_Metered().visit(environment.parse(template)))
-
-
-class Environment(ImmutableSandboxedEnvironment):
-    """The sandbox of one rendering, with its budget."""
-
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], finalize=self.measured
-        )
-        self.left = BUDGET
-        del self.globals["lipsum"]
-        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-        self.filters["tojson"] = _tojson
-        self.filters |= {name: self.metered(self.filters[name]) for name in GROWING}
-
-    def turn(self) -> None:
-        """What a turn of a loop calls, and pays for as for any call."""
-
-    def spend(self, cost: int) -> None:
-        self.left -= cost
-        if self.left < 0:
-            raise TemplateError("it runs too long or builds too much text")
-
-    def measure(self, value: Any) -> int:
-        """About as many characters as the value has when it is written; what is looked at is paid for."""
-        if isinstance(value, str):
-            return len(value)
-        if not isinstance(value, Mapping | list | tuple):
-            return 1
-        self.spend(ENTRY * len(value))
-        entries = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-        return 1 + sum(map(self.measure, entries))
-
-    def measured(self, value: Any) -> Any:
-        """The value, when it is written, or built of others."""
-        self.spend(self.measure(value))
-        return value
-
-    def growth(self, *values: Any) -> int:
-        """How long a text can get that is made of these texts and numbers: as long as their product."""
-        product = 1
-        for value in values:
-            product *= max(1, abs(value) if isinstance(value, int) else self.measure(value))
-        return product
-
-    def metered(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def paid(*args: Any, **named: Any) -> Any:
-            values = [value for value in (*args, *named.values()) if isinstance(value, str | int | Mapping | list | tuple)]
-            self.spend(self.growth(*map(_widest, values)))
-            return function(*args, **named)
-
-        return paid
-
-    def call(self, context: Any, function: Any, *args: Any, **named: Any) -> Any:
-        self.spend(STEP)
-        text = getattr(unwrap(function), "__self__", None)
-        if isinstance(text, str):
-            own = [value for name, value in named.items() if name not in ("_loop_vars", "_block_vars")]  # others are Jinja's
-            self.spend(self.growth(*map(_widest, (text, *args, *own))))
-        result = super().call(context, function, *args, **named)
-        return self.measured(result) if isinstance(result, Mapping | list | tuple) else result
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "+":
-            self.spend(self.measure(left) + self.measure(right))
-        elif isinstance(left, int) and isinstance(right, int):
-            self.spend(left.bit_length() * (right if operator == "**" else right.bit_length()))
-        elif not isinstance(left, float) and not isinstance(right, float):
-            self.spend(self.growth(_widest(left), *(right if isinstance(right, tuple) else (right,))))
-        return super().call_binop(context, operator, left, right)
-
-    def concatenate(self, *values: Any) -> str:
-        """What ``a ~ b`` does."""
-        return self.concat(str(self.measured(value)) for value in values)
-
-    def concat(self, texts: Iterable[str]) -> str:
-        """How Jinja puts written texts together."""
-        found = []
-        for text in texts:
-            self.spend(len(text))
-            found.append(text)
-        return "".join(found)
-
-
-class _Metered(NodeTransformer):
-    """Makes calls, which pay, of what Jinja does without asking: turns of loops, bodies of macros, ``~`` and new lists.
-
-    A list pays for all that is in it, so that lists of lists cannot hold more than the budget, however often they repeat.
-    """
-
-    def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("turn", [], node), lineno=node.lineno))
-        return node
-
-    visit_Macro = visit_CallBlock = visit_For  # noqa: N815
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Call:  # noqa: N802
-        self.generic_visit(node)
-        return _call("concatenate", node.nodes, node)
-
-    def visit_List(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Expr:  # noqa: N802
-        self.generic_visit(node)
-        is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"  # of an assignment
-        return node if is_target else _call("measured", [node], node)
-
-    visit_Tuple = visit_Dict = visit_List  # noqa: N815
-
-
-def _call(name: str, arguments: list[nodes.Expr], node: nodes.Node) -> nodes.Call:
-    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=node.lineno)
-
-
-class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant says, for training; what is in it is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _widest(value: Any) -> Any:
-    """A text as long as its length and any width that it may ask for as a format ("%1000d", "{:1000}")."""
-    if not isinstance(value, str) or not ("%" in value or "{" in value):
-        return value
-    return len(value) + sum(int(number[:12]) for number in re.findall(r"\d{4,}", value))
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is; Jinja's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        begun, answer = ended.stdout[:1], ended.stdout[1:]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        begun, answer = b"", str(error)[:100].encode()
+    if begun != b"r":
+        raise GenerationError(f"no process could be started for the chat template ({sys.executable}: {shown(answer, 80)})")
+    return answer if ended.returncode == 0 and answer else b"e"

@@ -48,6 +48,7 @@ SPECIAL_TOKENS = (
 LONGEST_TEXT = 400_000
 LONGEST_RUN = 25_000  # characters that all are, or all are not, white space
 LONG_RUN = re.compile(rf"(?<!\s)\s{{{LONGEST_RUN + 1},}}|(?<!\S)\S{{{LONGEST_RUN + 1},}}")
+MOST_RANKS = 1 << 18  # twice Llama 3's; each line costs a hundred bytes and more
 LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -127,6 +128,8 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
       TokenizerError: a line that is no rank, a rank or a token twice, a rank left out, or a byte that no token is.
     """
     ranks: dict[int, bytes] = {}
+    if content.count(b"\n") > MOST_RANKS:
+        raise _damaged(where, f"it has over {MOST_RANKS} lines")
     for number, line in enumerate(content.splitlines(), 1):
         if not line:
             continue
@@ -135,6 +138,8 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
             raise _damaged(where, f"line {number} is {line[:40]!r}, not a token in base64 and its rank") from None
+        if not 0 <= key < MOST_RANKS:  # larger ones can be chosen to have one hash
+            raise _damaged(where, f"line {number} has a rank that is not from 0 to {MOST_RANKS - 1}")
         if key in ranks or not value:
             raise _damaged(where, f"line {number} has rank {key} again" if value else f"line {number} has an empty token")
         ranks[key] = value

@@ -15,7 +15,7 @@ import numpy as np
 from llama_jax.checkpoints import huggingface
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, UserError
+from llama_jax.errors import CheckpointError, UserError, shown
 from llama_jax.verify.rounding import KIND, ROUNDING, origin_of
 from llama_jax.verify.trace import Origin, Trace
 
@@ -154,7 +154,7 @@ def _trace(arrays: dict[str, np.ndarray]) -> Trace:
         raise ValueError("it is not of this version")
     kinds, dtype, versions = about["kinds"], about["dtype"], about["versions"]
     if not _texts(kinds) or not set(kinds) <= ROUNDING.keys() or dtype not in KIND:
-        raise ValueError(f"weights of {kinds!r:.60} and computed in {dtype!r:.60}")
+        raise ValueError(f"weights of {shown(kinds)} and computed in {shown(dtype)}")
     if not isinstance(versions, dict) or not _texts([about["name"], *versions, *versions.values()]):
         raise ValueError("its name and versions are not texts")
     config = config_from_dict(about["config"])

@@ -1,5 +1,6 @@
 import json
 import os
+import warnings
 
 import pytest
 import vocabularies
@@ -176,3 +177,57 @@ def test_saved_settings_are_what_transformers_reads(tmp_path):
     original = json.loads((tmp_path / "a/tokenizer.json").read_text())
     saved = json.loads((tmp_path / "b/tokenizer.json").read_text())
     assert saved == original
+
+
+@pytest.mark.parametrize(("size", "told"), [(300, False), (1300, False), (1500, True), (32_000, True)])
+def test_a_vocabulary_much_smaller_than_the_models_warns(tmp_path, size, told):
+    vocabularies.write(tmp_path, "spaces")
+    own = load_tokenizer(tmp_path).vocab_size
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert find_tokenizer(tmp_path, size).vocab_size == own
+    assert [str(each.message) for each in caught] == told * [
+        f"{tmp_path / 'tokenizer.json'} has {own} tokens, the model {size}: it may be another model's vocabulary"
+    ]
+
+
+@pytest.mark.parametrize("token", [2**31, 2**28, 70_000])
+def test_an_id_far_behind_the_others(tmp_path, token):
+    """The library would go through all ids between, for minutes, and end the process where memory does not last."""
+    path = vocabularies.write(tmp_path, "spaces") / "tokenizer.json"
+    found = json.loads(path.read_text())
+    found["model"]["vocab"][list(found["model"]["vocab"])[-1]] = token
+    path.write_text(json.dumps(found))
+    with pytest.raises(TokenizerError, match=f"gives a token the id {token}, but has"):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json", "generation_config.json"])
+def test_ids_of_one_hash(tmp_path, name):
+    """As keys of a dictionary they would take the square of their count."""
+    vocabularies.write(tmp_path, "spaces")
+    ids = [i * (2**61 - 1) for i in range(1, 50_000)]
+    by_id = {"added_tokens_decoder": {str(i): {"content": "x"} for i in ids}}
+    content = {"added_tokens.json": {f"x{i}": i for i in ids}, "generation_config.json": {"eos_token_id": ids}}.get(
+        name, by_id
+    )
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="must be"):
+        load_tokenizer(tmp_path)
+
+
+def test_ranks_of_one_hash_and_too_many(tmp_path):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"".join(b"YQ== %d\n" % (i * (2**61 - 1)) for i in range(100_000)))
+    with pytest.raises(TokenizerError, match="a rank that is not from 0 to"):
+        load_tokenizer(path)
+    path.write_bytes(b"YQ== 0\n" * 300_000)
+    with pytest.raises(TokenizerError, match="over 262144 lines"):
+        load_tokenizer(path)
+
+
+def test_settings_of_megabytes_are_not_read(tmp_path):
+    vocabularies.write(tmp_path, "spaces")
+    (tmp_path / "tokenizer_config.json").write_text("[" + "{}," * (1 << 21) + "{}]")
+    with pytest.raises(TokenizerError, match="over the 4194304 of the largest file of its kind"):
+        load_tokenizer(tmp_path)

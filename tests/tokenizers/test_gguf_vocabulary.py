@@ -1,3 +1,6 @@
+import time
+from contextlib import suppress
+
 import pytest
 import vocabularies
 from hypothesis import given
@@ -146,3 +149,15 @@ def test_llama_cpp_reads_it_alike(pairs, kind, tmp_path):
     compare()
     assert peer.token_bos() == tokenizer.bos_id
     assert peer.token_eos() == tokenizer.eos_id
+
+
+def test_every_token_of_a_kind_of_its_own(pairs):
+    """To go through all tokens for each kind would take the square of their count."""
+    fields = to_metadata(pairs["ranks"][0])
+    count = 40_000
+    fields |= {"tokenizer.ggml.tokens": [f"t{i}" for i in range(count)], "tokenizer.ggml.merges": []}
+    fields |= {"tokenizer.ggml.token_type": list(range(100, 100 + count))}
+    started = time.process_time()
+    with suppress(TokenizerError):
+        from_metadata(fields, "x.gguf")
+    assert time.process_time() - started < 10

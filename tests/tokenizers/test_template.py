@@ -1,3 +1,6 @@
+import resource
+import subprocess
+import sys
 import time
 from datetime import datetime
 
@@ -5,7 +8,9 @@ import pytest
 from test_chat_formats import TEMPLATES
 
 from llama_jax.errors import GenerationError
-from llama_jax.tokenizers.template import BUDGET, render
+from llama_jax.tokenizers import sandbox
+from llama_jax.tokenizers.sandbox import BUDGET, rendered
+from llama_jax.tokenizers.template import render
 
 CHAT = [{"role": "user", "content": "Hi <there> & 'é'"}, {"role": "assistant", "content": " Hello. "}]
 # A little of everything that published templates use.
@@ -55,9 +60,12 @@ def test_messages_are_not_changed():
 @pytest.mark.parametrize("template", [*TEMPLATES.values(), EVERYTHING.replace("{% break %}", "")])
 @pytest.mark.parametrize(("count", "times"), [(1001, 100), (3, 33_000)])
 def test_a_chat_of_megabytes_takes_less_than_half_of_the_budget(template, count, times, monkeypatch):
-    monkeypatch.setattr("llama_jax.tokenizers.template.BUDGET", BUDGET // 2)
+    monkeypatch.setattr("llama_jax.tokenizers.sandbox.BUDGET", BUDGET // 2)
     chat = [{"role": ("user", "assistant")[i % 2], "content": "once upon a time " * times} for i in range(count)]
-    assert len(text(template, chat)) > 1_600_000
+    given = {"messages": chat, "bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, "tools": None}
+    expected = rendered(template, given | {"documents": None})
+    assert len(expected) > 1_600_000
+    assert text(template, chat) == expected  # nor too much memory for the process
 
 
 @pytest.mark.parametrize(
@@ -115,11 +123,68 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_none_runs_for_ever_or_fills_the_memory(name):
-    """Each of these would take hours or gigabytes; in the budget it takes seconds."""
+    """Each of these would take hours or gigabytes; the budget ends it, on a slow machine the time."""
     started = time.process_time()
-    with pytest.raises(GenerationError, match=r"it runs too long or builds too much text|Range too big|recursion"):
+    with pytest.raises(
+        GenerationError, match=r"it runs too long or builds too much text|Range too big|recursion|takes over 5 s"
+    ):
         text(ENDLESS[name])
     assert time.process_time() - started < 60
+
+
+BIG = "{% set n = namespace(x=7 ** (10 ** 6)) %}"  # three million bits
+OFTEN = "{% for i in range(90000) %}{% for j in range(2) %}"
+UNCOUNTED = {
+    "division": BIG + OFTEN + "{% set y = n.x // 3 ** 999 %}{% endfor %}{% endfor %}",
+    "divisibility": BIG + OFTEN + "{% if n.x is divisibleby 7 ** 500 %}{% endif %}{% endfor %}{% endfor %}",
+    "search": "{% set x = ['a' * 1000] * 100000 %}" + OFTEN + "{% if 'b' in x %}{% endif %}{% endfor %}{% endfor %}",
+    "slices": "{% set n = namespace(x=[1] * 1000000, y=[]) %}" + OFTEN + "{% set y = n.x[::-1] %}{% endfor %}{% endfor %}",
+    "filter": "{% set x = ['b', 'a'] * 500000 %}" + OFTEN + "{% set y = x | sort %}{% endfor %}{% endfor %}",
+    "bytes of a number": "{% set y = (1).to_bytes(4000000000, 'big') %}",
+    "bytes": "{% set y = 'a'.encode().zfill(4000000000) %}",
+    "bytes with a width": "{% set y = 'a'.encode().center(3000000000) %}",
+    "format of bytes": "{% set y = '%4000000000d'.encode() % 1 %}",
+    "many widths": "{% set y = ('%999d' * 99999) % ((1,) * 99999) %}{% set z = [y[1:], y[2:], y[3:]] %}{{ z | length }}",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems limit a process's time alone")
+@pytest.mark.parametrize("name", UNCOUNTED)
+def test_what_the_budget_does_not_know_the_process_ends_at(name, monkeypatch):
+    monkeypatch.setattr("llama_jax.tokenizers.template.SECONDS", 2)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    started = time.monotonic()
+    with pytest.raises(GenerationError, match=r"takes over 2 s or 100 MB|runs too long"):
+        text(UNCOUNTED[name])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
+    assert time.monotonic() - started < 30
+    assert after.ru_maxrss <= max(before.ru_maxrss, 150 << 10)  # kibibytes, of the largest child so far
+
+
+def test_a_text_that_is_far_longer_than_the_chat():
+    with pytest.raises(GenerationError, match="it writes 9000000 characters"):
+        text("{{ 'a' * 9000000 }}")
+
+
+def test_the_process_knows_nothing_of_this_one():
+    assert text("{{ self.__init__ is undefined }}{{ messages | length }}", [{"role": "a", "content": "\ud800\0"}]) == "True1"
+    assert text("{{ messages[0].content }}", [{"role": "a", "content": "\ud800\0é\r\n"}]) == "\ud800\0é\r\n"
+    code = "import sys; sys.argv = ['', '1', '1']; import runpy; import os; runpy.run_path(sys.stdin.readline().strip());"
+    code += "print('llama_jax' in sys.modules, 'jax' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], input=sandbox.__file__, capture_output=True, text=True, check=True)
+    assert found.stdout == "False False\n"
+
+
+def test_no_process_to_be_had(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(GenerationError, match="no process could be started"):
+        text("x")
+
+
+def test_messages_that_no_process_can_be_told():
+    with pytest.raises(GenerationError, match="made of texts"):
+        text("x", [{"role": "user", "content": object()}])
 
 
 @pytest.mark.parity
