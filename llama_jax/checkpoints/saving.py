@@ -63,8 +63,7 @@ def save(
         _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
         return
     with appearing(Path(path), folder=True, overwrite=overwrite) as target:
-        target.mkdir()
-        store.save(target, config, params if dtype is None else _cast(params, dtype))
+        store.save(target, config, params if dtype is None else _cast(params, dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
 
@@ -106,7 +105,6 @@ def _write(
     tokenizer = opened.tokenizer()
     with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
         if format == "safetensors":
-            target.mkdir()
             huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
         elif format == "gguf":
             gguf.write_file(target, opened, tokenizer, kind, progress=progress)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
+from llama_jax.checkpoints.orbax_errors import quiet, root_cause, wait_for_writers
 from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, steps_in
 from llama_jax.checkpoints.tensors import FLOATS, Described
 from llama_jax.config import LlamaConfig
@@ -25,6 +26,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, unstack
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.writing import cannot_write
 
 Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it
 
@@ -203,16 +205,21 @@ def _apart(both: Any, half: Any) -> list[Any]:
     return parts
 
 
-def save(folder: Path, config: LlamaConfig, params: Llama) -> None:
-    """Write a model into a folder that exists."""
+def save(folder: Path, config: LlamaConfig, params: Llama, path: Path) -> None:
+    """Write a model into a folder that exists, and that will be called `path`.
+
+    Raises:
+      CheckpointError: `path` cannot be written.
+    """
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
     try:
-        ocp.save(folder.absolute() / PARAMS, unstack(params))
+        with quiet():
+            ocp.save(folder.absolute() / PARAMS, unstack(params))
     except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{folder / PARAMS} cannot be written ({reason})") from None
+        wait_for_writers()
+        raise CheckpointError(cannot_write(path, OSError(root_cause(error)))) from None
 
 
 def load_params(
@@ -285,13 +292,6 @@ def asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
         return ask()
     except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
         raise CheckpointError(f"{path} is not a whole orbax checkpoint ({root_cause(error)}); {_remedy(path)}") from None
-
-
-def root_cause(error: BaseException) -> str:
-    """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
-    while (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return " ".join(str(error).split())[:300]
 
 
 def _remedy(path: Path) -> str:

@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
-import uuid
 from array import array
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 from llama_jax.data.pieces import Piece
+from llama_jax.writing import appearing, cannot_write
 
 MAGIC = b"llamajx1"
 HEADER = struct.Struct("<8sQ32s")
@@ -39,12 +37,19 @@ def write_corpus(path: Path, pieces: Iterable[Piece], vocab_size: int, origin: d
 
     Args:
       origin: what the corpus was made from, in values of JSON, for `read_corpus` to give back.
+
+    Raises:
+      DataError: it cannot be written.
     """
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     starts, byte_counts = array("q"), array("q")
     total = 0
     digest = hashlib.sha256()
-    with _appearing(path) as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{cannot_write(path.parent, error)}; name another folder as `cache`") from None
+    with appearing(path, raises=DataError) as target, target.open("wb") as file:
 
         def put(content: bytes) -> None:
             digest.update(content)
@@ -108,29 +113,3 @@ def read_corpus(path: Path) -> tuple[Corpus, dict[str, Any]]:
         digest=description["sha256"],
     )
     return corpus, description["origin"]
-
-
-@contextmanager
-def _appearing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside `path`, renamed to it when all is written, removed when something fails.
-
-    Raises:
-      DataError: the folder cannot be written to.
-    """
-    target = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = target.open("xb")
-    except OSError as error:
-        raise DataError(f"{path.parent} cannot be written to ({error.strerror}); name another folder as `cache`") from None
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a power cut can leave the name without the content
-        with suppress(FileNotFoundError):  # another process has written the same corpus and removed this one
-            target.replace(path)
-        for other in path.parent.glob(f".{path.name}.*.partial"):  # of processes that were killed
-            other.unlink(missing_ok=True)
-    finally:
-        target.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llama_jax.runs.errors import TrainingError
+from llama_jax.writing import cannot_write
 
 FILE = "lock"
 
@@ -32,9 +33,12 @@ def locked(folder: Path) -> Iterator[None]:
         raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
     with file:
         _lock(file.fileno(), folder)
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {platform.node()}\n")
-        file.flush()
+        holder = f"{os.getpid()} on {platform.node()}\n".encode()
+        try:
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), holder)
+        except OSError as error:
+            raise TrainingError(cannot_write(folder / FILE, error)) from None
         yield
 
 

@@ -29,6 +29,7 @@ from llama_jax.runs.recipe import Recipe, differences, to_dict
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.writing import appearing
 
 Paths = Sequence[str | os.PathLike[str]]
 RECIPE = "recipe.json"
@@ -193,4 +194,5 @@ def read_data(
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """For people: what counts is the copy in every checkpoint."""
     if jax.process_index() == 0:
-        (folder / RECIPE).write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+        with appearing(folder / RECIPE, raises=TrainingError) as target:
+            target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")

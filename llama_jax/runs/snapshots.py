@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from llama_jax.checkpoints.huggingface_config import write_config
+from llama_jax.checkpoints.orbax_errors import root_cause, wait_for_writers
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, REST, by_loss, existing_step, read_note, steps_in
-from llama_jax.checkpoints.store import describe, name_of, read_arrays, root_cause
+from llama_jax.checkpoints.store import describe, name_of, read_arrays
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.tokenizers import Tokenizer
@@ -237,7 +237,7 @@ class Snapshots:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Clear up what a failed save left, and say what remains."""
         left = ""
-        _wait_for_writers()
+        wait_for_writers()
         if _is_first():
             try:
                 self._clear_up()
@@ -302,13 +302,6 @@ def _writing() -> ocp.Context:
     # The copies of an array within a process go to one disk; to cut them into shares would compile a program for each shape.
     context.array_options.saving.use_replica_parallel = jax.process_count() > 1
     return context
-
-
-def _wait_for_writers() -> None:
-    """Of a save that failed: orbax tells of the first error at once, and its threads go on writing the other arrays."""
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("orbax."):
-            thread.join(60)
 
 
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:

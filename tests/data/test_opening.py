@@ -188,7 +188,7 @@ class Deadly(ByteTokenizer):
 open_corpus({str(data)!r}, Deadly(), cache={str(cache)!r})
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
-    assert only_file(cache).suffix == ".partial"
+    assert only_file(cache).suffix == ".llama_jax-partial"
     assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
     assert only_file(cache).suffix == ".corpus"
 
@@ -260,7 +260,7 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
 
 
 def test_a_cache_that_cannot_be_written_names_the_remedy(data):
-    with pytest.raises(DataError, match=r"a\.txt cannot be written to .*name another folder as `cache`"):
+    with pytest.raises(DataError, match=r"a\.txt cannot be written .*name another folder as `cache`"):
         open_corpus(data, ByteTokenizer(), cache=data / "a.txt")
 
 
