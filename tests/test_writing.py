@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -208,16 +207,18 @@ def test_a_largest_size_of_files(tmp_path):
     """The limit is that of a child: what it writes fails as on a disk that is full."""
     path = tmp_path / "model"
     write(path, OLD, folder=False)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limited = """
+        import resource
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         try:
-            write(path, NEW, folder=False)
-        except UserError as error:
-            os._exit(0 if "ulimit -f" in str(error) else 2)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+            with writing.appearing(Path(sys.argv[1])) as target:
+                target.write_text("the new " * 50)
+        except writing.UserError as error:
+            print(error)
+    """
+    with run(limited, path) as process:
+        assert process.stdout is not None
+        assert b"(File too large); files have a largest size here (ulimit -f" in process.stdout.read()
     assert read(path) == {OLD}
     assert os.listdir(tmp_path) == ["model"]
 
