@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.appearing import appearing, check_room
+from llama_jax.checkpoints.beside import files_beside, write_beside
 from llama_jax.checkpoints.layout import Piece
 from llama_jax.checkpoints.loading import load, open_checkpoint
 from llama_jax.checkpoints.memory import from_params
@@ -103,6 +104,7 @@ def _write(
 ) -> None:
     kind = None if dtype is None else KINDS[dtype]
     tokenizer = opened.tokenizer()
+    beside = files_beside(tokenizer, path.resolve().parent) if format == "llama2c" and tokenizer is not None else {}
     with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
         if format == "safetensors":
             huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
@@ -110,10 +112,7 @@ def _write(
             gguf.write_file(target, opened, tokenizer, kind, progress=progress)
         else:
             llama2c.write_file(target, opened, progress=progress)
-    if format == "llama2c" and tokenizer is not None:
-        beside = path.resolve().parent
-        if not any((beside / name).exists() for name in ("tokenizer.model", "tokenizer.json")):
-            tokenizer.save(beside)
+    write_beside(beside)
 
 
 def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:

@@ -285,6 +285,25 @@ def test_the_vocabulary_goes_with_the_weights(stories, tmp_path):
         save(tmp_path / "wrong", KINDS["gqa"], params, tokenizer)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_llama2c_file_leaves_its_neighbours_settings(name, stories, tmp_path):
+    theirs = tmp_path / name
+    theirs.write_text('{"eos_token_id": 7}')
+    with pytest.raises(CheckpointError, match=f"{name} is of another model, .*; write into another folder"):
+        save(tmp_path / "model.bin", *stories, format="llama2c")
+    assert os.listdir(tmp_path) == [name]
+    assert theirs.read_text() == '{"eos_token_id": 7}'
+    theirs.unlink()
+    save(tmp_path / "model.bin", *stories, format="llama2c")
+    first = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.suffix != ".bin"}
+    assert len(first) == 3
+    (tmp_path / "tokenizer.model").unlink()
+    save(tmp_path / "other.bin", *stories, format="llama2c")
+    for path in tmp_path.glob("*.json"):
+        assert path.stat().st_mtime_ns == first[path.name], "the same settings are not written again"
+    assert (tmp_path / "tokenizer.model").exists()
+
+
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch, models):
