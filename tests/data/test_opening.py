@@ -64,6 +64,8 @@ def test_documents_of_every_kind_of_file(data, cache, monkeypatch):
     writer.close()
     (data / "notes.md").write_text("is not data")
     (data / ".hidden.txt").write_text("is not data")
+    (data / ".git" / "deeper").mkdir(parents=True)
+    (data / ".git" / "deeper" / "e.txt").write_text("is not data")
     corpus = open_corpus(data, ByteTokenizer(), cache=cache)
     assert texts(corpus) == [*STORIES, "from a line", "hi", "!", "?"]
     assert corpus.byte_counts.tolist() == [len(text.encode()) for text in texts(corpus)]
