@@ -109,6 +109,12 @@ def flush(target: Path) -> None:
     for where, _, names in os.walk(target):
         for name in names:
             flush(Path(where) / name)
+    flush_folders(target)
+
+
+def flush_folders(target: Path) -> None:
+    """Likewise the names in a folder and in those below, where the files are on the disk already."""
+    for where, _, _ in os.walk(target):
         _flush_entry(Path(where))
 
 

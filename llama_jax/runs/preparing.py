@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
+from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
+from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, open_corpus, split
-from llama_jax.errors import CheckpointError
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -103,14 +103,14 @@ def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) ->
         return None
     if not resume:
         raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
+    step = folder / CHECKPOINTS / str(latest)
     try:
+        verify(step, {ABOUT})
         note = read_note(folder / CHECKPOINTS, latest)
-    except CheckpointError as error:
+    except DamagedError as error:
         older = max((step for step in snapshots.steps() if step < latest), default=None)
         remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
-        raise TrainingError(
-            f"the checkpoint in {folder / CHECKPOINTS / str(latest)} is damaged ({error}); {remedy}"
-        ) from None
+        raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
     changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if changed and not _prolongs(recipe, note["recipe"], latest, changed):
         raise TrainingError(
