@@ -13,6 +13,7 @@ from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
 from llama_jax.checkpoints.assemble import Progress, assemble
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.gguf_file import is_gguf
+from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
@@ -32,6 +33,7 @@ class Checkpoint(NamedTuple):
     tokenizer: Tokenizer | None
 
 
+@taking_the_newest
 def load(
     path: str | os.PathLike[str],
     dtype: jax.typing.DTypeLike | None = None,
@@ -82,6 +84,7 @@ def load(
     return Checkpoint(config, params if mesh is None else fit_on_mesh(opened.config, mesh, params), vocabulary)
 
 
+@taking_the_newest
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
     """Recognise a model by its content and read all but its weights.
 

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from small_run import CASES, CONFIG, save, shapes_of, state_of
 
 import llama_jax
+from llama_jax.checkpoints.steps import steps_in
 from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.trees import unstack
@@ -371,6 +372,60 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
     assert loaded.config == CONFIG
     assert same(loaded.params, unstack(state_of(20).params))
     assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
+
+
+@pytest.mark.parametrize("where", ["store.describe", "store.read_config", "store.find_tokenizer", "store.read_arrays"])
+def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
+    """As a run does that goes on saving: then the newest is taken again, so often and no more."""
+    from llama_jax.checkpoints import store
+
+    name, removed, endless = where.partition(".")[2], [], False
+    real = getattr(store, name)
+
+    def remove_first(*arguments):
+        if endless or not removed:
+            removed.append(max(kept for kept in steps_in(run / "checkpoints")))
+            newer = run / f"checkpoints/{removed[-1] + 10}"
+            shutil.copytree(run / f"checkpoints/{removed[-1]}", newer)
+            shutil.rmtree(run / f"checkpoints/{removed[-1]}")
+        return real(*arguments)
+
+    monkeypatch.setattr(store, name, remove_first)
+    assert same(llama_jax.load(run).params, unstack(state_of(20).params))
+    assert removed == [20]
+    endless = True
+    with pytest.raises(CheckpointError):
+        llama_jax.load(run)
+    assert len(removed) <= 1 + 5 * 5
+    steps = len(removed)
+    with pytest.raises(CheckpointError):
+        llama_jax.load(run / f"checkpoints/{removed[-1] + 10}")
+    assert len(removed) == steps + 1, "a step that was named is no other"
+
+
+def test_a_run_is_read_while_it_saves(tmp_path):
+    """In a thread a run saves and keeps the newest step alone; whatever is read is one of its steps, whole."""
+    ended = threading.Event()
+
+    def go_on():
+        with Snapshots(tmp_path / "checkpoints", keep_last=1, keep_best=0) as kept:
+            step = 0
+            while not ended.is_set():
+                step += 1
+                save(kept, step, step % 3)
+
+    states = [unstack(state_of(seed).params) for seed in range(3)]
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        while not steps_in(tmp_path / "checkpoints"):
+            assert thread.is_alive()
+        for _ in range(10):
+            found = llama_jax.load(tmp_path).params
+            assert any(same(found, state) for state in states)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_an_older_step_a_dtype_and_shardings(saved_run):
