@@ -63,11 +63,13 @@ class Split(NamedTuple):
 def split(corpus: Corpus, validation: float, *, seed: int = 0) -> Split:
     """Divide the documents by chance, the same for a seed; both parts keep the corpus's order.
 
+    Documents of the same tokens are on the same side, so that it may be some fewer to validate on where there are any.
+
     Args:
       validation: how many documents to validate on: an int is their number, a float their fraction (one at least).
 
     Raises:
-      DataError: no document would be left on one of the sides.
+      DataError: no document would be left on one of the sides, or all are the same.
     """
     count = corpus.document_count
     chosen = validation if isinstance(validation, int) else _part_of(count, validation)
@@ -81,7 +83,9 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0) -> Split:
             f"validation={validation} leaves nothing to train or to validate on; of {count} documents give 1 to {count - 1},"
             " or a fraction between 0 and 1"
         )
-    order = shuffled(count, seed, 0)
+    from llama_jax.data.duplicates import keep_together  # which knows what a corpus is
+
+    order, chosen = keep_together(corpus, shuffled(count, seed, 0), chosen)
     return Split(corpus.select(np.sort(order[chosen:])), corpus.select(np.sort(order[:chosen])))
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_n
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, open_corpus, split
+from llama_jax.data.duplicates import without
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -165,7 +167,11 @@ def read_data(
         return open_corpus(list(paths), tokenizer, reading=recipe.reading, progress=bar)
 
     if validation_data:
-        corpora = Corpora(read(data), read(validation_data))
+        training, held = read(data), read(validation_data)
+        corpora = Corpora(without(training, held), held)
+        twice = training.document_count - corpora.train.document_count
+        if twice:
+            warnings.warn(f"{twice} documents of the data are in the validation data: not trained on", stacklevel=2)
     else:
         corpus = read(data)
         if corpus.document_count < 2:
