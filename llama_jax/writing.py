@@ -22,7 +22,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def appearing(
-    path: Path, *, folder: bool = False, check: Callable[[], None] | None = None, raises: type[UserError] = UserError
+    path: Path,
+    *,
+    folder: bool = False,
+    check: Callable[[], None] | None = None,
+    raises: Callable[[str], UserError] = UserError,
 ) -> Iterator[Path]:
     """A new file, or an empty folder, beside `path`; all of it gets that name in the end, and nothing when something fails.
 
@@ -31,7 +35,7 @@ def appearing(
 
     Args:
       check: called before the renaming; what it raises stops that.
-      raises: the error that says that it cannot be written, and why.
+      raises: makes the error of a text that says that it cannot be written, and why.
     """
     path = path.resolve()
     made = [parent for parent in path.parents if not parent.exists()]

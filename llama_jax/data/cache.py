@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import struct
+import time
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,8 @@ from llama_jax.data.pieces import Piece
 from llama_jax.writing import appearing, cannot_write
 
 MAGIC = b"llamajx1"
+CORPUS = re.compile(r"[0-9a-f]{32}\.corpus")  # a file's name in a cache
+RECENT = 600  # seconds
 HEADER = struct.Struct("<8sQ32s")
 
 
@@ -48,8 +54,8 @@ def write_corpus(path: Path, pieces: Iterable[Piece], vocab_size: int, origin: d
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{cannot_write(path.parent, error)}; name another folder as `cache`") from None
-    with appearing(path, raises=DataError) as target, target.open("wb") as file:
+        raise _elsewhere(cannot_write(path.parent, error)) from None
+    with appearing(path, raises=_elsewhere) as target, target.open("wb") as file:
 
         def put(content: bytes) -> None:
             digest.update(content)
@@ -79,6 +85,39 @@ def write_corpus(path: Path, pieces: Iterable[Piece], vocab_size: int, origin: d
         file.write(text)
         file.seek(0)
         file.write(HEADER.pack(MAGIC, len(text), hashlib.sha256(text).digest()))
+
+
+def make_room(folder: Path, limit: int, kept: Path) -> None:
+    """Remove corpora from a cache, those first that were not opened for longest, until no more than `limit` bytes are left.
+
+    What was opened in the last minutes stays, for another process may be about to read it, and so does `kept`. What is
+    mapped stays readable for those that have it. Nothing but files that are named as a corpus is touched.
+    """
+    found: list[tuple[float, int, Path]] = []
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if CORPUS.fullmatch(path.name):
+                with suppress(OSError):
+                    stat = path.stat()
+                    found.append((stat.st_mtime, stat.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for opened, size, path in sorted(found):
+        if total <= limit or opened > time.time() - RECENT:
+            break
+        if path != kept:
+            with suppress(OSError):  # it is somebody else's, or gone
+                path.unlink()
+                total -= size
+
+
+def note_use(path: Path) -> None:
+    """Now is when a corpus was last opened, for `make_room`."""
+    with suppress(OSError):  # a cache that is only read
+        os.utime(path)
+
+
+def _elsewhere(text: str) -> DataError:
+    return DataError(f"{text}; name another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
 
 
 def read_corpus(path: Path) -> tuple[Corpus, dict[str, Any]]:
