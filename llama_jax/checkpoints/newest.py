@@ -34,6 +34,8 @@ def taking_the_newest(read: Callable[Arguments, Found]) -> Callable[Arguments, F
                 now = None if before is None else _newest(path)
                 if left and now != before:
                     continue
+                if isinstance(error, FileNotFoundError):  # that it existed has been seen
+                    raise CheckpointError(f"{error.filename} was removed while it was read; try again") from None
                 if before is None or isinstance(error, UserError):
                     raise
                 raise CheckpointError(cannot_read(before, str(error))) from None
