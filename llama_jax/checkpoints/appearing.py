@@ -1,15 +1,14 @@
-"""Files and folders that appear whole under their name, or not at all."""
+"""Where a model may be written: what makes room for it, and what never does."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from llama_jax import writing
 from llama_jax.errors import CheckpointError
 
 # What a folder of a model may hold: one that holds anything else is never replaced.
@@ -21,7 +20,7 @@ OF_A_MODEL = re.compile(
 
 @contextmanager
 def appearing(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[Path] = ()) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to it when all is written, removed when something fails.
+    """What `writing.appearing` gives, an empty file or folder that becomes `path`.
 
     Args:
       folder: whether a folder is written; only an empty one, or with `overwrite` one that holds nothing but a model, makes
@@ -30,28 +29,13 @@ def appearing(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[Pa
       sources: what is read meanwhile, and must not be touched.
 
     Raises:
-      CheckpointError: what is at `path` does not make room.
+      CheckpointError: what is at `path` does not make room, or `path` cannot be written.
     """
     path = path.resolve()
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
-    made = _make_parents(path)
-    target = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
+    again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
+    with writing.appearing(path, folder=folder, check=again, raises=CheckpointError) as target:
         yield target
-        _flush(target)
-        check_room(path, folder=folder, overwrite=overwrite)  # again: somebody else may have written meanwhile
-        if folder and path.exists():
-            old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
-            path.rename(old)  # a folder cannot be replaced in one step
-            target.rename(path)
-            _remove(old)
-        else:
-            target.replace(path)
-    finally:
-        _remove(target)
-        for parent in made:
-            with suppress(OSError):
-                parent.rmdir()  # only if it is empty
 
 
 def check_room(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[Path] = ()) -> None:
@@ -75,25 +59,3 @@ def check_room(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[P
     foreign = [name for name in inside if not OF_A_MODEL.fullmatch(name)]
     if foreign:
         raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; give another path")
-
-
-def _make_parents(path: Path) -> list[Path]:
-    """Make the folders above, and say which were made, the deepest first."""
-    made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return made
-
-
-def _flush(target: Path) -> None:
-    """Onto the disk before the rename: otherwise a power cut can leave the name without the content."""
-    files = [path for path in target.rglob("*") if path.is_file()] if target.is_dir() else [target]
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from llama_jax.checkpoints.assemble import Progress, assemble
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.gguf_file import is_gguf
+from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
@@ -34,6 +35,7 @@ class Checkpoint(NamedTuple):
     tokenizer: Tokenizer | None
 
 
+@taking_the_newest
 def load(
     path: str | os.PathLike[str] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
@@ -88,6 +90,7 @@ def load(
     return Checkpoint(config, params if mesh is None else fit_on_mesh(opened.config, mesh, params), vocabulary)
 
 
+@taking_the_newest
 def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
     """Recognise a model by its content and read all but its weights.
 

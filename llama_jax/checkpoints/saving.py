@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.appearing import appearing, check_room
+from llama_jax.checkpoints.beside import VOCABULARIES, files_beside, write_beside
 from llama_jax.checkpoints.layout import Piece
 from llama_jax.checkpoints.loading import load, open_checkpoint
 from llama_jax.checkpoints.memory import from_params
@@ -21,7 +22,6 @@ from llama_jax.tokenizers import Tokenizer
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Kind = Literal["float32", "bfloat16", "float16", "q8_0"]
-VOCABULARIES = ("tokenizer.model", "tokenizer.json")
 FOLDERS = ("safetensors", "orbax")
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
 WritingProgress = Callable[[list[Piece]], Iterable[Piece]]
@@ -66,8 +66,7 @@ def save(
         _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
         return
     with appearing(Path(path), folder=True, overwrite=overwrite) as target:
-        target.mkdir()
-        store.save(target, config, params if dtype is None else _cast(params, dtype))
+        store.save(target, config, params if dtype is None else _cast(params, dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
 
@@ -116,18 +115,15 @@ def _write(
     tokenizer = opened.tokenizer()
     if format == "llama2c" and tokenizer is not None:
         _check_neighbour(path, tokenizer, opened.config.vocab_size)
+    beside = files_beside(tokenizer, path.resolve().parent) if format == "llama2c" and tokenizer is not None else {}
     with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
         if format == "safetensors":
-            target.mkdir()
             huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
         elif format == "gguf":
             gguf.write_file(target, opened, tokenizer, kind, progress=progress)
         else:
             llama2c.write_file(target, opened, progress=progress)
-    if format == "llama2c" and tokenizer is not None:
-        beside = path.resolve().parent
-        if not any((beside / name).exists() for name in VOCABULARIES):
-            tokenizer.save(beside)
+    write_beside(beside)
 
 
 def _check_neighbour(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -3,7 +3,7 @@
     checkpoints/40/params   the parameters, blocks stacked (orbax)
                    ema      their moving average, if the run keeps one (orbax)
                    rest     what else training carries from step to step (orbax)
-                   about    config.json, the tokenizer's files, and note.json
+                   about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
 
 A folder whose name is a number is whole, for it is renamed so when all of it is written.
 """
@@ -20,6 +20,10 @@ from llama_jax.errors import CheckpointError
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
 NOTE = "note.json"
+
+
+class DamagedError(CheckpointError):
+    """A file of a step is proven to be another than was saved."""
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -48,16 +52,23 @@ def read_note(folder: Path, step: int | None = None) -> dict[str, Any]:
     """What a run noted beside a step's arrays, without reading those; `step` None is the newest.
 
     Raises:
-      CheckpointError: no such step, or a damaged note.
+      CheckpointError: no such step, or a note that cannot be read; a DamagedError where it is no note.
     """
     path = folder / str(existing_step(folder, step)) / ABOUT / NOTE
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({str(error)[:80]}); use another step's folder") from None
+    except OSError as error:
+        raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path} cannot be read ({str(error)[:80]}); use another step's folder") from None
     if not isinstance(note, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object; use another step's folder")
+        raise DamagedError(f"{path} does not hold a JSON object; use another step's folder")
     return note
+
+
+def cannot_read(path: Path, reason: str) -> str:
+    """That a path cannot be read, for a reason that says nothing about what is in it."""
+    return f"{path} cannot be read ({reason}), which proves nothing about what is in it; see to that, and try again"
 
 
 def validation_loss(folder: Path, step: int) -> float:

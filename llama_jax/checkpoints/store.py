@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
-from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, steps_in
+from llama_jax.checkpoints.orbax_errors import is_passing, quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, steps_in
+from llama_jax.checkpoints.sums import verify
 from llama_jax.checkpoints.tensors import FLOATS, Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, unstack
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
+from llama_jax.writing import cannot_write
 
 Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it
 
@@ -166,7 +169,7 @@ def _metadata(folder: Path, name: str) -> Any:
     where = folder if name == "state" else folder / name
     metadata = asking_orbax(where, lambda: ocp.metadata(folder.absolute(), checkpointable_name=name).metadata)
     if metadata is None:  # how orbax says that it could not read them
-        raise CheckpointError(f"{where} is not a whole orbax checkpoint; {_remedy(where)}")
+        raise unreadable(where, ValueError("its metadata cannot be read"))
     return metadata
 
 
@@ -203,16 +206,21 @@ def _apart(both: Any, half: Any) -> list[Any]:
     return parts
 
 
-def save(folder: Path, config: LlamaConfig, params: Llama) -> None:
-    """Write a model into a folder that exists."""
+def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = None) -> None:
+    """Write a model into a folder that exists; an error names `path`, what the folder will be called, if that is another.
+
+    Raises:
+      CheckpointError: `path` cannot be written.
+    """
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
     try:
-        ocp.save(folder.absolute() / PARAMS, unstack(params))
+        with quiet():
+            ocp.save(folder.absolute() / PARAMS, unstack(params))
     except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{folder / PARAMS} cannot be written ({reason})") from None
+        wait_for_writers()
+        raise CheckpointError(cannot_write(path or folder, OSError(root_cause(error)))) from None
 
 
 def load_params(
@@ -232,6 +240,11 @@ def load_params(
         raise CheckpointError(f"{stored.path}: {target} needs jax_enable_x64; load with dtype='float32'")
     folder, name = stored.arrays
     places = _places(stored.config, shardings)
+    if stored.stacked:
+        try:
+            verify(folder, {ABOUT, name})
+        except DamagedError as damage:
+            raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
     if stored.stacked:  # onto the host first: so the devices never hold a stack beside the blocks that are cut from it
         wanted = jax.tree.map(lambda array: OnHost(array.shape, target), shape)
     else:
@@ -242,7 +255,12 @@ def load_params(
     for path, array in jax.tree.leaves_with_path(params):
         if not bool(jnp.isfinite(array).all()):
             name = name_of(path)
-            raise CheckpointError(f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the file is damaged")
+            raise CheckpointError(
+                f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the training went wrong, or {target} is"
+                " too small"
+                if stored.stacked
+                else f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the file is damaged"
+            )
     return params
 
 
@@ -280,22 +298,38 @@ def _is_step(folder: Path) -> bool:
 
 
 def asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
-    """What `ask` gives; whatever orbax raises of damaged files becomes a CheckpointError that names `path`."""
+    """What `ask` gives; whatever orbax raises becomes a CheckpointError that names `path` and what is known of it."""
     try:
         return ask()
+    except CheckpointError:
+        raise
     except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
-        raise CheckpointError(f"{path} is not a whole orbax checkpoint ({root_cause(error)}); {_remedy(path)}") from None
+        raise unreadable(path, error) from None
 
 
-def root_cause(error: BaseException) -> str:
-    """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
-    while (below := error.__cause__ or error.__context__) is not None:
-        error = below
-    return " ".join(str(error).split())[:300]
+def unreadable(path: Path, error: BaseException) -> CheckpointError:
+    """Why a folder of arrays cannot be read: damaged only where that is proven, a DamagedError then.
 
-
-def _remedy(path: Path) -> str:
-    """What to do about a damaged folder: a step of a run has others beside it."""
+    Args:
+      path: a step, or a folder with arrays in one or elsewhere.
+    """
+    reason = root_cause(error)
     step = path if _is_step(path) else path.parent
-    others = [str(other) for other in steps_in(step.parent) if str(other) != step.name] if _is_step(step) else []
+    if is_passing(error):
+        return CheckpointError(cannot_read(path, reason))
+    if not _is_step(step):
+        return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
+    try:
+        known = verify(step)
+    except DamagedError as damage:
+        return DamagedError(f"{path} is not a whole orbax checkpoint ({damage}); {_remedy(step)}")
+    except CheckpointError as problem:
+        return problem
+    proof = "though its files are what was saved" if known else "and has no checksums, by which damage would be known"
+    return CheckpointError(f"{path} cannot be read ({reason}), {proof}; {_remedy(step)}")
+
+
+def _remedy(step: Path) -> str:
+    """What to do about a step that cannot be read: there are others beside it."""
+    others = [str(other) for other in steps_in(step.parent) if str(other) != step.name]
     return f"try another step: {', '.join(others)}" if others else "copy it again"

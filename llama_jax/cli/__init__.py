@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -23,6 +24,7 @@ from llama_jax.cli.quickstart import Quickstart
 from llama_jax.cli.train import Train
 from llama_jax.cli.verify import Verify
 from llama_jax.errors import UserError
+from llama_jax.writing import cannot_write, remedy_for
 
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate", prefix_name=False)]
@@ -42,6 +44,7 @@ Command = (
 def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can mend, 130 for Ctrl-C."""
     signal.signal(signal.SIGINT, _interrupted)
+    _open_closed_streams()
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"llama-jax {llama_jax.__version__}")
@@ -54,7 +57,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (UserError, OSError) as error:
-        print("llama-jax: error:", " ".join(str(error).split("\n")), file=sys.stderr)
+        said = _of_stdout(error) or " ".join(str(error).split("\n"))
+        print("llama-jax: error:", said, file=sys.stderr)
         sys.exit(2)
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -62,6 +66,27 @@ def main() -> None:
         reason = str(error).splitlines()[0][:200]
         print(f"llama-jax: error: the device's memory is too small ({reason}); try --dtype bfloat16", file=sys.stderr)
         sys.exit(2)
+
+
+def _open_closed_streams() -> None:
+    """Of a process that was started without them (`>&-`), stdin, stdout and stderr are nowhere: no file that is opened
+    later may get their numbers, and what is written to them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _of_stdout(error: Exception) -> str | None:
+    """The message of an error of writing that names no file: of those with a name each is told by whom writes it."""
+    if not isinstance(error, OSError) or error.filename is not None or not remedy_for(error):
+        return None
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is tried again at exit
+    return cannot_write(Path("stdout"), error)
 
 
 def _interrupted(*_: object) -> None:

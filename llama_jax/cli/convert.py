@@ -43,6 +43,8 @@ class Convert:
         # Unlike a generation this may end in order, and must: a temporary file would be left behind.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays
+            signal.signal(signal.SIGHUP, signal.default_int_handler)
         started = time.perf_counter()
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
         bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)

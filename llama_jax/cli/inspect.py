@@ -41,7 +41,7 @@ CACHE_DTYPES = ("bfloat16", "float32")
 class Inspect:
     """Say what is in a model's files: types and bytes of the tensors, configuration, parameters, cache, vocabulary.
 
-    No weight is read. Exit code 2 where something is wrong with the files."""
+    No weight is read, but for the checksums of a run's checkpoint. Exit code 2 where something is wrong with the files."""
 
     path: tyro.conf.Positional[Path]
     """A model's folder or file, of any format that is read."""
@@ -85,6 +85,10 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
         problems.append(str(error))
     try:
         tokenizer = opened.tokenizer()
+    except UserError as error:
+        problems.append(str(error))
+    try:
+        _check_sums(opened)
     except UserError as error:
         problems.append(str(error))
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -142,6 +146,15 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         full = f"{size(count * c['max_seq_len'])} for the whole context"
         rows.append([f"{dtype} cache", f"{size(count)} per token, {full}"])
     return [*rows, ["vocabulary", _in_words(facts["vocabulary"])]]
+
+
+def _check_sums(opened: Opened | Stored) -> None:
+    """Raise CheckpointError for a step of a run whose files are not what was saved."""
+    from llama_jax.checkpoints.store import Stored
+    from llama_jax.checkpoints.sums import verify
+
+    if isinstance(opened, Stored) and opened.stacked:
+        verify(opened.path)
 
 
 def _check_names(opened: Opened | Stored) -> None:

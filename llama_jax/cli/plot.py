@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from llama_jax.errors import UserError
+from llama_jax.writing import appearing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,15 +56,8 @@ class Plot:
 
 def save_picture(figure: Figure, path: Path) -> None:
     """Write a picture that appears whole or not at all; UserError, which names it, where it cannot be written."""
-    beside = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        try:
-            figure.savefig(beside)
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+    with appearing(path) as target:
+        figure.savefig(target, format=path.suffix[1:].lower())
 
 
 def check_picture(name: str, path: Path) -> None:

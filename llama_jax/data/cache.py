@@ -16,21 +16,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
-import uuid
+import time
 from array import array
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 from llama_jax.data.pieces import Piece
+from llama_jax.writing import appearing, cannot_write
 
 MAGIC = b"llamajx1"
+CORPUS = re.compile(r"[0-9a-f]{32}\.corpus")  # a file's name in a cache
+RECENT = 600  # seconds
 HEADER = struct.Struct("<8sQ32s")
 
 
@@ -39,12 +43,19 @@ def write_corpus(path: Path, pieces: Iterable[Piece], vocab_size: int, origin: d
 
     Args:
       origin: what the corpus was made from, in values of JSON, for `read_corpus` to give back.
+
+    Raises:
+      DataError: it cannot be written.
     """
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     starts, byte_counts = array("q"), array("q")
     total = 0
     digest = hashlib.sha256()
-    with _appearing(path) as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _elsewhere(cannot_write(path.parent, error)) from None
+    with appearing(path, raises=_elsewhere) as target, target.open("wb") as file:
 
         def put(content: bytes) -> None:
             digest.update(content)
@@ -74,6 +85,39 @@ def write_corpus(path: Path, pieces: Iterable[Piece], vocab_size: int, origin: d
         file.write(text)
         file.seek(0)
         file.write(HEADER.pack(MAGIC, len(text), hashlib.sha256(text).digest()))
+
+
+def make_room(folder: Path, limit: int, kept: Path) -> None:
+    """Remove corpora from a cache, those first that were not opened for longest, until no more than `limit` bytes are left.
+
+    What was opened in the last minutes stays, for another process may be about to read it, and so does `kept`. What is
+    mapped stays readable for those that have it. Nothing but files that are named as a corpus is touched.
+    """
+    found: list[tuple[float, int, Path]] = []
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if CORPUS.fullmatch(path.name):
+                with suppress(OSError):
+                    stat = path.stat()
+                    found.append((stat.st_mtime, stat.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for opened, size, path in sorted(found):
+        if total <= limit or opened > time.time() - RECENT:
+            break
+        if path != kept:
+            with suppress(OSError):  # it is somebody else's, or gone
+                path.unlink()
+                total -= size
+
+
+def note_use(path: Path) -> None:
+    """Now is when a corpus was last opened, for `make_room`."""
+    with suppress(OSError):  # a cache that is only read
+        os.utime(path)
+
+
+def _elsewhere(text: str) -> DataError:
+    return DataError(f"{text}; name another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
 
 
 def read_corpus(path: Path) -> tuple[Corpus, dict[str, Any]]:
@@ -108,29 +152,3 @@ def read_corpus(path: Path) -> tuple[Corpus, dict[str, Any]]:
         digest=description["sha256"],
     )
     return corpus, description["origin"]
-
-
-@contextmanager
-def _appearing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside `path`, renamed to it when all is written, removed when something fails.
-
-    Raises:
-      DataError: the folder cannot be written to.
-    """
-    target = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = target.open("xb")
-    except OSError as error:
-        raise DataError(f"{path.parent} cannot be written to ({error.strerror}); name another folder as `cache`") from None
-    try:
-        with file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a power cut can leave the name without the content
-        with suppress(FileNotFoundError):  # another process has written the same corpus and removed this one
-            target.replace(path)
-        for other in path.parent.glob(f".{path.name}.*.partial"):  # of processes that were killed
-            other.unlink(missing_ok=True)
-    finally:
-        target.unlink(missing_ok=True)

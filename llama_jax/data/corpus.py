@@ -66,6 +66,8 @@ class Split(NamedTuple):
 def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokenizer | None = None) -> Split:
     """Divide the documents by chance, the same for a seed; both parts keep the corpus's order.
 
+    Documents of the same tokens are on the same side, so that it may be some fewer to validate on where there are any.
+
     Args:
       validation: how many documents to validate on: an int is their number, a float their fraction (one at least).
       tokenizer: that of the corpus, which tells the bytes of a part of a document. With it a fraction holds for the tokens
@@ -73,7 +75,7 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
         longest of them is divided, and what is beyond the fraction goes to training.
 
     Raises:
-      DataError: no document would be left on one of the sides.
+      DataError: no document would be left on one of the sides, or all are the same.
     """
     count = corpus.document_count
     chosen = validation if isinstance(validation, int) else _part_of(count, validation)
@@ -87,7 +89,9 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
             f"validation={validation} leaves nothing to train or to validate on; of {count} documents give 1 to {count - 1},"
             " or a fraction between 0 and 1"
         )
-    order = shuffled(count, seed, 0)
+    from llama_jax.data.duplicates import keep_together  # which knows what a corpus is
+
+    order, chosen = keep_together(corpus, shuffled(count, seed, 0), chosen)
     parts = Split(corpus.select(np.sort(order[chosen:])), corpus.select(np.sort(order[:chosen])))
     beyond = parts.validation.token_count - round(validation * corpus.token_count)
     if tokenizer is None or isinstance(validation, int) or beyond <= (EXCESS - 1) * validation * corpus.token_count:

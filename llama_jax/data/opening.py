@@ -9,10 +9,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
-from llama_jax.data.cache import read_corpus, write_corpus
+from llama_jax.data.cache import make_room, note_use, read_corpus, write_corpus
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.documents import Reading
 from llama_jax.data.errors import DataError
@@ -22,6 +23,7 @@ from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.tokenizers import Tokenizer
 
 MEGABYTE = 1 << 20
+LIMIT = 100  # gigabytes of a cache
 Progress = Callable[[range], Iterable[int]]
 
 
@@ -31,6 +33,7 @@ def open_corpus(
     *,
     reading: Reading = Reading(),
     cache: str | os.PathLike[str] | None = None,
+    cache_limit: int | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
     """The documents of files as tokens: tokenised the first time, mapped from a cache file every other time.
@@ -41,7 +44,9 @@ def open_corpus(
     Args:
       paths: files, or folders whose ``.txt``, ``.jsonl``, ``.bin`` and ``.array_record`` are read in order of their names.
         See `Reading` for where documents end, `read_pieces` for what tokens they become.
-      cache: folder of the cache files; None takes the user's cache folder.
+      cache: folder of the cache files; None takes corpora/ in that named by LLAMA_JAX_CACHE, or in the user's cache folder.
+      cache_limit: bytes of all corpora in it, above which those go that were not opened for longest; None takes
+        LLAMA_JAX_CACHE_LIMIT, gigabytes, or 100 of them. Several processes may use one cache at a time.
       progress: wraps the range of megabytes to read, as `tqdm.tqdm` does, where there is something to tokenise.
 
     Raises:
@@ -50,21 +55,45 @@ def open_corpus(
     files = find_files(paths)
     vocabulary = examine(tokenizer)
     recipe = {"files": [str(file) for file in files], "reading": asdict(reading), "tokenizer": vocabulary.fingerprint}
-    folder = Path(platformdirs.user_cache_dir("llama_jax")) / "corpora" if cache is None else Path(cache)
+    folder = _cache_folder() if cache is None else Path(cache)
+    limit = _cache_limit() if cache_limit is None else cache_limit
     path = folder / f"{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]}.corpus"
-    if path.exists():
-        try:
-            corpus, origin = read_corpus(path)
-        except DataError as error:
-            warnings.warn(f"{error}; tokenising again", stacklevel=2)
-        else:
-            sources = [Source(*source) for source in origin["sources"]]
-            if origin["recipe"] == recipe and all(map(unchanged, files, sources)):
-                return corpus
-    sources = [describe(file) for file in files]
-    pieces = _read_all(files, sources, tokenizer, vocabulary, reading, progress)
-    write_corpus(path, pieces, vocabulary.size, {"recipe": recipe, "sources": sources})
-    return read_corpus(path)[0]
+    corpus = _cached(path, files, recipe)
+    if corpus is None:
+        sources = [describe(file) for file in files]
+        pieces = _read_all(files, sources, tokenizer, vocabulary, reading, progress)
+        write_corpus(path, pieces, vocabulary.size, {"recipe": recipe, "sources": sources})
+        corpus = read_corpus(path)[0]
+        make_room(folder, limit, path)
+    return corpus
+
+
+def _cached(path: Path, files: list[Path], recipe: dict[str, Any]) -> Corpus | None:
+    """The corpus in a cache file; None where there is none, or one of another content, or a damaged one, which warns."""
+    try:
+        corpus, origin = read_corpus(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except DataError as error:
+        warnings.warn(f"{error}; tokenising again", stacklevel=3)
+        return None
+    sources = [Source(*source) for source in origin["sources"]]
+    if origin["recipe"] != recipe or not all(map(unchanged, files, sources)):
+        return None
+    note_use(path)
+    return corpus
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("LLAMA_JAX_CACHE") or platformdirs.user_cache_dir("llama_jax")) / "corpora"
+
+
+def _cache_limit() -> int:
+    text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(LIMIT))
+    try:
+        return int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes") from None
 
 
 def _read_all(

@@ -26,6 +26,8 @@ class Source(NamedTuple):
 def find_files(paths: Paths) -> list[Path]:
     """The files to read, in the order given; of a folder those with a suffix of SUFFIXES below it, by name.
 
+    What is hidden in a folder, by a name that begins with a dot, is not read: neither files nor folders.
+
     Raises:
       DataError: nothing at a path, nothing to read in a folder, an empty file, or a file twice.
     """
@@ -35,7 +37,13 @@ def find_files(paths: Paths) -> list[Path]:
         if not given.exists():
             raise DataError(f"{path} does not exist; give files of text, or a folder of them")
         if given.is_dir():
-            inside = sorted(file for file in given.rglob("[!.]*") if file.suffix.lower() in SUFFIXES and file.is_file())
+            inside = sorted(
+                file
+                for file in given.rglob("[!.]*")
+                if file.suffix.lower() in SUFFIXES
+                and not any(part.startswith(".") for part in file.relative_to(given).parts)
+                and file.is_file()
+            )
             if not inside:
                 raise DataError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}; give the files by name")
             found += inside

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.runs.errors import TrainingError
+from llama_jax.writing import cannot_write
 
 FILE = "lock"
 OF_A_RUN = ("recipe.json", "metrics.jsonl")
@@ -37,9 +38,12 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
     with file:
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {platform.node()}\n")
-        file.flush()
+        holder = f"{os.getpid()} on {platform.node()}\n".encode()
+        try:
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), holder)
+        except OSError as error:
+            raise TrainingError(cannot_write(folder / FILE, error)) from None
         try:
             yield
         except BaseException:

@@ -32,8 +32,9 @@ class Log:
         try:
             self._stream.write(f"{before}{text}" + "\n" * stays)
             self._stream.flush()
-        except BrokenPipeError:
-            # The reader has left (`| head`): the run goes on in silence. Nothing may be flushed into the pipe at the end.
+        except OSError:
+            # The reader has left (`| head`), the terminal has hung up, or the disk under a log is full: the run goes on in
+            # silence. Nothing may be flushed there at the end.
             self.quiet = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             return

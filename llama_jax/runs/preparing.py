@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,12 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from llama_jax.checkpoints.steps import CHECKPOINTS, read_note
+from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
+from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, open_corpus, split
+from llama_jax.data.duplicates import without
 from llama_jax.data.sources import Paths
-from llama_jax.errors import CheckpointError
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -30,6 +32,7 @@ from llama_jax.runs.recipe import Recipe, differences, to_dict
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.writing import appearing
 
 RECIPE = "recipe.json"
 MARK_SECONDS = 30  # until what one host writes is seen by the others: file systems over a network remember what is missing
@@ -116,14 +119,14 @@ def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) ->
         return None
     if not resume:
         raise TrainingError(f"{folder} holds a run that is at step {latest}; go on with --resume, or give another --workdir")
+    step = folder / CHECKPOINTS / str(latest)
     try:
+        verify(step, {ABOUT})
         note = read_note(folder / CHECKPOINTS, latest)
-    except CheckpointError as error:
+    except DamagedError as error:
         older = max((step for step in snapshots.steps() if step < latest), default=None)
         remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
-        raise TrainingError(
-            f"the checkpoint in {folder / CHECKPOINTS / str(latest)} is damaged ({error}); {remedy}"
-        ) from None
+        raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
     changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if changed and not _prolongs(recipe, note["recipe"], latest, changed):
         longer = ""
@@ -200,7 +203,11 @@ def read_data(
         return open_corpus(paths, tokenizer, reading=recipe.reading, progress=bar)
 
     if validation_data:
-        corpora = Corpora(read(data), read(validation_data))
+        training, held = read(data), read(validation_data)
+        corpora = Corpora(without(training, held), held)
+        twice = training.document_count - corpora.train.document_count
+        if twice:
+            warnings.warn(f"{twice} documents of the data are in the validation data: not trained on", stacklevel=2)
     else:
         corpus = read(data)
         if corpus.document_count < 2:
@@ -230,4 +237,5 @@ def read_data(
 def write_recipe(folder: Path, recipe: Recipe) -> None:
     """For people: what counts is the copy in every checkpoint."""
     if jax.process_index() == 0:
-        (folder / RECIPE).write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")
+        with appearing(folder / RECIPE, raises=TrainingError) as target:
+            target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")

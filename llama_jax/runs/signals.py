@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 from llama_jax.parallel.votes import StopVote
@@ -46,10 +47,16 @@ class StopRequest:
         if self.name is None:
             self.name = signal.Signals(number).name
             if not self._quiet:
-                os.write(2, f"\n{self.name}: this step ends and is saved; Ctrl-C leaves at once\n".encode())
+                _say(f"{self.name}: this step ends and is saved; Ctrl-C leaves at once")
         elif number == signal.SIGINT:
-            os.write(2, b"\nllama-jax: stopped without saving\n")
+            _say("llama-jax: stopped without saving")
             os._exit(128 + number)
+
+
+def _say(text: str) -> None:
+    """A line on stderr, if that is still there: a terminal that has hung up is not."""
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())
 
 
 class Stopping:

@@ -1,7 +1,8 @@
 """The checkpoints of a run while it trains: saved beside the training, the last and the best kept, restored to the bit.
 
-What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for orbax
-writes it under another name and renames it; so whenever the process dies, the steps that were there can be restored.
+What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for it is
+written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
+can be restored.
 """
 
 from __future__ import annotations
@@ -9,30 +10,46 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from llama_jax.checkpoints.huggingface_config import write_config
-from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, REST, by_loss, existing_step, read_note, steps_in
-from llama_jax.checkpoints.store import describe, name_of, read_arrays, root_cause
+from llama_jax.checkpoints.orbax_errors import quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.steps import (
+    ABOUT,
+    EMA,
+    NOTE,
+    PARAMS,
+    REST,
+    DamagedError,
+    by_loss,
+    existing_step,
+    read_note,
+    steps_in,
+)
+from llama_jax.checkpoints.store import asking_orbax, describe, name_of, read_arrays
+from llama_jax.checkpoints.sums import verify, write_sums
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
+from llama_jax.writing import clear_up, flush_folders, put, remedy_for
 
 # What a folder on its way in or out is called behind its step's number: no such folder is a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
-REPLACED = ".replaced"  # an older checkpoint of a step that is being saved again
+SAVING = ".saving"  # its checksums are being written; or what was replaced by it
+REPLACED = ".replaced"  # an older checkpoint of a step that was being saved again, as versions before this one named it
 REMOVED = ".removed"  # being deleted
 
 
@@ -105,13 +122,9 @@ class Snapshots:
         added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
         about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
         self.wait()
-        final = self.folder / str(step)
         try:
-            if _is_first() and final.exists():
-                final.rename(final.with_name(final.name + REPLACED))
-            _wait_for_all("replaced")
-            with _writing():
-                saving = ocp.save_checkpointables_async(final, {**_parts(state), ABOUT: about})
+            with _writing(), quiet():
+                saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
         except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
             raise self._failure(step, error) from None
         self._pending = self._thread.submit(self._finish, step, saving)
@@ -163,10 +176,11 @@ class Snapshots:
             message says which older step is whole.
         """
         self.wait()
+        _wait_for_all("restoring")  # the first has renamed what was saved
         step = existing_step(self.folder, step)
         try:
             return self._read(shapes, step)
-        except _DamagedError as error:
+        except DamagedError as error:
             older = next((s for s in reversed(self.steps()) if s < step and self._can_read(shapes, s)), None)
             remedy = (
                 "no older step is whole"
@@ -178,14 +192,12 @@ class Snapshots:
     def _read(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
         folder = self.folder / str(step)
         wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
-        try:
-            note = read_note(self.folder, step)
-            stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
-        except CheckpointError as error:
-            raise _DamagedError(error) from None
+        self._verify(folder)
+        note = read_note(self.folder, step)
+        stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
         for name in (PARAMS, REST):
             if name not in stored:
-                raise _DamagedError(f"{folder / name} is missing")
+                raise CheckpointError(f"{folder / name} is missing; copy the whole step again, or resume without it")
         held = {f"{part}.{name}": (a.shape, str(a.dtype)) for part in stored for name, a in stored[part].items()}
         needed = {
             f"{part}.{name_of(path)}": (leaf.shape, str(leaf.dtype))
@@ -198,30 +210,46 @@ class Snapshots:
                     f"{folder}: array {name!r} is {_in_words(held.get(name))} in the checkpoint and"
                     f" {_in_words(needed.get(name))} in this run; resume with the settings that it was trained with"
                 )
-        loaded = {}
-        for name, part in wanted.items():
-            try:
-                loaded[name] = read_arrays(folder, name, part)
-            except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up
-                raise _DamagedError(f"{folder / name} ({root_cause(error)})") from None
+        loaded = {
+            name: asking_orbax(folder / name, partial(read_arrays, folder, name, part)) for name, part in wanted.items()
+        }
         return loaded[REST].replace(params=loaded[PARAMS], ema=loaded.get(EMA)), note
+
+    def _verify(self, folder: Path) -> None:
+        """Each process reads its share of the files, and all raise where one finds something wrong."""
+        problem: CheckpointError | None = None
+        try:
+            verify(folder, share=(jax.process_index(), jax.process_count()))
+        except CheckpointError as error:
+            problem = error
+        worst = 0 if problem is None else 2 if isinstance(problem, DamagedError) else 1
+        if jax.process_count() > 1:
+            worst = int(multihost_utils.process_allgather(np.int32(worst)).max())
+        if worst == 2 and not isinstance(problem, DamagedError):
+            raise DamagedError(f"a file in {folder} is not what was saved, as another process says")
+        if problem is not None or worst:
+            raise problem or CheckpointError(f"{folder} cannot be read by another process")
 
     def _can_read(self, shapes: TrainState, step: int) -> bool:
         """By reading it, so that what is called whole is."""
         try:
             self._read(shapes, step)
-        except (_DamagedError, CheckpointError):
+        except CheckpointError:
             return False
         return True
 
     def _finish(self, step: int, saving: ocp.AsyncResponse[None]) -> None:
         """In the thread: wait for orbax, then delete what need not stay."""
         try:
-            saving.result()
+            with quiet():
+                saving.result()
+            if not _is_first():
+                return
+            write_sums(self._saving(step))
+            flush_folders(self._saving(step))
+            put(self._saving(step), self.folder / str(step))
         except Exception as error:
             raise self._failure(step, error) from None
-        if not _is_first():
-            return
         try:
             self._clear_up()
             steps = self.steps()
@@ -237,7 +265,7 @@ class Snapshots:
     def _failure(self, step: int, error: Exception) -> CheckpointError:
         """Clear up what a failed save left, and say what remains."""
         left = ""
-        _wait_for_writers()
+        wait_for_writers()
         if _is_first():
             try:
                 self._clear_up()
@@ -245,22 +273,24 @@ class Snapshots:
                 left = f"; what was written cannot be removed ({problem})"
         latest = self.latest()
         good = "there is no good checkpoint yet" if latest is None else f"the last good checkpoint is step {latest}"
-        return CheckpointError(f"{self.folder}: step {step} could not be saved ({root_cause(error)}){left}; {good}")
+        reason = root_cause(error)
+        why = f"({reason}){remedy_for(OSError(reason))}{left}"
+        return CheckpointError(f"{self.folder}: step {step} could not be saved {why}; {good}")
+
+    def _saving(self, step: int) -> Path:
+        return self.folder / f"{step}{SAVING}"
 
     def _clear_up(self) -> None:
         """Remove what is no checkpoint, and put back one that was to be replaced by one that never came."""
+        clear_up(self.folder)
         for path in sorted(self.folder.iterdir()):
             if path.name.endswith(REPLACED):
                 final = path.with_name(path.name.removesuffix(REPLACED))
                 if not final.exists():
                     path.rename(final)
                     continue
-            if path.name.endswith((TEMPORARY, REPLACED, REMOVED)):
+            if path.name.endswith((TEMPORARY, SAVING, REPLACED, REMOVED)):
                 shutil.rmtree(path)
-
-
-class _DamagedError(Exception):
-    """A step whose files are not as they were written."""
 
 
 @dataclass(frozen=True)
@@ -302,13 +332,6 @@ def _writing() -> ocp.Context:
     # The copies of an array within a process go to one disk; to cut them into shares would compile a program for each shape.
     context.array_options.saving.use_replica_parallel = jax.process_count() > 1
     return context
-
-
-def _wait_for_writers() -> None:
-    """Of a save that failed: orbax tells of the first error at once, and its threads go on writing the other arrays."""
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("orbax."):
-            thread.join(60)
 
 
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, UserError, shown
 from llama_jax.verify.rounding import KIND, ROUNDING, origin_of
 from llama_jax.verify.trace import Origin, Trace
+from llama_jax.writing import appearing
 
 FORMAT = "llama_jax oracle 1"
 DTYPES = {"tokens": "<i4", "logits": "<f4", "streams": "<f4", "about": "u1"}
@@ -98,19 +98,14 @@ def write_oracle(path: Path, trace: Trace) -> None:
         "dtype": origin.dtype,
         "versions": origin.versions,
     }
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:  # given a name, NumPy adds its own ending
-            np.savez(
-                file,
-                tokens=trace.tokens.astype(DTYPES["tokens"]),
-                logits=trace.logits.astype(DTYPES["logits"]),
-                streams=trace.streams.astype(DTYPES["streams"]),
-                about=np.frombuffer(json.dumps(about).encode(), DTYPES["about"]),
-            )
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with appearing(path) as target, target.open("wb") as file:  # given a name, NumPy adds its own ending
+        np.savez(
+            file,
+            tokens=trace.tokens.astype(DTYPES["tokens"]),
+            logits=trace.logits.astype(DTYPES["logits"]),
+            streams=trace.streams.astype(DTYPES["streams"]),
+            about=np.frombuffer(json.dumps(about).encode(), DTYPES["about"]),
+        )
 
 
 def read_oracle(path: Path) -> Trace:

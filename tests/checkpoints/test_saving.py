@@ -3,7 +3,11 @@
 import errno
 import json
 import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -238,9 +242,32 @@ def test_a_disk_that_is_full_for_orbax(tmp_path, monkeypatch, models):
         raise ValueError("RESOURCE_EXHAUSTED: Error writing\nNo space left on device")
 
     monkeypatch.setattr(ocp, "save", full)
-    with pytest.raises(CheckpointError, match=r"cannot be written .*No space left on device"):
+    with pytest.raises(CheckpointError, match=r"/model cannot be written \(.*No space left on device\); the disk is full"):
         save(tmp_path / "model", *models["gqa"], format="orbax")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c", "orbax"])
+def test_files_that_may_not_become_large(format, tmp_path, models):
+    """For a child: every format names what it could not write and why, says it in one line, and leaves nothing."""
+    code = f"""
+import resource, sys
+import llama_jax
+config, params, _ = llama_jax.load({str(tmp_path / "source.gguf")!r})
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+try:
+    llama_jax.save({str(tmp_path / "out")!r}, config, params, format={format!r})
+except llama_jax.UserError as error:
+    print(error)
+"""
+    save(tmp_path / "source.gguf", *models["gqa"], format="gguf")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert re.fullmatch(
+        rf"{tmp_path}/out cannot be written \(.+\); (the disk is full|files have a largest).*\n", found.stdout
+    )
+    assert "Traceback" not in found.stderr
+    assert os.listdir(tmp_path) == ["source.gguf"]
 
 
 def test_parents_are_not_left_behind(tmp_path, models):
@@ -284,6 +311,25 @@ def test_the_vocabulary_goes_with_the_weights(stories, tmp_path):
         save(tmp_path / "wrong", KINDS["gqa"], params, tokenizer)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_llama2c_file_leaves_its_neighbours_settings(name, stories, tmp_path):
+    theirs = tmp_path / name
+    theirs.write_text('{"eos_token_id": 7}')
+    with pytest.raises(CheckpointError, match=f"{name} is of another model, .*; write into another folder"):
+        save(tmp_path / "model.bin", *stories, format="llama2c")
+    assert os.listdir(tmp_path) == [name]
+    assert theirs.read_text() == '{"eos_token_id": 7}'
+    theirs.unlink()
+    save(tmp_path / "model.bin", *stories, format="llama2c")
+    first = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.suffix != ".bin"}
+    assert len(first) == 3
+    (tmp_path / "tokenizer.model").unlink()
+    save(tmp_path / "other.bin", *stories, format="llama2c")
+    for path in tmp_path.glob("*.json"):
+        assert path.stat().st_mtime_ns == first[path.name], "the same settings are not written again"
+    assert (tmp_path / "tokenizer.model").exists()
+
+
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch, models):
@@ -296,7 +342,10 @@ def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch
     save(tmp_path / "model", *models["gqa"], format=format)
     monkeypatch.setattr(Piece, "rows", fail)
     for name, overwrite in (("other", False), ("model", True)):
-        with pytest.raises(type(error)):
+        expected = (CheckpointError, r"cannot be written \(No space left on device\); the disk is full")
+        with (
+            pytest.raises(expected[0], match=expected[1]) if isinstance(error, OSError) else pytest.raises(KeyboardInterrupt)
+        ):
             save(tmp_path / name, *models["mha"], format=format, overwrite=overwrite)
         assert os.listdir(tmp_path) == ["model"]
     monkeypatch.undo()

@@ -271,6 +271,23 @@ def test_ctrl_c_and_a_closed_pipe_end_cleanly(stories_folder, environment, end):
     assert process.returncode in ({130} if end == "interrupt" else {0, 1})
 
 
+@pytest.mark.parametrize(
+    ("closed", "code", "said"),
+    [
+        (">&-", 0, ""),
+        (">&- <&-", 0, ""),
+        ("> /dev/full", 2, "llama-jax: error: stdout cannot be written (No space left on device); the disk is full"),
+    ],
+)
+def test_a_stdout_that_is_closed_or_full_is_no_traceback(closed, code, said, stories_folder, environment):
+    arguments = ["inspect", str(stories_folder)]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *PROGRAM, *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert done.returncode == code
+    assert done.stderr.startswith(said)
+    assert len(done.stderr.splitlines()) == (1 if said else 0)
+
+
 def test_a_second_start_finds_its_programs_compiled(stories_folder, tmp_path, environment):
     environment = environment | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["generate", "Once", "--model", str(stories_folder), "--max-new-tokens", "5", "--seed", "1"]

@@ -75,7 +75,7 @@ INTERRUPT = (
 )
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_nothing_is_left_when_it_is_stopped(name, tmp_path):
     program = START + INTERRUPT.format(name) + "main()"
     command = [sys.executable, "-c", program, "convert", FORMATS / "meta-1", tmp_path / "out", "--format", "safetensors"]

@@ -97,13 +97,13 @@ def test_a_picture_appears_whole_or_not_at_all(tmp_path):
     from llama_jax.cli.plot import save_picture
 
     class Figure:
-        def savefig(self, path):
+        def savefig(self, path, format):
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
 
     picture = tmp_path / "a.png"
     picture.write_bytes(b"older")
-    with pytest.raises(UserError, match=r"a\.png cannot be written: No space left on device"):
+    with pytest.raises(UserError, match=r"a\.png cannot be written \(No space left on device\); the disk is full"):
         save_picture(Figure(), picture)
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
     assert picture.read_bytes() == b"older"

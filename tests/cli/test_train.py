@@ -417,16 +417,17 @@ def until(stream, text):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_ends_well(start, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_sigterm_saves_and_ends_well(name, start, tmp_path):
     process = start("", SMALL, "--workdir", tmp_path, "--data", "text.txt", "steps=100000", "save_every=0")
     until(process.stdout, "step 4/")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(getattr(signal, name))
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "SIGTERM: this step ends and is saved" in err
-    step = int(out.split("SIGTERM: stopped and saved at step ")[1].split(";")[0])
+    assert f"{name}: this step ends and is saved" in err
+    step = int(out.split(f"{name}: stopped and saved at step ")[1].split(";")[0])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
-    assert numbers(tmp_path, "event")[-1] | {"signal": "SIGTERM", "step": step} == numbers(tmp_path, "event")[-1]
+    assert numbers(tmp_path, "event")[-1] | {"signal": name, "step": step} == numbers(tmp_path, "event")[-1]
 
 
 def test_ctrl_c_saves_and_exits_with_130(run, tmp_path, monkeypatch):

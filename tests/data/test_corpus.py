@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import DataError, split
+from llama_jax.data.duplicates import without
 from llama_jax.data.shuffle import shuffled
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=30)
@@ -46,6 +47,36 @@ def test_of_few_documents_no_more_than_the_share_is_validated_on(lengths, share,
         assert part.byte_count == sum((part.document(n) < 256).sum() for n in range(part.document_count))
     whole = split(corpus, share, seed=seed).validation
     assert set(validation.starts) == set(whole.starts)
+
+
+@given(
+    contents=st.lists(st.integers(0, 5), min_size=2, max_size=30),
+    share=st.floats(0.05, 0.6),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_the_same_document_is_never_on_both_sides(contents, share, seed):
+    corpus = corpus_of([3] * len(contents))
+    corpus = replace(corpus, tokens=np.repeat(np.array(contents, np.uint32), 3))
+    if len(set(contents)) == 1:
+        with pytest.raises(DataError, match=f"one document {len(contents)} times"):
+            split(corpus, share, seed=seed)
+        return
+    train, validation = split(corpus, share, seed=seed)
+    sides = [{part.document(number)[0] for number in range(part.document_count)} for part in (train, validation)]
+    assert not sides[0] & sides[1]
+    assert sorted([*train.starts, *validation.starts]) == corpus.starts.tolist(), "and none is lost"
+    asked = max(1, round(share * len(contents)))
+    least = min(contents.count(content) for content in contents)
+    assert validation.document_count <= max(asked, least)
+
+
+def test_what_is_in_the_validation_data_is_not_trained_on():
+    corpus, other = corpus_of([3, 4, 5]), corpus_of([4, 3])
+    other = replace(other, tokens=np.concatenate([np.arange(1003, 1007), np.arange(3)]).astype(np.uint32))
+    assert without(corpus, other).starts.tolist() == [0, 7]
+    assert without(corpus, corpus_of([1])) is corpus
+    with pytest.raises(DataError, match="every document of the training data is in the validation data too"):
+        without(corpus, corpus)
 
 
 def test_another_seed_chooses_others():

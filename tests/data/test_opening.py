@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,8 @@ def test_documents_of_every_kind_of_file(data, cache, monkeypatch):
     writer.close()
     (data / "notes.md").write_text("is not data")
     (data / ".hidden.txt").write_text("is not data")
+    (data / ".git" / "deeper").mkdir(parents=True)
+    (data / ".git" / "deeper" / "e.txt").write_text("is not data")
     corpus = open_corpus(data, ByteTokenizer(), cache=cache)
     assert texts(corpus) == [*STORIES, "from a line", "hi", "!", "?"]
     assert corpus.byte_counts.tolist() == [len(text.encode()) for text in texts(corpus)]
@@ -91,6 +94,68 @@ def test_by_default_it_lies_in_the_users_cache(data, tmp_path, monkeypatch):
     monkeypatch.setattr(module.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
     open_corpus(data, ByteTokenizer())
     assert only_file(tmp_path / "llama_jax/corpora").suffix == ".corpus"
+
+
+def test_the_environment_places_the_cache(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path / "elsewhere"))
+    open_corpus(data, ByteTokenizer())
+    assert only_file(tmp_path / "elsewhere/corpora").suffix == ".corpus"
+    monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", "much")
+    with pytest.raises(DataError, match="LLAMA_JAX_CACHE_LIMIT=much must be a number of gigabytes"):
+        open_corpus(data, ByteTokenizer())
+
+
+def test_a_cache_does_not_grow_beyond_its_limit(data, cache, monkeypatch):
+    """What was not opened for longest goes; not what another process may be about to read, nor what is no corpus."""
+    first = open_corpus(data, ByteTokenizer(), cache=cache)
+    oldest = only_file(cache)
+    size = oldest.stat().st_size
+    (cache / "thesis.corpus").write_text("years of work")
+    open_corpus(data, ByteTokenizer(shift=1), cache=cache)
+    (other,) = {path for path in cache.iterdir() if path.name != "thesis.corpus"} - {oldest}
+    open_corpus(data, ByteTokenizer(shift=2), cache=cache, cache_limit=size)
+    assert len(list(cache.iterdir())) == 4, "all were opened a moment ago"
+    for age, path in ((5000, oldest), (4000, other)):
+        os.utime(path, (time.time() - age,) * 2)
+    open_corpus(data, ByteTokenizer(), cache=cache)  # used again
+    os.utime(oldest, (oldest.stat().st_mtime - 1000,) * 2)
+    open_corpus(data, ByteTokenizer(shift=3), cache=cache, cache_limit=3 * size)
+    assert oldest.exists()
+    assert not other.exists()
+    open_corpus(data, ByteTokenizer(shift=4), cache=cache, cache_limit=0)
+    assert not oldest.exists()
+    assert texts(first) == STORIES, "what is mapped stays readable"
+    assert (cache / "thesis.corpus").read_text() == "years of work"
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_two_processes_on_one_cache(data, cache):
+    """Each finds the other in the middle of the same corpus; both get it, and one file is left."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from byte_tokenizer import ByteTokenizer
+from llama_jax.data import open_corpus
+
+class Waiting(ByteTokenizer):
+    def encode(self, text, **ends):
+        if text.startswith("The end"):
+            print("half", flush=True)
+            sys.stdin.readline()
+        return super().encode(text, **ends)
+
+print(open_corpus({str(data)!r}, Waiting(), cache={str(cache)!r}).digest)
+"""
+    command = [sys.executable, "-c", code]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as two:
+        for process in (one, two):
+            assert process.stdout.readline() == "half\n"
+        assert len(list(cache.iterdir())) == 2
+        digests = [process.communicate("\n")[0] for process in (one, two)]
+    assert (one.returncode, two.returncode) == (0, 0)
+    assert digests[0] == digests[1] == open_corpus(data, ByteTokenizer(), cache=cache).digest + "\n"
+    only_file(cache)
 
 
 def test_a_source_that_was_only_touched_is_not_tokenised_again(data, cache, monkeypatch):
@@ -188,7 +253,7 @@ class Deadly(ByteTokenizer):
 open_corpus({str(data)!r}, Deadly(), cache={str(cache)!r})
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
-    assert only_file(cache).suffix == ".partial"
+    assert only_file(cache).suffix == ".llama_jax-partial"
     assert texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
     assert only_file(cache).suffix == ".corpus"
 
@@ -260,7 +325,7 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
 
 
 def test_a_cache_that_cannot_be_written_names_the_remedy(data):
-    with pytest.raises(DataError, match=r"a\.txt cannot be written to .*name another folder as `cache`"):
+    with pytest.raises(DataError, match=r"a\.txt cannot be written .*name another folder as `cache`"):
         open_corpus(data, ByteTokenizer(), cache=data / "a.txt")
 
 

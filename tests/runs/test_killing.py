@@ -169,7 +169,7 @@ def test_killed_in_a_save_that_is_not_logged(live, text, environment, tmp_path, 
     assert live(tmp_path / "killed", 1, *changes, stage="writing", save=2) == -signal.SIGKILL
     before = sorted(path.name for path in (tmp_path / "killed" / CHECKPOINTS).iterdir())
     assert before[0] == "4"
-    assert before[1].startswith("8.orbax-checkpoint-tmp"), "it died in the middle of the save"
+    assert before[1].startswith("8.saving.orbax-checkpoint-tmp"), "it died in the middle of the save"
     resumed = train(short, tmp_path / "killed", [text], resume=True)
     expected = train(short, tmp_path / "whole", [text])
     same(resumed.state, expected.state)

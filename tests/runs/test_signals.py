@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from types import SimpleNamespace
 
 import pytest
 
 from llama_jax.runs import signals
+from llama_jax.runs.log import Log
 from llama_jax.runs.signals import VOTE_SECONDS, Stopping
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_terminal_that_has_hung_up_does_not_stop_the_saving(name, monkeypatch, tmp_path):
+    """stdout and stderr then give errors, and it is the signal's handler that would raise them."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with (tmp_path / "terminal").open("w") as terminal:
+        stream = SimpleNamespace(isatty=lambda: True, write=fail, fileno=terminal.fileno)
+        log = Log(stream)  # type: ignore[arg-type]
+        with signals.StopRequest() as request, monkeypatch.context() as patch:
+            patch.setattr(os, "write", fail)
+            signal.raise_signal(signal.Signals[name])
+            log.line("stopped and saved")
+            log.end()
+        assert request.name == name
 
 
 class Job:

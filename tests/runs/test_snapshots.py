@@ -1,5 +1,6 @@
 """Checkpoints of a run: restored to the bit, kept as asked, and whole however the process ends."""
 
+import errno
 import gc
 import json
 import os
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import vocabularies
+from commands import run_here
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_run import CASES, CONFIG, save, shapes_of, state_of
 
 import llama_jax
+from llama_jax.checkpoints.steps import steps_in
 from llama_jax.cli import main
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.trees import unstack
@@ -216,22 +219,25 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
     assert same(kept.restore(shapes_of())[0], state_of(20))
     assert threading.active_count() <= threads
 
-    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr("llama_jax.runs.snapshots.put", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    save(kept, 20, 21)
     with pytest.raises(CheckpointError, match=r"step 20 could not be saved \(read-only\); the last good .* is step 20$"):
-        save(kept, 20, 21)
+        kept.wait()
+    assert same(kept.restore(shapes_of())[0], state_of(20))
 
 
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda step: os.truncate(largest(step / "rest"), 1000), r"checkpoints/20/rest \("),
-        (lambda step: largest(step / "params").unlink(), r"checkpoints/20/params \("),
-        (lambda step: (step / "params/_METADATA").write_text("{"), "checkpoints/20/params is not a whole"),
-        (lambda step: shutil.rmtree(step / "rest"), "checkpoints/20/rest is missing"),
-        (lambda step: (step / "about/note.json").write_text("{"), "checkpoints/20/about/note.json cannot be read"),
+        (lambda step: os.truncate(largest(step / "rest"), 1000), r"checkpoints/20/rest/.* is not what was saved"),
+        (lambda step: largest(step / "params").unlink(), r"checkpoints/20/params/.* is missing"),
+        (lambda step: (step / "params/_METADATA").write_text("{"), "checkpoints/20/params/_METADATA is not what was saved"),
+        (lambda step: shutil.rmtree(step / "rest"), "checkpoints/20/rest/.* is missing"),
+        (lambda step: (step / "about/note.json").write_text("{"), "checkpoints/20/about/note.json is not what was saved"),
+        (lambda step: flip(largest(step / "rest")), r"checkpoints/20/rest/.* is not what was saved"),
         (lambda step: (step / "_CHECKPOINT_METADATA").unlink(), "checkpoints/20"),
     ],
-    ids=["truncated", "array gone", "metadata", "part gone", "note", "checkpoint metadata"],
+    ids=["truncated", "array gone", "metadata", "part gone", "note", "one bit", "checkpoint metadata"],
 )
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax drops what it was reading besides
 def test_a_damaged_step_is_named_and_a_whole_one_found(run, spoil, named):
@@ -244,6 +250,92 @@ def test_a_damaged_step_is_named_and_a_whole_one_found(run, spoil, named):
         with pytest.raises(CheckpointError, match="no older step is whole"):
             kept.restore(shapes_of())
     gc.collect()  # so that what was dropped is told of here
+
+
+def flip(path: Path) -> None:
+    """One bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_bit_of_an_array_is_noticed_by_all_that_read_it(run):
+    """orbax reads other numbers, and says nothing."""
+    file = largest(run / "checkpoints/20/params")
+    flip(file)
+    with pytest.raises(CheckpointError, match=rf"{file} is not what was saved .*try another step: 10$"):
+        llama_jax.load(run)
+    found = run_here("inspect", run, "--json")
+    assert found.returncode == 2
+    assert f"{file} is not what was saved" in found.stderr
+    assert f"{file} is not what was saved" in json.loads(found.stdout)["problems"][0]
+    check, step = ["sha256sum", "--quiet", "-c", "about/SHA256SUMS"], run / "checkpoints/20"
+    done = subprocess.run(check, cwd=step, capture_output=True)
+    assert done.stdout.decode().splitlines() == [f"{file.relative_to(step)}: FAILED"]
+    flip(file)
+    assert run_here("inspect", run).returncode == 0
+    done = subprocess.run(check, cwd=step, capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory left"),
+        ValueError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        ValueError("DATA_LOSS: Error reading [Input/output error]"),
+    ],
+    ids=["memory", "device's memory", "disk", "mount", "disk, in words"],
+)
+@pytest.mark.parametrize("sums", [True, False], ids=["sums", "none"])
+def test_what_says_nothing_about_the_files_advises_no_deletion(error, sums, run, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    if not sums:
+        for file in run.rglob("SHA256SUMS"):
+            file.unlink()
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(ocp, "load", fail)
+    reason = re.escape((error.strerror if isinstance(error, OSError) else None) or str(error))
+    said = rf"20/params cannot be read \(.*{reason}\), which proves nothing"
+    with Snapshots(run / "checkpoints") as kept, pytest.raises(CheckpointError, match=said) as restoring:
+        kept.restore(shapes_of())
+    with pytest.raises(CheckpointError, match=said) as loading:
+        llama_jax.load(run)
+    for raised in (restoring, loading):
+        assert not re.search("remove|damaged|copy it again|not a whole", str(raised.value))
+    monkeypatch.undo()
+    llama_jax.load(run)
+
+
+def test_a_disk_that_fails_under_the_checksums_is_no_damage(run, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    with Snapshots(run / "checkpoints") as kept:
+        for read in (lambda: kept.restore(shapes_of()), lambda: llama_jax.load(run)):
+            with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\), which proves nothing"):
+                read()
+
+
+def test_a_step_without_checksums_is_never_called_damaged(run):
+    """As versions before these saved it, or whose checksums are not what they were themselves."""
+    for spoil in (lambda path: flip(path), lambda path: path.unlink()):
+        spoil(run / "checkpoints/20/about/SHA256SUMS")
+        with Snapshots(run / "checkpoints") as kept:
+            assert same(kept.restore(shapes_of())[0], state_of(20))
+    os.truncate(largest(run / "checkpoints/20/rest"), 1000)
+    with Snapshots(run / "checkpoints") as kept, pytest.raises(CheckpointError, match="and has no checksums") as raised:
+        kept.restore(shapes_of())
+    assert "remove" not in str(raised.value)
+    gc.collect()
 
 
 def largest(folder: Path) -> Path:
@@ -280,6 +372,60 @@ def test_a_run_is_a_model(saved_run, tokenizer, path):
     assert loaded.config == CONFIG
     assert same(loaded.params, unstack(state_of(20).params))
     assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
+
+
+@pytest.mark.parametrize("where", ["store.describe", "store.read_config", "store.find_tokenizer", "store.read_arrays"])
+def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
+    """As a run does that goes on saving: then the newest is taken again, so often and no more."""
+    from llama_jax.checkpoints import store
+
+    name, removed, endless = where.partition(".")[2], [], False
+    real = getattr(store, name)
+
+    def remove_first(*arguments):
+        if endless or not removed:
+            removed.append(max(kept for kept in steps_in(run / "checkpoints")))
+            newer = run / f"checkpoints/{removed[-1] + 10}"
+            shutil.copytree(run / f"checkpoints/{removed[-1]}", newer)
+            shutil.rmtree(run / f"checkpoints/{removed[-1]}")
+        return real(*arguments)
+
+    monkeypatch.setattr(store, name, remove_first)
+    assert same(llama_jax.load(run).params, unstack(state_of(20).params))
+    assert removed == [20]
+    endless = True
+    with pytest.raises(CheckpointError):
+        llama_jax.load(run)
+    assert len(removed) <= 1 + 5 * 5
+    steps = len(removed)
+    with pytest.raises(CheckpointError):
+        llama_jax.load(run / f"checkpoints/{removed[-1] + 10}")
+    assert len(removed) == steps + 1, "a step that was named is no other"
+
+
+def test_a_run_is_read_while_it_saves(tmp_path):
+    """In a thread a run saves and keeps the newest step alone; whatever is read is one of its steps, whole."""
+    ended = threading.Event()
+
+    def go_on():
+        with Snapshots(tmp_path / "checkpoints", keep_last=1, keep_best=0) as kept:
+            step = 0
+            while not ended.is_set():
+                step += 1
+                save(kept, step, step % 3)
+
+    states = [unstack(state_of(seed).params) for seed in range(3)]
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        while not steps_in(tmp_path / "checkpoints"):
+            assert thread.is_alive()
+        for _ in range(10):
+            found = llama_jax.load(tmp_path).params
+            assert any(same(found, state) for state in states)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_an_older_step_a_dtype_and_shardings(saved_run):
@@ -323,7 +469,7 @@ def test_a_damaged_or_empty_run_is_no_model(run, tmp_path):
         llama_jax.load(run)
     gc.collect()
     (run / "checkpoints/20/about/config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"20/about/config\.json is not a file"):
+    with pytest.raises(CheckpointError, match=r"20/about/config\.json is "):
         llama_jax.load(run)
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="new/checkpoints holds no checkpoint; train until"):

@@ -1,0 +1,46 @@
+"""A vocabulary beside a file of weights, in a folder that others use as well."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from llama_jax.errors import CheckpointError
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.writing import appearing
+
+VOCABULARIES = ("tokenizer.model", "tokenizer.json")
+# What is read with a vocabulary from its folder.
+SETTINGS = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def files_beside(tokenizer: Tokenizer, folder: Path) -> dict[Path, bytes]:
+    """What is to be written for a tokenizer; nothing where a vocabulary lies already.
+
+    Raises:
+      CheckpointError: settings of another model lie there: they are not to be touched, and would be read with this one.
+    """
+    if any((folder / name).exists() for name in VOCABULARIES):
+        return {}
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save(Path(scratch))
+        files = {folder / file.name: file.read_bytes() for file in Path(scratch).iterdir()}
+    for path in [folder / name for name in SETTINGS]:
+        if path.exists() and not (path.is_file() and path.read_bytes() == files.get(path)):
+            raise CheckpointError(
+                f"{path} is of another model, and this one's vocabulary would be read with it; write into another folder"
+            )
+    return {path: content for path, content in files.items() if not path.exists()}
+
+
+def write_beside(files: dict[Path, bytes]) -> None:
+    """Write what `files_beside` gave; the vocabulary last, for with it the others count."""
+    for path in sorted(files, key=lambda path: path.name in VOCABULARIES):
+        with appearing(path, raises=CheckpointError) as target:
+            target.write_bytes(files[path])

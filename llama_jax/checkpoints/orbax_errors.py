@@ -1,0 +1,53 @@
+"""What orbax does when something fails, made quiet and short."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Memory, disks and networks that fail, stale mounts, rights, too many open files.
+NAMES = ("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO")
+PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the tracebacks that orbax logs of errors which it raises as well."""
+    log = logging.getLogger("absl")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def root_cause(error: BaseException) -> str:
+    """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
+    while (below := error.__cause__ or error.__context__) is not None:
+        error = below
+    return " ".join(str(error).split())[:300]
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error tells of the machine, a disk or a network, and not of what is in the files."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    if any(isinstance(each, MemoryError) or getattr(each, "errno", None) in PASSING for each in chain):
+        return True
+    said = " ".join(map(str, chain))
+    return any(text in said for text in (*map(os.strerror, PASSING), "RESOURCE_EXHAUSTED", "out of memory", "Out of memory"))
+
+
+def wait_for_writers() -> None:
+    """Of a save that failed: orbax tells of the first error at once, and its threads go on writing the other arrays."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            thread.join(60)

@@ -1,0 +1,92 @@
+"""Checksums of a step's files, by which it is known, and not guessed, whether they are what was saved.
+
+They lie in ``about/SHA256SUMS`` as coreutils write them: in the folder of a step, ``sha256sum -c about/SHA256SUMS`` checks
+them as well. The last line is a comment with the checksum of those above.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llama_jax.checkpoints.steps import ABOUT, DamagedError, cannot_read
+from llama_jax.errors import CheckpointError
+
+SUMS = "SHA256SUMS"
+LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
+THREADS = 8  # hashing lets others run
+
+
+def write_sums(step: Path) -> None:
+    """Write the checksums of all files of a step, which are on the disk afterwards."""
+    files = [path for path in step.rglob("*") if path.is_file()]
+    names = sorted(path.relative_to(step).as_posix() for path in files)
+    with ThreadPoolExecutor(THREADS) as pool:
+        sums = list(pool.map(lambda name: _sum_of(step / name, flush=True), names))
+    text = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True))
+    with (step / ABOUT / SUMS).open("w", encoding="utf-8") as file:
+        file.write(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def verify(step: Path, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
+    """Whether a step's files are known to be what was saved; False where it has no checksums, as those of older versions.
+
+    Args:
+      parts: the folders of the step to look at, besides the files that lie in no folder; None is all.
+      share: (i, n): every n-th file from the i-th on.
+
+    Raises:
+      DamagedError: a file is missing or another.
+      CheckpointError: a file cannot be read, which proves nothing.
+    """
+    sums = _read(step / ABOUT / SUMS)
+    if sums is None:
+        return False
+    wanted = [name for name in sums if "/" not in name or parts is None or name.partition("/")[0] in parts]
+    with ThreadPoolExecutor(THREADS) as pool:
+        problems = pool.map(lambda name: _problem(step / name, sums[name]), wanted[share[0] :: share[1]])
+        first = next(filter(None, problems), None)
+    if first is None:
+        return True
+    if not (step / ABOUT / SUMS).exists():
+        raise CheckpointError(f"{step} was removed while it was read; read another step")
+    raise first
+
+
+def _problem(path: Path, expected: str) -> CheckpointError | None:
+    try:
+        found = _sum_of(path)
+    except FileNotFoundError:
+        return DamagedError(f"{path} is missing")
+    except OSError as error:
+        return CheckpointError(cannot_read(path, error.strerror or str(error)))
+    return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 is another)")
+
+
+def _read(path: Path) -> dict[str, str] | None:
+    """{name: checksum}; None where there are none, or where they are no more what was written themselves."""
+    try:
+        text, mark, last = path.read_text(encoding="utf-8").rpartition("# ")
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
+    if not mark or last != hashlib.sha256(text.encode()).hexdigest() + "\n":
+        return None
+    found = [LINE.fullmatch(line) for line in text.splitlines()]
+    return {line["name"]: line["sum"] for line in found if line is not None}
+
+
+def _sum_of(path: Path, *, flush: bool = False) -> str:
+    with path.open("rb") as file:
+        if flush:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,62 @@
+"""Documents that occur more than once, and never on both sides of a division."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from llama_jax.data.corpus import Corpus
+from llama_jax.data.errors import DataError
+
+
+def fingerprints(corpus: Corpus) -> np.ndarray:
+    """uint64[N]: the same number for documents of the same tokens, in all corpora of one vocabulary."""
+    width = corpus.tokens.dtype.itemsize
+    data = corpus.tokens.view(np.uint8).data
+    spans = zip((corpus.starts * width).tolist(), (corpus.stops * width).tolist(), strict=True)
+    digests = b"".join(hashlib.blake2b(data[start:stop], digest_size=8).digest() for start, stop in spans)
+    return np.frombuffer(digests, "<u8")
+
+
+def keep_together(corpus: Corpus, order: np.ndarray, chosen: int) -> tuple[np.ndarray, int]:
+    """An order of documents whose first `chosen` are none of the others; without duplicates, the order that was given.
+
+    Documents of the same tokens are moved to where the first of them is, as many at a time as there are, and no more than
+    `chosen` in all.
+
+    Returns:
+      The order, and how many at its beginning are chosen now.
+
+    Raises:
+      DataError: all documents are the same.
+    """
+    _, groups, sizes = np.unique(fingerprints(corpus), return_inverse=True, return_counts=True)
+    if len(sizes) == len(order):
+        return order, chosen
+    if len(sizes) < 2:
+        raise DataError(f"the corpus is one document {len(order)} times, which cannot be on both sides of a division")
+    _, first = np.unique(groups[order], return_index=True)
+    take, total = np.zeros(len(sizes), bool), 0
+    for group in np.argsort(first, kind="stable").tolist():
+        if total == chosen:
+            break
+        if total + sizes[group] <= chosen:
+            take[group] = True
+            total += int(sizes[group])
+    if not total:  # each occurs more often than documents were asked for
+        take[int(np.argmin(sizes))] = True
+    here = take[groups[order]]
+    return np.concatenate([order[here], order[~here]]), int(here.sum())
+
+
+def without(corpus: Corpus, other: Corpus) -> Corpus:
+    """The documents of a corpus that are not in another one of the same vocabulary.
+
+    Raises:
+      DataError: all of them are.
+    """
+    left = np.flatnonzero(~np.isin(fingerprints(corpus), fingerprints(other)))
+    if not len(left):
+        raise DataError("every document of the training data is in the validation data too; give others for one of them")
+    return corpus if len(left) == corpus.document_count else corpus.select(left)
