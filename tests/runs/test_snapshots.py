@@ -24,7 +24,7 @@ from small_run import CASES, CONFIG, save, shapes_of, state_of
 import llama_jax
 from llama_jax.checkpoints.steps import steps_in
 from llama_jax.cli import main
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, UserError
 from llama_jax.model.trees import unstack
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs, shardings
@@ -394,24 +394,32 @@ def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
     assert same(llama_jax.load(run).params, unstack(state_of(20).params))
     assert removed == [20]
     endless = True
-    with pytest.raises(CheckpointError):
+    with pytest.raises(UserError):
         llama_jax.load(run)
     assert len(removed) <= 1 + 5 * 5
     steps = len(removed)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(UserError):
         llama_jax.load(run / f"checkpoints/{removed[-1] + 10}")
     assert len(removed) == steps + 1, "a step that was named is no other"
 
 
 def test_a_run_is_read_while_it_saves(tmp_path):
-    """In a thread a run saves and keeps the newest step alone; whatever is read is one of its steps, whole."""
-    ended = threading.Event()
+    """In a thread a run saves and keeps the newest step alone; whatever is read is one of its steps, whole.
+
+    While one is read there are at most three more: of a run that saves without end, reading gives up at some time.
+    """
+    turn = threading.Condition()
+    step, last = 0, 1  # written, and to be written; 0 ends
 
     def go_on():
+        nonlocal step
         with Snapshots(tmp_path / "checkpoints", keep_last=1, keep_best=0) as kept:
-            step = 0
-            while not ended.is_set():
-                step += 1
+            while True:
+                with turn:
+                    turn.wait_for(lambda: step < last or not last)  # noqa: B023 - it is called here and now
+                    if not last:
+                        return
+                    step += 1
                 save(kept, step, step % 3)
 
     states = [unstack(state_of(seed).params) for seed in range(3)]
@@ -421,10 +429,15 @@ def test_a_run_is_read_while_it_saves(tmp_path):
         while not steps_in(tmp_path / "checkpoints"):
             assert thread.is_alive()
         for _ in range(10):
+            with turn:
+                last = step + 3
+                turn.notify()
             found = llama_jax.load(tmp_path).params
             assert any(same(found, state) for state in states)
     finally:
-        ended.set()
+        with turn:
+            last = 0
+            turn.notify()
         thread.join()
 
 
