@@ -85,9 +85,11 @@ def test_text_is_not_read_twice(text, tmp_path):
 
 @pytest.mark.slow
 def test_scaling(text, tmp_path, capsys):
+    other = tmp_path / "other.txt"  # of documents that are in both nothing is trained on
+    other.write_text(text.read_text().replace("<|endoftext|>", " Again.<|endoftext|>") + " Again.")
     arguments = scaling.Arguments(
         data=(text,),
-        validation_data=(text,),
+        validation_data=(other,),
         small=True,
         draws=20,
         workdir=tmp_path / "runs",
