@@ -21,12 +21,12 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +83,12 @@ class Arguments:
     output: Path = RESULTS / "bench_long_context_cpu.json"
 
 
-def in_turns(candidates: dict[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
+Name = TypeVar("Name", bound=Hashable)
+
+
+def in_turns(candidates: Mapping[Name, Callable[[], Any]], turns: int) -> dict[Name, list[float]]:
     """Seconds of each of `turns` runs, one of every candidate after the other, after one that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    seconds: dict[Name, list[float]] = {name: [] for name in candidates}
     for turn in range(turns + 1):
         for name, run in candidates.items():
             began = time.perf_counter()
@@ -113,9 +116,9 @@ def attention(lengths: Sequence[int], turns: int) -> list[dict[str, Any]]:
             for what, function in (("forward", mix), ("with gradients", both)):
                 programs[backend, what] = jax.jit(function).lower(*arrays).compile()
         runs = {key: partial(program, *arrays) for key, program in programs.items()}
-        seconds = in_turns(runs, turns if length < 8192 else min(turns, 2))  # type: ignore[arg-type,type-var]
+        seconds = in_turns(runs, turns if length < 8192 else min(turns, 2))
         for (backend, what), program in programs.items():
-            taken = seconds[backend, what]  # type: ignore[index]
+            taken = seconds[backend, what]
             rows.append(
                 {
                     "length": length,

@@ -304,7 +304,7 @@ story, the token that ends it included.
 The file has empty lines between paragraphs and between stories alike; the experiment divides it where a paragraph begins as
 a story does. `python experiments/bundled.py stories stories.jsonl` writes what it finds, and then
 `llama-jax eval llama_jax/assets --data stories.jsonl` gives the first row, with `--max-documents {FIRST}` the second. On the
-file as it lies, of which the model reads one story behind the other, the command gives 1.1075 bits per byte.
+file as it lies, in which nothing separates the stories, the command gives 1.1075 bits per byte.
 
 ## A sample
 `llama-jax generate "{PROMPT}" --seed 0`, on a CPU; other hardware may round otherwise and go on otherwise:

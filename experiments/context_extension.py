@@ -255,8 +255,8 @@ def page(
         key = str(random.integers(10 ** (DIGITS - 1), 10**DIGITS))
         said = np.array(tokenizer.encode(" " + STATEMENT.replace("{key}", key), bos=False), np.int32)
         places = np.sort(random.integers(0, length + 2 - 2 * len(said), 2))
-        before, between, behind = np.split(tokens[: length + 1 - 2 * len(said)], places)
-        tokens = np.concatenate([before, said, between, said, behind])
+        before, between, after = np.split(tokens[: length + 1 - 2 * len(said)], places)
+        tokens = np.concatenate([before, said, between, said, after])
     return tokens, np.ones(length + 1, bool)
 
 

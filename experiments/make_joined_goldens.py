@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -37,16 +38,16 @@ CONFIG = llama_jax.LlamaConfig(
     rope_theta=10_000.0,
     tie_embeddings=True,
 )
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS: tuple[Literal["adamw", "muon"], ...] = ("adamw", "muon")
 
 
-def recipe_of(optimizer: str) -> Recipe:
+def recipe_of(optimizer: Literal["adamw", "muon"]) -> Recipe:
     return Recipe(
         model=CONFIG,
         steps=6,
         batch=4,
         length=16,
-        optimizer=OptimizerSettings(name=optimizer, learning_rate=1e-2, warmup_steps=2),  # type: ignore[arg-type]
+        optimizer=OptimizerSettings(name=optimizer, learning_rate=1e-2, warmup_steps=2),
         vocabulary="byte",
         reading=Reading(longest=40),
         evaluate_every=3,

@@ -43,6 +43,11 @@ def reading(path: object, kind: type[UserError]) -> Iterator[None]:
         raise kind(f"{name if len(name) <= 500 else shown(name, 100)} cannot be read: {error.strerror or error}") from None
 
 
+def reason_of(error: BaseException | str, length: int = 100) -> str:
+    """What an error of a library says, for a message: on one line, and no more than `length` characters of it."""
+    return " ".join(str(error).split())[:length]
+
+
 def shown(value: Any, length: int = 60) -> str:
     """The first `length` characters of `repr(value)`, for a message, in time and memory that `length` bounds.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llama_jax.errors import UserError
+from llama_jax.errors import UserError, reason_of
 
 # What lies beside the name until it is whole, and what had the name until then. Its writer holds a lock on it.
 NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.llama_jax-(?P<kind>partial|old)", re.DOTALL)
@@ -131,9 +131,16 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def send_nowhere(descriptor: int) -> None:
+    """Let what is written to a descriptor from now on vanish: nothing may be flushed at exit to where it cannot go."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
 def cannot_write(path: Path, error: BaseException) -> str:
     """That a path cannot be written, why, and what to do."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())[:200]
+    reason = (error.strerror if isinstance(error, OSError) else None) or reason_of(error, 200)
     return f"{path} cannot be written ({reason}){remedy_for(error)}"
 
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.fill import Array, Part, fill
 from llama_jax.checkpoints.names import shares_of
-from llama_jax.checkpoints.tensors import FLOATS, Opened
+from llama_jax.checkpoints.tensors import FLOATS, Opened, target_dtype
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama, Row, shape_of
 from llama_jax.model.trees import build
@@ -38,9 +37,7 @@ def assemble(
       CheckpointError: a tensor that is missing, left over, misshapen or not finite; the message names it.
     """
     made_of = plan(opened)
-    target = made_of.embedding.parts[0].tensor.dtype if dtype is None else jnp.dtype(dtype)
-    if jax.dtypes.canonicalize_dtype(target) != target:
-        raise CheckpointError(f"{opened.path}: {target} needs jax_enable_x64; load with dtype='float32'")
+    target = target_dtype(opened.path, dtype, made_of.embedding.parts[0].tensor.dtype)
 
     def read(part: Any, sharding: Any) -> Any:
         if sharding is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from llama_jax.data.vocabulary import examine
 from llama_jax.errors import CheckpointError
-from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.writing import appearing
 
 VOCABULARIES = ("tokenizer.model", "tokenizer.json")
@@ -20,13 +21,23 @@ SETTINGS = (
 )
 
 
-def files_beside(tokenizer: Tokenizer, folder: Path) -> dict[Path, bytes]:
-    """What is to be written for a tokenizer; nothing where a vocabulary lies already.
+def files_beside(tokenizer: Tokenizer, path: Path, vocab_size: int) -> dict[Path, bytes]:
+    """What is to be written beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
+    tokenizer; nothing where that lies there already.
 
     Raises:
-      CheckpointError: settings of another model lie there: they are not to be touched, and would be read with this one.
+      CheckpointError: another vocabulary or settings of another model lie there: they are not to be touched, and would be
+        read with this one.
     """
-    if any((folder / name).exists() for name in VOCABULARIES):
+    folder = path.resolve().parent
+    there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
+    if there is not None:
+        found = find_tokenizer(folder, vocab_size)
+        if found is None or examine(found).fingerprint != examine(tokenizer).fingerprint:
+            raise CheckpointError(
+                f"{there} is another vocabulary than this model's, and {path.name} would be read with it; write into"
+                " another folder"
+            )
         return {}
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save(Path(scratch))

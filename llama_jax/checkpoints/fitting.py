@@ -8,34 +8,21 @@ import numpy as np
 
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.names import shares_of
-from llama_jax.checkpoints.tensors import Opened, Tensor
+from llama_jax.checkpoints.tensors import Derived, Opened
 from llama_jax.model.params import TABLE, rows
 from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes
 
 
 @dataclass(frozen=True)
-class Padded:
-    """A table with rows of zeros behind it."""
+class Padded(Derived):
+    """A table followed by rows of zeros."""
 
-    tensor: Tensor
     rows: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.rows, *self.tensor.shape[1:])
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
-
-    @property
-    def kind(self) -> str:
-        return self.tensor.kind
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         end = self.tensor.shape[0]
@@ -46,28 +33,15 @@ class Padded:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """A key or value projection with each head several times, one copy behind the other."""
+class Copied(Derived):
+    """A key or value projection with each head repeated: its copies follow one another."""
 
-    tensor: Tensor
     head_dim: int
     copies: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.tensor.shape[0] * self.copies, *self.tensor.shape[1:])
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
-
-    @property
-    def kind(self) -> str:
-        return self.tensor.kind
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         width = self.head_dim * self.copies  # rows that come of one head

@@ -19,7 +19,7 @@ from llama_jax.checkpoints.gguf_file import TYPES, is_gguf, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor
+from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -180,7 +180,7 @@ def write_file(
     architecture = ARCHITECTURES[c.kind]
     todo = pieces(opened, interleaved=architecture in INTERLEAVED)
     if kind is None:
-        kind = next(kind for kind, dtype in FLOATS.items() if dtype == todo[0].tensor.dtype)
+        kind = kind_of(todo[0].tensor.dtype)
     if kind not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
     block = next((numbers for name, numbers, _ in TYPES.values() if name == kind), 1)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, reason_of, shown
 
 # Types of tensors by number: name, numbers in a block, bytes of a block.
 TYPES = {
@@ -66,9 +66,7 @@ class Quantised:
         row = math.prod(self.shape[1:-1]) * blocks
         found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
         found = found.reshape(stop - start, *self.shape[1:-1], blocks)
-        with np.errstate(
-            all="ignore"
-        ):  # a damaged scale gives infinity or NaN, which is found where all tensors are checked
+        with np.errstate(all="ignore"):  # a damaged scale gives infinity or NaN, found where all tensors are checked
             return quants.dequantize(found, GGMLQuantizationType[self.kind])
 
     def entry(self, index: int) -> Quantised:
@@ -94,7 +92,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         except CheckpointError:
             raise
         except (struct.error, ValueError, KeyError, OverflowError) as error:
-            raise CheckpointError(f"{path} is not a whole GGUF file ({str(error)[:80]}); copy it again") from None
+            raise CheckpointError(f"{path} is not a whole GGUF file ({reason_of(error)}); copy it again") from None
 
 
 class _Cursor:
@@ -183,10 +181,9 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
             tensor = Dense(path, start + offset, shape, kind)
         else:
             tensor = Quantised(path, start + offset, shape, kind, (block[0], block[1]))
-        if tensor.offset + tensor.nbytes > len(cursor.content):
-            raise ValueError(
-                f"tensor {shown(name)} ends {tensor.offset + tensor.nbytes - len(cursor.content)} bytes behind the file"
-            )
+        excess = tensor.offset + tensor.nbytes - len(cursor.content)
+        if excess > 0:
+            raise ValueError(f"tensor {shown(name)} ends {excess} bytes after the end of the file")
         tensors[name] = tensor
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > len(cursor.content):

@@ -127,7 +127,7 @@ def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str,
     settings: dict[str, Any] = {"llama.rope.freq_base": float(plain.rope_theta)}
     if scaling is not None and scaling.kind not in ("linear", "llama3"):
         settings[OUR_NOTE] = json.dumps(note_of(config))
-    if known is None:
+    if scaling is None or known is None:
         return settings, {}
     if known.kind == "dynamic":
         raise CheckpointError(
@@ -145,7 +145,7 @@ def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str,
     for name, only in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
         if known.kind == "yarn" and getattr(known, name) != only:
             raise CheckpointError(
-                f"rope scaling kind={config.rope_scaling.kind!r} with {name}={getattr(known, name)} has no place in GGUF,"  # type: ignore[union-attr]
+                f"rope scaling kind={scaling.kind!r} with {name}={getattr(known, name)} has no place in GGUF,"
                 f" whose readers take {only}; write Hugging Face's format or orbax"
             )
     settings[f"{PREFIX}original_context_length"] = known.original_max_seq_len

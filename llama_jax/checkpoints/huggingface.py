@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.checkpoints.huggingface_config import LARGEST_JSON, read_config, read_json, write_config
+from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
-from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, read_bytes
+from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, kind_of, read_bytes
 from llama_jax.errors import CheckpointError, shown
+from llama_jax.files import LARGEST_JSON, read_object
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name in the file, by what it is here.
@@ -124,7 +125,7 @@ def write_folder(
       largest_file: bytes of tensors in a file; more become several files and an index.
     """
     todo = [one for piece in pieces(opened, interleaved=False) for one in _experts_apart(piece)]
-    kinds = [kind or _kind(piece.tensor) for piece in todo]
+    kinds = [kind or kind_of(piece.tensor.dtype) for piece in todo]
     sizes = [math.prod(p.tensor.shape) * FLOATS[k].itemsize for p, k in zip(todo, kinds, strict=True)]
     files: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
     for piece, stored, size in zip(todo, kinds, sizes, strict=True):
@@ -153,10 +154,6 @@ def write_folder(
         named = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         ids = {name: token for name, token in named.items() if token >= 0}
     write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
-
-
-def _kind(tensor: Tensor) -> str:
-    return next(kind for kind, dtype in FLOATS.items() if dtype == tensor.dtype)
 
 
 def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
@@ -192,7 +189,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_indexed(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of all files that an index names, after checking it against what each file holds."""
     folder = index.parent
-    found = read_json(index)
+    found = read_object(index, CheckpointError)
     try:
         weight_map = found["weight_map"]
         names = sorted(set(weight_map.values()))

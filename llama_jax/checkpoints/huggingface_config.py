@@ -11,6 +11,7 @@ from typing import Any, cast
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.files import read_object
 
 # Name of a setting in the file, by its name here, for messages.
 SETTINGS = {
@@ -43,7 +44,7 @@ ABSENT: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in ABSENT}
 # Settings that change what is computed, with the value that each of these models has. Others, such as dropout, token ids and
-# what a trainer left behind, do not matter here.
+# settings of a trainer, do not matter here.
 PLAIN = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -92,17 +93,13 @@ OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", 
 # What else it may say, since it changes nothing.
 HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-LARGEST_JSON = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
 
 
 def read_config(folder: Path) -> LlamaConfig:
     """The configuration in ``folder/config.json``."""
     path = folder / "config.json"
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__} where an object of settings should be; copy it again")
     try:
-        return config_from_dict(found)
+        return config_from_dict(read_object(path, CheckpointError))
     except ConfigError as error:
         in_file = re.sub(r"\b(\w+)(?==)", lambda name: SETTINGS.get(name[0], name[0]), str(error))
         raise CheckpointError(f"{path}: {in_file}") from None
@@ -270,15 +267,3 @@ def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
     } | more
-
-
-def read_json(path: Path) -> Any:
-    """What a file of JSON holds; CheckpointError where it is none."""
-    if not path.is_file():  # reading a pipe would wait for ever
-        raise CheckpointError(f"{path} is not a file; copy the model again")
-    if path.stat().st_size > LARGEST_JSON:
-        raise CheckpointError(f"{path} is over {LARGEST_JSON} bytes, too large to be a model's; copy it again")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None

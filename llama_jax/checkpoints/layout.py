@@ -11,7 +11,7 @@ import numpy as np
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.fill import RUN, cast, check
 from llama_jax.checkpoints.names import Share, shares_of
-from llama_jax.checkpoints.tensors import Opened, Tensor
+from llama_jax.checkpoints.tensors import Derived, Opened, Tensor
 from llama_jax.model.params import rows
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 
@@ -56,28 +56,11 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Turned:
+class Turned(Derived):
     """A query or key projection with the rows of each head brought into the other rotary layout."""
 
-    tensor: Tensor
     head_dim: int
     interleave: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.tensor.dtype
-
-    @property
-    def kind(self) -> str:
-        return self.tensor.kind
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         first = start - start % self.head_dim

@@ -30,6 +30,7 @@ from llama_jax.tokenizers import find_tokenizer
 
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
 HEADER = 256  # bytes, from version 1 on
+NORM_EPS, THETA = 1e-5, 10_000.0  # which no file says
 MOST_LAYERS = 4096  # a layer can take less room in a file than here
 # The parts in the order in which each version stores them, those of a layer for all layers in a row. The files name nothing:
 # the names, of the two tables of angles as well, are those in llama2.c's run.c.
@@ -143,8 +144,8 @@ def _config(sizes: Any, tied: bool) -> LlamaConfig:
         n_kv_heads=n_kv_heads,
         hidden_dim=hidden_dim,
         max_seq_len=max_seq_len,
-        norm_eps=1e-5,
-        rope_theta=10_000.0,
+        norm_eps=NORM_EPS,
+        rope_theta=THETA,
         tie_embeddings=tied,
     )
 
@@ -239,8 +240,8 @@ def _open_training(path: Path) -> Opened:
             n_kv_heads=args.get("n_kv_heads") or args["n_heads"],
             hidden_dim=gate.shape[0],
             max_seq_len=args["max_seq_len"],
-            norm_eps=args.get("norm_eps", 1e-5),
-            rope_theta=10_000.0,
+            norm_eps=args.get("norm_eps", NORM_EPS),
+            rope_theta=THETA,
             tie_embeddings=head is None or head == table,
         )
     except (KeyError, ConfigError) as error:
@@ -256,7 +257,7 @@ def write_file(path: Path, opened: Opened, *, progress: Callable[[list[Piece]], 
     """
     c = opened.config
     fixed: dict[str, Any] = {"window": None, "qkv_bias": False, "qk_norm": False, "experts": 0}
-    fixed |= {"norm_eps": 1e-5, "rope_theta": 10_000.0, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
+    fixed |= {"norm_eps": NORM_EPS, "rope_theta": THETA, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
     for name, value in fixed.items():
         if getattr(c, name) != value:
             found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)

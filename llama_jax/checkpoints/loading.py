@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
-from llama_jax.checkpoints.assemble import Progress, assemble
+from llama_jax.checkpoints.assemble import Progress, assemble, plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.gguf_file import is_gguf
@@ -108,6 +108,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
         return _open(Path(path))
 
 
+def check_names(opened: Opened | store.Stored) -> None:
+    """Raise CheckpointError for a tensor that is missing, left over or misshapen."""
+    if not isinstance(opened, store.Stored):  # whose arrays were checked when it was opened
+        plan(opened)
+
+
 def _open(path: Path) -> Opened | store.Stored:
     if not path.exists():
         if path.is_symlink():
@@ -133,9 +139,7 @@ def _open(path: Path) -> Opened | store.Stored:
             return huggingface.open_folder(path.parent)
         raise CheckpointError(f"{path} holds weights without settings; its config.json or params.json must lie beside it")
     if path.suffix == ".bin":
-        raise CheckpointError(
-            f"{path} is not a whole llama2.c file: its size does not follow from its header; copy it again"
-        )
+        return llama2c.open_file(path)  # says what is wrong with it
     raise CheckpointError(
         f"{path} is not a model of a supported format: safetensors, Meta .pth, GGUF, llama2.c, orbax or pytorch_model.bin"
     )

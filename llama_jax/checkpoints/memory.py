@@ -12,7 +12,7 @@ import numpy as np
 
 from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.checkpoints.names import shares_of
-from llama_jax.checkpoints.tensors import FLOATS, Opened
+from llama_jax.checkpoints.tensors import Opened, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import BLOCKS, Block, Llama, Row, rows, shape_of
 from llama_jax.tokenizers import Tokenizer
@@ -35,7 +35,7 @@ class Held:
 
     @property
     def kind(self) -> str:
-        return next((kind for kind, dtype in FLOATS.items() if dtype == self.dtype), str(self.dtype))
+        return kind_of(self.dtype)
 
     @property
     def nbytes(self) -> int:

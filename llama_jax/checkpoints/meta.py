@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_jax.checkpoints.huggingface_config import read_json
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
 from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.files import read_object
 from llama_jax.model.params import TABLE
 from llama_jax.tokenizers import find_tokenizer
 
@@ -139,9 +139,7 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
 
 def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
     path = folder / "params.json"
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__} where an object should be; copy it again")
+    found = read_object(path, CheckpointError)
     shapes = {}
     for part in ("embedding", "gate"):
         name = NAMES[part].format(0)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.checkpoints.tensors import FLOATS, Dense, Derived, Tensor, read_bytes
+from llama_jax.errors import CheckpointError, reason_of, shown
 
 # Class of a storage in torch, by the kind of its numbers; the size in bytes of those that are no parameters.
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
@@ -56,28 +56,20 @@ ALLOWED = {REBUILD, PARAMETER, ORDERED} | {_Global("torch", name) for name in (*
 
 
 @dataclass(frozen=True)
-class Strided:
-    """A tensor whose rows do not lie one behind another, as a saved transpose is; `span` is the run that they lie in."""
+class Strided(Derived):
+    """A tensor whose rows are not contiguous, as those of a saved transpose; `tensor` is the run of numbers they lie in."""
 
-    span: Dense
-    shape: tuple[int, ...]
+    tensor: Dense
+    axes: tuple[int, ...]
     strides: tuple[int, ...]
 
     @property
-    def dtype(self) -> np.dtype:
-        return self.span.dtype
-
-    @property
-    def kind(self) -> str:
-        return self.span.kind
-
-    @property
-    def nbytes(self) -> int:
-        return self.span.nbytes
+    def shape(self) -> tuple[int, ...]:
+        return self.axes
 
     def read(self, start: int, stop: int) -> np.ndarray:
         # Mapped and not read: a run of rows has a few numbers in every part of the span.
-        span = np.memmap(self.span.path, np.uint8, "r", self.span.offset, self.span.nbytes)
+        span = np.memmap(self.tensor.path, np.uint8, "r", self.tensor.offset, self.tensor.nbytes)
         strides = [self.dtype.itemsize * stride for stride in self.strides]
         return np.array(np.ndarray(self.shape, self.dtype, span, strides=strides)[start:stop], order="C", subok=False)
 
@@ -143,7 +135,7 @@ def read_pickled(path: Path) -> Mapping[str, Any]:
     except _DAMAGED as error:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place before the file's beginning
             raise
-        raise CheckpointError(f"{path} is not a whole torch file ({str(error)[:100]}); copy it again") from None
+        raise CheckpointError(f"{path} is not a whole torch file ({reason_of(error)}); copy it again") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where a dictionary of tensors should be")
     return found
@@ -278,7 +270,8 @@ def _global(words: str, path: Path) -> _Global:
     module, _, name = words.partition(" ")
     found = _Global(module, name)
     if found not in ALLOWED:
-        raise CheckpointError(f"{path} asks for {f'{module}.{name}'[:100]!r}; a model needs tensors only. Nothing was run")
+        asked = shown(f"{module}.{name}", 100)
+        raise CheckpointError(f"{path} asks for {asked}; a model needs tensors only. Nothing was run")
     return found
 
 
@@ -315,7 +308,7 @@ def _call(function: Any, arguments: tuple) -> Any:
     storage, first, shape, strides = arguments[:4]
     numbers = (first, *_as(tuple, shape), *_as(tuple, strides))
     if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in numbers) or len(shape) != len(strides):
-        raise ValueError("a tensor's shape is not made of whole numbers")
+        raise ValueError("a tensor's shape is not made of integers from 0")
     if len(shape) > MOST_AXES or max(numbers) >= 1 << 63:  # before they are multiplied
         raise ValueError(f"a tensor has {len(shape)} axes" if len(shape) > MOST_AXES else "a tensor's shape is too large")
     if math.prod(shape) == 0:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.appearing import appearing, check_room
-from llama_jax.checkpoints.beside import VOCABULARIES, files_beside, write_beside
+from llama_jax.checkpoints.beside import files_beside, write_beside
 from llama_jax.checkpoints.layout import Piece
 from llama_jax.checkpoints.loading import load, open_checkpoint
 from llama_jax.checkpoints.memory import from_params
@@ -66,7 +67,7 @@ def save(
         _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
         return
     with appearing(Path(path), folder=True, overwrite=overwrite) as target:
-        store.save(target, config, params if dtype is None else _cast(params, dtype), Path(path))
+        store.save(target, config, _checked(params, dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
 
@@ -113,9 +114,9 @@ def _write(
 ) -> None:
     kind = None if dtype is None else KINDS[dtype]
     tokenizer = opened.tokenizer()
+    beside = {}
     if format == "llama2c" and tokenizer is not None:
-        _check_neighbour(path, tokenizer, opened.config.vocab_size)
-    beside = files_beside(tokenizer, path.resolve().parent) if format == "llama2c" and tokenizer is not None else {}
+        beside = files_beside(tokenizer, path, opened.config.vocab_size)
     with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
         if format == "safetensors":
             huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
@@ -124,23 +125,6 @@ def _write(
         else:
             llama2c.write_file(target, opened, progress=progress)
     write_beside(beside)
-
-
-def _check_neighbour(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise CheckpointError where a vocabulary lies beside `path` with which this model would be read wrongly."""
-    from llama_jax.data.vocabulary import examine
-    from llama_jax.tokenizers import find_tokenizer
-
-    beside = path.resolve().parent
-    there = next((beside / name for name in VOCABULARIES if (beside / name).exists()), None)
-    if there is None:
-        return
-    found = find_tokenizer(beside, vocab_size)
-    if found is None or examine(found).fingerprint != examine(tokenizer).fingerprint:
-        raise CheckpointError(
-            f"{there} is another vocabulary than this model's, and {path.name} would be read with it; write into another"
-            " folder"
-        )
 
 
 def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:
@@ -159,7 +143,18 @@ def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> 
         raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")
 
 
-def _cast(params: Llama, dtype: Kind) -> Llama:
+def _checked(params: Llama, dtype: Kind | None) -> Llama:
+    """The parameters in a type, finite in it: what the other formats see to tensor by tensor."""
     import jax
+    import jax.numpy as jnp
 
-    return jax.tree.map(lambda array: array.astype(FLOATS[KINDS[dtype]]), params)
+    def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
+        target = array.dtype if dtype is None else FLOATS[KINDS[dtype]]
+        largest = float(jnp.maximum(array.max(), -array.min()))
+        if not math.isfinite(largest):
+            raise CheckpointError(f"array {store.name_of(path)!r} holds NaN or infinity; give parameters that are finite")
+        if largest > float(jnp.finfo(target).max):
+            raise CheckpointError(f"array {store.name_of(path)!r} holds numbers too large for {target}; use another dtype")
+        return array.astype(target)
+
+    return jax.tree_util.tree_map_with_path(cast, params)

@@ -10,12 +10,12 @@ A folder whose name is a number is whole, for it is renamed so when all of it is
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 from llama_jax.errors import CheckpointError
+from llama_jax.files import read_object
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
@@ -56,14 +56,9 @@ def read_note(folder: Path, step: int | None = None) -> dict[str, Any]:
     """
     path = folder / str(existing_step(folder, step)) / ABOUT / NOTE
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path, DamagedError)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} cannot be read ({str(error)[:80]}); use another step's folder") from None
-    if not isinstance(note, dict):
-        raise DamagedError(f"{path} does not hold a JSON object; use another step's folder")
-    return note
 
 
 def cannot_read(path: Path, reason: str) -> str:

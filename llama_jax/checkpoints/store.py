@@ -21,7 +21,7 @@ from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import is_passing, quiet, root_cause, wait_for_writers
 from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, steps_in
 from llama_jax.checkpoints.sums import verify
-from llama_jax.checkpoints.tensors import FLOATS, Described
+from llama_jax.checkpoints.tensors import kind_of, target_dtype
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
@@ -41,7 +41,7 @@ class Array:
 
     @property
     def kind(self) -> str:
-        return next((kind for kind, dtype in FLOATS.items() if dtype == self.dtype), str(self.dtype))
+        return kind_of(self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +68,7 @@ class Stored:
     format: str
     path: Path
     config: LlamaConfig
-    tensors: Mapping[str, Described]
+    tensors: Mapping[str, Array]
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     stacked: bool
@@ -235,9 +235,7 @@ def load_params(
       CheckpointError: a file that is damaged, or an array that is not finite.
     """
     shape = _shape(stored)
-    target = stored.tensors["embedding"].dtype if dtype is None else jnp.dtype(dtype)  # type: ignore[attr-defined]
-    if jax.dtypes.canonicalize_dtype(target) != target:
-        raise CheckpointError(f"{stored.path}: {target} needs jax_enable_x64; load with dtype='float32'")
+    target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
     folder, name = stored.arrays
     places = _places(stored.config, shardings)
     if stored.stacked:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -18,6 +20,23 @@ from llama_jax.tokenizers import Tokenizer
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 OTHER = np.dtype("u1")  # stands for the types that no parameter has: integers, booleans, eight-bit floats
+
+
+def kind_of(dtype: np.dtype) -> str:
+    """The word for a type of numbers in files, such as BF16; of other types NumPy's own."""
+    return next((kind for kind, known in FLOATS.items() if known == dtype), str(dtype))
+
+
+def target_dtype(path: Path, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
+    """The type that parameters are read in: `dtype`, or for None the stored one.
+
+    Raises:
+      CheckpointError: JAX would make another of it, as of float64 without jax_enable_x64.
+    """
+    target = stored if dtype is None else jnp.dtype(dtype)
+    if jax.dtypes.canonicalize_dtype(target) != target:
+        raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
+    return target
 
 
 class Described(Protocol):
@@ -82,17 +101,33 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Parts of one tensor, each in a file of its own, side by side along `axis` (0 or 1)."""
+class Derived:
+    """Base of a tensor made of another: of what a subclass does not define it says what the other does."""
 
-    parts: Sequence[Tensor]
-    axis: int
+    tensor: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = list(self.parts[0].shape)
-        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
-        return tuple(shape)
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.tensor.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.tensor.kind
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Base of a tensor made of several of one type, which each gives its bytes."""
+
+    parts: Sequence[Tensor]
 
     @property
     def dtype(self) -> np.dtype:
@@ -105,6 +140,19 @@ class Joined:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Joined(Combined):
+    """Parts of one tensor, each in a file of its own, side by side along `axis` (0 or 1)."""
+
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         if self.axis == 1:
@@ -120,26 +168,12 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(Combined):
     """Tensors of one shape as one, with a leading axis."""
-
-    parts: Sequence[Tensor]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.parts), *self.parts[0].shape)
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.parts[0].dtype
-
-    @property
-    def kind(self) -> str:
-        return self.parts[0].kind
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.stack([part.read(0, part.shape[0]) for part in self.parts[start:stop]])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
 
@@ -23,8 +24,8 @@ from llama_jax.cli.plot import Plot
 from llama_jax.cli.quickstart import Quickstart
 from llama_jax.cli.train import Train
 from llama_jax.cli.verify import Verify
-from llama_jax.errors import UserError
-from llama_jax.writing import cannot_write, remedy_for
+from llama_jax.errors import UserError, reason_of
+from llama_jax.writing import cannot_write, remedy_for, send_nowhere
 
 Command = (
     Annotated[Generate, tyro.conf.subcommand("generate", prefix_name=False)]
@@ -45,6 +46,8 @@ def main() -> None:
     """Run the command that the arguments name. Exit codes: 2 for what the user can mend, 130 for Ctrl-C."""
     signal.signal(signal.SIGINT, _interrupted)
     _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a command
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"llama-jax {llama_jax.__version__}")
@@ -54,18 +57,21 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        send_nowhere(sys.stdout.fileno())
         sys.exit(1)
     except (UserError, OSError) as error:
-        said = _of_stdout(error) or " ".join(str(error).split("\n"))
-        print("llama-jax: error:", said, file=sys.stderr)
-        sys.exit(2)
+        _end(_of_stdout(error) or " ".join(str(error).split("\n")))
+    except MemoryError as error:
+        _end(f"the machine's memory is too small ({reason_of(error, 200) or 'nothing is left'}); try --dtype bfloat16")
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        reason = str(error).splitlines()[0][:200]
-        print(f"llama-jax: error: the device's memory is too small ({reason}); try --dtype bfloat16", file=sys.stderr)
-        sys.exit(2)
+        _end(f"the device's memory is too small ({reason_of(error, 200)}); try --dtype bfloat16")
+
+
+def _end(said: str) -> NoReturn:
+    print("llama-jax: error:", said, file=sys.stderr)
+    sys.exit(2)
 
 
 def _open_closed_streams() -> None:
@@ -85,7 +91,7 @@ def _of_stdout(error: Exception) -> str | None:
     """The message of an error of writing that names no file: of those with a name each is told by whom writes it."""
     if not isinstance(error, OSError) or error.filename is not None or not remedy_for(error):
         return None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that nothing is tried again at exit
+    send_nowhere(sys.stdout.fileno())  # so that nothing is tried again at exit
     return cannot_write(Path("stdout"), error)
 
 

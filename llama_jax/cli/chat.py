@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llama_jax.cli.options import ModelOptions
+from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import GenerationError, UserError
 from llama_jax.tokenizers import Format, Message, encode_chat, reply_ends, resolve_format
 
@@ -46,9 +47,8 @@ class Chat(ModelOptions):
     """Tokens of history and reply together; by default all that the model can read."""
 
     def run(self) -> None:
-        for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors=errors)  # what is no text must not end the chat
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # what is no text must not end the chat
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
         from llama_jax.model.options import Compute
 
@@ -59,8 +59,8 @@ class Chat(ModelOptions):
         sampling, options = self.sampling(seed), self.cache_options()
         for name in ("max_new_tokens", "context"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise GenerationError(f"{name}={value} must be a positive whole number")
+            if value is not None:
+                require_positive_int(name, value)
 
         start_backend()
         config, params, tokenizer = self.load()

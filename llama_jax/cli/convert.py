@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -12,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
+
+from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints.saving import Kind
@@ -40,19 +40,11 @@ class Convert:
 
         from llama_jax.checkpoints.saving import convert
 
-        # Unlike a generation this may end in order, and must: a temporary file would be left behind.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays
-            signal.signal(signal.SIGHUP, signal.default_int_handler)
         started = time.perf_counter()
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
         bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
-        try:
+        with ending_in_order("stopped; nothing was written"):
             convert(self.source, self.destination, format=self.format, dtype=dtype, overwrite=self.overwrite, progress=bar)
-        except KeyboardInterrupt:
-            print("\nllama-jax: stopped; nothing was written", file=sys.stderr)
-            os._exit(130)
         files = self.destination.rglob("*") if self.destination.is_dir() else [self.destination]
         size = sum(path.stat().st_size for path in files if path.is_file())
         print(f"{self.destination}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

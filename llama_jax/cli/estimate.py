@@ -12,6 +12,7 @@ import tyro
 
 from llama_jax.cli.estimate_tables import as_json, as_table, bound_table, exchange_table, programs_table
 from llama_jax.cli.options import ATTENTION
+from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import ConfigError, MeshError
 
 if TYPE_CHECKING:
@@ -165,8 +166,7 @@ class Estimate:
         from llama_jax.parallel.mesh import parse_mesh
 
         for name in ("batch", "length", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be a positive whole number")
+            require_positive_int(name, getattr(self, name))
         # Tokens are counted in 32 bits, bytes in 64: XLA aborts where the scores of all layers overflow.
         scores = config.n_layers * self.batch * config.n_heads * self.length**2
         if self.batch * self.length >= 2**31 or scores > 2**60:

@@ -53,7 +53,7 @@ def as_json(
 
 
 def as_table(about: dict[str, Any], found: dict[str, Findings], *, for_cpu: bool, own: bool) -> str:
-    """A column for each program, and one for all devices together while the hungriest of them runs."""
+    """A column for each program, and one for all devices together while the program that needs the most memory runs."""
     from llama_jax.parallel.mesh import MeshSizes
 
     columns = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}

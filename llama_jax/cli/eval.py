@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +13,8 @@ import tyro
 from llama_jax.cli.options import ATTENTION, RememberOptions
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.plot import check_picture, save_picture
-from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
-from llama_jax.cli.rope import say_beyond, with_rope
+from llama_jax.cli.reading import TextOptions, numbers
+from llama_jax.cli.rope import say_beyond
 from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -56,30 +54,19 @@ class Eval(TextOptions, RememberOptions):
     """With --lengths: predict so many tokens at each, at most, in windows evenly over the text; by default all of it."""
     plot: Path | None = None
     """With --lengths: draw the loss by position, a curve for each, as .png, .pdf or .svg. Needs the extra 'plot'."""
-    json: bool = False
-    """Print one JSON object; what is not a number is null."""
 
     def run(self) -> None:
         lengths = self._check()
-        import jax
-
-        from llama_jax.checkpoints.loading import load, open_checkpoint
-        from llama_jax.cli.runtime import CompileClock, loading_bar, start_backend, use_compilation_cache
         from llama_jax.ops.attention import observed
 
         # What is quick comes first: no mistake shall be found after minutes of loading.
-        use_compilation_cache()
-        compiling = CompileClock()
-        start_backend()
-        opened = open_checkpoint(self.path)
-        config = with_rope(opened.config, self.rope)
-        tokenizer = self.vocabulary(self.path, opened)
-        corpus = self.corpus(tokenizer, lengths)
+        subject = self.open(self.path)
+        config = subject.config
+        corpus = self.corpus(subject.tokenizer, lengths)
         sizes = self._sizes(config, corpus, lengths)
-        dtype = None if self.dtype == "auto" else self.dtype
-        params = load(self.path, dtype, tokenizer=self.tokenizer, progress=loading_bar).params
+        params = self.load(subject)
 
-        started, compiled = time.perf_counter(), compiling.seconds
+        seconds = subject.stopwatch()
         found: Evaluation | tuple[LengthLoss, ...]
         with observed() as attention:
             if lengths:
@@ -87,28 +74,14 @@ class Eval(TextOptions, RememberOptions):
             else:
                 found = self._by_window(config, params, corpus, sizes)
         tokens = sum(one.tokens for one in found) if isinstance(found, tuple) else found.tokens
-        seconds = time.perf_counter() - started - (compiling.seconds - compiled)
         facts = {
-            "model": str(self.path),
-            "data": list(map(str, self.data)),
-            "rope": self.rope or None,
-            "context": config.max_seq_len,
+            **self.facts(subject, params, tokens, seconds()),
             **(_of_lengths(found, config) if isinstance(found, tuple) else asdict(found)),
             **sizes,
-            "unknown_tokens": _unknown(tokenizer, corpus),
-            "backend": jax.default_backend(),
-            "device": jax.devices()[0].device_kind,
-            "dtype": str(params.embedding.dtype),
+            "unknown_tokens": _unknown(subject.tokenizer, corpus),
             "attention": " and ".join(attention),
-            "seconds": round(seconds, 3),
-            "compile_seconds": round(compiling.seconds, 3),
-            "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else 0.0,
         }
-        if self.json:
-            print(as_json(facts))
-        else:
-            print(as_page(found, facts) if not isinstance(found, tuple) else page_of_lengths(found, facts))
-            print(statistics(facts), file=sys.stderr)
+        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts))
         if self.plot is not None and isinstance(found, tuple):
             from llama_jax.runs.plot import draw_lengths
 
@@ -142,7 +115,7 @@ class Eval(TextOptions, RememberOptions):
         if not lengths:
             return choose_sizes(config, corpus, length=self.length, stride=self.stride, batch=self.batch)._asdict()
         choose_lengths(config, corpus, lengths, max_tokens=self.max_tokens, batch=self.batch)
-        if self.window is None:  # behind which no distance is longer than the window
+        if self.window is None:  # with a window no distance is longer than it
             say_beyond(config, lengths)
         remembered = {"cache": self.cache, "window": self.window, "sinks": self.sinks}
         return {"batch": self.batch, "max_tokens": self.max_tokens, **remembered}

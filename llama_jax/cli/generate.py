@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
@@ -14,6 +13,7 @@ import tyro
 
 from llama_jax.cli.options import ModelOptions
 from llama_jax.cli.prompts import read_prompts
+from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import GenerationError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from llama_jax.model.params import Llama
     from llama_jax.model.window import CacheOptions
 
+BATCH = 8  # prompts that are continued at once
+
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(ModelOptions):
@@ -38,21 +40,19 @@ class Generate(ModelOptions):
     prompt_file: Path | None = None
     """A file with the text, or - for stdin. Of a .jsonl each line is a prompt, as in {"prompt": "Once"}: they are continued
     --batch at a time, each from a seed one above that of the line before, and printed as one JSON object a line."""
-    batch: int = 8
-    """Prompts of a .jsonl that are continued at once."""
+    batch: int | None = None
+    """Prompts of a .jsonl that are continued at once; by default 8."""
     max_new_tokens: int | None = None
     """Tokens to generate at most; by default 256, or less where the model's context ends."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """End where this text appears (it is not printed); may be given several times."""
     ignore_eos: bool = False
-    """Go on behind the tokens that end a text, until --stop or --max-new-tokens."""
+    """Go on after the tokens that end a text, until --stop or --max-new-tokens."""
     json: bool = False
     """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
 
     def run(self) -> None:
         started = time.perf_counter()
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the text
         from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.cli.text import Text
         from llama_jax.inference.requests import prepare
@@ -64,19 +64,21 @@ class Generate(ModelOptions):
         # Impossible values are refused before minutes go into loading.
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
-        prompts = read_prompts(self.prompt, self.prompt_file)
+        several = self._several()
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("batch", self.batch)):
+            if value is not None:
+                require_positive_int(name, value)
+        if self.batch is not None and not several:
+            raise GenerationError(f"batch={self.batch} is for the prompts of a .jsonl (--prompt-file); leave it out")
         if any(not text for text in self.stop):
             raise GenerationError("--stop is empty; give the text at which to end")
-        for name, value in (("max_new_tokens", self.max_new_tokens), ("batch", self.batch)):
-            if value is not None and value < 1:
-                raise GenerationError(f"{name}={value} must be a positive whole number")
+        prompts = read_prompts(self.prompt, self.prompt_file)
 
         start_backend()
         config, params, tokenizer = self.load()
         loaded = time.perf_counter()
         encoded = [tokenizer.encode(prompt) for prompt in prompts]
         limits = [self._limit(config, len(ids), line) for line, ids in enumerate(encoded, 1)]
-        several = self._several()
         ends = () if self.ignore_eos else tokenizer.stop_ids
         prepare(config, encoded, limits, sampling, ends, options)  # which refuses what cannot be before anything is printed
         rows = [
@@ -85,10 +87,10 @@ class Generate(ModelOptions):
         ]
         if not (several or self.json):
             _print(prompts[0])
-        clock = Clock(compiling)
+        clock, batch = Clock(compiling), self.batch or BATCH
         with observed() as attention:
-            for first in range(0, len(rows), self.batch):
-                part = slice(first, first + self.batch)
+            for first in range(0, len(rows), batch):
+                part = slice(first, first + batch)
                 seeds = [(seed + first + i) % 2**32 for i in range(len(rows[part]))]
                 self._continue(config, params, rows[part], limits[part], sampling.replace(seed=seeds), options, clock)
                 if several:
@@ -114,7 +116,7 @@ class Generate(ModelOptions):
             "prefill_tokens_per_second": _rate(read, clock.prefill_seconds),
             "decode_tokens_per_second": clock.decode_rate,
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
-            "cache_bytes": min(self.batch, len(rows)) * size,
+            "cache_bytes": min(batch, len(rows)) * size,
         }
         if self.json and not several:
             print(json.dumps(rows[0].as_dict() | {"statistics": statistics}, ensure_ascii=False))
@@ -127,7 +129,7 @@ class Generate(ModelOptions):
         return self.prompt_file is not None and self.prompt_file.suffix.lower() == ".jsonl"
 
     def _limit(self, config: LlamaConfig, length: int, line: int) -> int:
-        """Tokens to generate at most behind a prompt; GenerationError where there is no room for any."""
+        """Tokens to generate at most after a prompt; GenerationError where there is no room for any."""
         room = config.max_seq_len - length
         if room < 1 and self.window is None:
             which = f"prompt {line}" if self._several() else "the prompt"
@@ -189,7 +191,7 @@ class _Row:
     stopped: bool = False
 
     def push(self, tokens: list[int], logprobs: list[float]) -> None:
-        """What has come, of which nothing counts behind an end."""
+        """Add what has come; after an end nothing counts."""
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.stopped:
                 return

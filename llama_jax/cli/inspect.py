@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import tyro
 
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints.tensors import Described, Opened
     from llama_jax.tokenizers import Tokenizer
 
+Found = TypeVar("Found")
 SIZES: tuple[str, ...] = (
     "vocab_size",
     "dim",
@@ -51,8 +50,6 @@ class Inspect:
     """Print one JSON object instead."""
 
     def run(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
         import jax
 
         from llama_jax.checkpoints.loading import open_checkpoint
@@ -74,23 +71,23 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
     """What `inspect` says, as its JSON has it."""
     import jax.numpy as jnp
 
+    from llama_jax.checkpoints.loading import check_names
     from llama_jax.model.cache import cache_bytes
     from llama_jax.model.trees import parameter_count
 
     config = opened.config
-    tokenizer, problems = None, []
-    try:
-        _check_names(opened)
-    except UserError as error:
-        problems.append(str(error))
-    try:
-        tokenizer = opened.tokenizer()
-    except UserError as error:
-        problems.append(str(error))
-    try:
-        _check_sums(opened)
-    except UserError as error:
-        problems.append(str(error))
+    problems: list[str] = []
+
+    def found(look: Callable[[], Found]) -> Found | None:
+        try:
+            return look()
+        except UserError as error:
+            problems.append(str(error))
+            return None
+
+    found(lambda: check_names(opened))
+    tokenizer = found(opened.tokenizer)
+    found(lambda: _check_sums(opened))
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         problems.append(
             f"{opened.path}: the vocabulary has {tokenizer.vocab_size} pieces, the embedding {config.vocab_size} rows;"
@@ -157,15 +154,6 @@ def _check_sums(opened: Opened | Stored) -> None:
         verify(opened.path)
 
 
-def _check_names(opened: Opened | Stored) -> None:
-    """Raise CheckpointError for a tensor that is missing, left over or misshapen."""
-    from llama_jax.checkpoints.assemble import plan
-    from llama_jax.checkpoints.store import Stored
-
-    if not isinstance(opened, Stored):  # which were checked when it was opened
-        plan(opened)
-
-
 def _files(opened: Opened | Stored) -> list[Path]:
     """What the model's tensors lie in."""
     from llama_jax.checkpoints.store import Stored
@@ -178,12 +166,11 @@ def _files(opened: Opened | Stored) -> list[Path]:
 
 
 def _files_of(tensor: Any) -> list[Path]:
-    from llama_jax.checkpoints.pickled import Strided
-    from llama_jax.checkpoints.tensors import Joined, Stacked
+    from llama_jax.checkpoints.tensors import Combined, Derived
 
-    if isinstance(tensor, Joined | Stacked):
+    if isinstance(tensor, Combined):
         return [file for part in tensor.parts for file in _files_of(part)]
-    return [tensor.span.path if isinstance(tensor, Strided) else tensor.path]
+    return _files_of(tensor.tensor) if isinstance(tensor, Derived) else [tensor.path]
 
 
 def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import time
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +12,8 @@ import tyro
 
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.plot import check_picture, save_picture
-from llama_jax.cli.reading import TextOptions, as_json, numbers, statistics
-from llama_jax.cli.rope import say_beyond, with_rope
+from llama_jax.cli.reading import TextOptions, numbers
+from llama_jax.cli.rope import say_beyond
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,8 +54,6 @@ class Needle(TextOptions):
     """Prompts that are read at once; by default 1 on a CPU and as many as make up 32,768 tokens elsewhere."""
     plot: Path | None = None
     """Draw heat maps of depth over length, as .png, .pdf or .svg. Needs the extra 'plot'."""
-    json: bool = False
-    """Print one JSON object; what is not a number is null."""
 
     def run(self) -> None:
         self.check()
@@ -65,74 +61,48 @@ class Needle(TextOptions):
         depths = numbers("depths", self.depths, float)
         if self.plot is not None:
             check_picture("plot", self.plot)
-        import jax
         from tqdm import tqdm
 
-        from llama_jax.checkpoints.loading import load, open_checkpoint
-        from llama_jax.cli.runtime import CompileClock, loading_bar, start_backend, use_compilation_cache
-        from llama_jax.runs.haystack import QUESTION, STATEMENT, prepare
+        from llama_jax.runs.haystack import QUESTION, STATEMENT, Hidden, prepare
         from llama_jax.runs.needle import needle
         from llama_jax.runs.plot import draw_needle
 
         # What is quick comes first: no mistake shall be found after minutes of loading.
-        use_compilation_cache()
-        compiling = CompileClock()
-        start_backend()
-        opened = open_checkpoint(self.path)
-        config = with_rope(opened.config, self.rope)
+        subject = self.open(self.path)
+        config = subject.config
         lengths = lengths or tuple(config.max_seq_len // part for part in (4, 2, 1))
-        tokenizer = self.vocabulary(self.path, opened)
-        haystack = text_of(self.corpus(tokenizer, lengths), tokenizer)
-        arguments: dict[str, Any] = {
-            "lengths": lengths,
-            "depths": depths,
-            "trials": self.trials,
-            "wrong_keys": self.wrong_keys,
-            "seed": self.seed,
-            "statement": self.statement or STATEMENT,
-            "question": self.question or QUESTION,
-            "digits": self.digits,
-            "batch": self.batch,
-        }
-        prepare(config, tokenizer, haystack, **arguments)
+        haystack = text_of(self.corpus(subject.tokenizer, lengths), subject.tokenizer)
+        hidden = Hidden(
+            lengths=lengths,
+            depths=depths,
+            trials=self.trials,
+            wrong_keys=self.wrong_keys,
+            seed=self.seed,
+            statement=self.statement or STATEMENT,
+            question=self.question or QUESTION,
+            digits=self.digits,
+            batch=self.batch,
+        )
+        prepare(config, subject.tokenizer, haystack, hidden)
         say_beyond(config, lengths)
-        dtype = None if self.dtype == "auto" else self.dtype
-        params = load(self.path, dtype, tokenizer=self.tokenizer, progress=loading_bar).params
+        params = self.load(subject)
 
-        started, compiled = time.perf_counter(), compiling.seconds
+        seconds = subject.stopwatch()
         bar = partial(tqdm, desc="searching", unit=" pieces", leave=False, disable=None)
-        found = needle(config, params, tokenizer, haystack, progress=bar, **arguments)
-        seconds = time.perf_counter() - started - (compiling.seconds - compiled)
+        found = needle(config, params, subject.tokenizer, haystack, progress=bar, **asdict(hidden))
         for cell in found.cells:
             if not math.isfinite(cell.log_probability):
                 raise self.not_finite(f"log-probability at length={cell.length}", cell.log_probability)
         tokens = sum(cell.length * cell.trials for cell in found.cells)
-        facts = {
-            "model": str(self.path),
-            "data": list(map(str, self.data)),
-            "rope": self.rope or None,
-            "context": config.max_seq_len,
-            **arguments,
-            **asdict(found),
-            "backend": jax.default_backend(),
-            "device": jax.devices()[0].device_kind,
-            "dtype": str(params.embedding.dtype),
-            "seconds": round(seconds, 3),
-            "compile_seconds": round(compiling.seconds, 3),
-            "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else 0.0,
-        }
-        if self.json:
-            print(as_json(facts))
-        else:
-            print(as_page(found, facts))
-            print(statistics(facts), file=sys.stderr)
+        facts = {**self.facts(subject, params, tokens, seconds()), **asdict(hidden), **asdict(found)}
+        self.show(facts, as_page(found, facts))
         if self.plot is not None:  # last, so that what was measured is not lost where there is no room for a picture
             name = f"{self.path} {self.rope}".strip()
             save_picture(draw_needle(found, context=config.max_seq_len, title=name), self.plot)
 
 
 def text_of(corpus: Corpus, tokenizer: Tokenizer) -> np.ndarray:
-    """All documents one behind the other, without the tokens that begin and end them: int[n]."""
+    """All documents concatenated, without the tokens that begin and end them: int[n]."""
     import numpy as np
 
     parts = [corpus.document(number) for number in range(corpus.document_count)]

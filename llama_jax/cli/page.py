@@ -1,8 +1,10 @@
-"""How `inspect` and `verify` write: sizes, columns, and names from files that a terminal can be given."""
+"""How commands write: sizes, columns, names from files that a terminal can be given, and JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -31,3 +33,10 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: st
         for row in rows
     )
     return "\n".join((indent + line).rstrip() for line in lines)
+
+
+def as_json(facts: dict[str, Any]) -> str:
+    """One JSON object on one line, in which what is not a number is null."""
+    from llama_jax.runs.metrics import finite
+
+    return json.dumps(finite(facts), ensure_ascii=False)

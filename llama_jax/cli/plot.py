@@ -35,7 +35,8 @@ class Plot:
     """How far the mean reaches that is drawn over the faint curve, as a fraction of a run; 0 draws the curve alone."""
 
     def run(self) -> None:
-        from llama_jax.runs.plot import METRICS, draw, read_runs
+        from llama_jax.runs.metrics import METRICS
+        from llama_jax.runs.plot import draw, read_runs
 
         output = self._output()
         runs = read_runs(self.runs)

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
 
 from llama_jax.cli.options import DTYPES
+from llama_jax.cli.page import as_json
+from llama_jax.cli.rope import with_rope
+from llama_jax.cli.stopping import ending_in_order
 from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.tensors import Opened
+    from llama_jax.cli.runtime import CompileClock
+    from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
+    from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
 
 Number = TypeVar("Number", int, float)
 LONGEST = 1 << 17
 
 
+class Subject(NamedTuple):
+    """The model that is measured, before its weights are loaded, and the clock of what is compiled meanwhile."""
+
+    path: Path
+    config: LlamaConfig
+    tokenizer: Tokenizer
+    compiling: CompileClock
+
+    def stopwatch(self) -> Callable[[], float]:
+        """A function of the seconds from now on, without those of compiling."""
+        started, compiled = time.perf_counter(), self.compiling.seconds
+        return lambda: time.perf_counter() - started - (self.compiling.seconds - compiled)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
-    """Files, or folders of them: text, .jsonl, or token ids in .bin or .array_record; several behind one --data, or one
-    behind each. Tokenised once, then cached."""
+    """Files, or folders of them: text, .jsonl, or token ids in .bin or .array_record; several after one --data, or one
+    after each. Tokenised once, then cached."""
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
@@ -49,6 +68,8 @@ class TextOptions:
     """Of each object of a .jsonl file that is the text."""
     token_type: Literal["auto", "uint16", "uint32"] = "auto"
     """Of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
+    json: bool = False
+    """Print one JSON object; what is not a number is null."""
 
     def vocabulary(self, path: Path, opened: Opened | Stored) -> Tokenizer:
         """The model's tokenizer, or the one that was given; UserError where there is none, or one of another model."""
@@ -76,18 +97,55 @@ class TextOptions:
         longest = longest if self.longest is None else self.longest
         reading = Reading(separator=self.separator, longest=longest, field=self.field, token_type=token_type)
         bar = partial(tqdm, desc="tokenising", unit=" MB", leave=False, disable=None)
-        # This may end in order, and must: a temporary file would be left behind.
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
+        with ending_in_order("stopped"):
             corpus = open_corpus(self.data, tokenizer, reading=reading, progress=bar)
-        except KeyboardInterrupt:
-            print("\nllama-jax: stopped", file=sys.stderr)
-            os._exit(130)
-        finally:
-            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
         if self.max_documents is None:
             return corpus
         return corpus.select(np.arange(min(self.max_documents, corpus.document_count)))
+
+    def open(self, path: Path) -> Subject:
+        """The model at a path but for its weights, with the rope scaling and the vocabulary that were given."""
+        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.cli.runtime import CompileClock, start_backend, use_compilation_cache
+
+        use_compilation_cache()
+        compiling = CompileClock()
+        start_backend()
+        opened = open_checkpoint(path)
+        return Subject(path, with_rope(opened.config, self.rope), self.vocabulary(path, opened), compiling)
+
+    def load(self, subject: Subject) -> Llama:
+        """The weights."""
+        from llama_jax.checkpoints.loading import load
+        from llama_jax.cli.runtime import loading_bar
+
+        dtype = None if self.dtype == "auto" else self.dtype
+        return load(subject.path, dtype, tokenizer=self.tokenizer, progress=loading_bar).params
+
+    def facts(self, subject: Subject, params: Llama, tokens: int, seconds: float) -> dict[str, Any]:
+        """What was measured and where, and how fast `tokens` were read."""
+        import jax
+
+        return {
+            "model": str(subject.path),
+            "data": list(map(str, self.data)),
+            "rope": self.rope or None,
+            "context": subject.config.max_seq_len,
+            "backend": jax.default_backend(),
+            "device": jax.devices()[0].device_kind,
+            "dtype": str(params.embedding.dtype),
+            "seconds": round(seconds, 3),
+            "compile_seconds": round(subject.compiling.seconds, 3),
+            "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else 0.0,
+        }
+
+    def show(self, facts: dict[str, Any], page: str) -> None:
+        """Print the facts as JSON, or the page and on stderr where and how fast."""
+        if self.json:
+            print(as_json(facts))
+        else:
+            print(page)
+            print(statistics(facts), file=sys.stderr)
 
     def check(self) -> None:
         """What can be wrong without looking at anything: UserError."""
@@ -111,21 +169,6 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
                 f"{name}={shown(text)} has {shown(part, 20)} where a number is needed, as in 256,512,1024"
             ) from None
     return tuple(found)
-
-
-def as_json(facts: dict[str, Any]) -> str:
-    """One JSON object on one line, in which what is not a number is null."""
-    import json
-    import math
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(one) for key, one in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(one) for one in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(facts), ensure_ascii=False)
 
 
 def statistics(facts: dict[str, Any]) -> str:

@@ -7,12 +7,12 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from llama_jax.errors import UserError, shown
 
 if TYPE_CHECKING:
-    from llama_jax.config import LlamaConfig
+    from llama_jax.config import LlamaConfig, RopeScalingKind
 
 SPLIT = re.compile(r",(?![^\[]*\])")  # commas outside of brackets
 
@@ -47,12 +47,12 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
         if name not in fields or not equals:
             has = ", ".join(fields) or "none"
             raise UserError(
-                f"rope={shown(text)} has {shown(part, 40)} behind its factor; the further fields of {kind} are: {has}"
+                f"rope={shown(text)} has {shown(part, 40)} after its factor; the further fields of {kind} are: {has}"
             )
         given[name] = _value(text, value)
     if "original_max_seq_len" in fields:
         given.setdefault("original_max_seq_len", original)
-    scaling = RopeScaling(kind, _value(text, number), **given)  # type: ignore[arg-type]  # a key of the table
+    scaling = RopeScaling(cast("RopeScalingKind", kind), _value(text, number), **given)  # a key of the table
     context = int((scaling.original_max_seq_len or original) * scaling.factor)
     return replace(config, rope_scaling=scaling, max_seq_len=context)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import platformdirs
 
-from llama_jax.errors import UserError
+from llama_jax.errors import UserError, reason_of
 from llama_jax.flags import set_flags
 
 
@@ -36,8 +36,7 @@ def start_backend(*, training: bool = False) -> None:
     try:
         jax.devices()
     except RuntimeError as error:
-        reason = str(error).splitlines()[0][:200]
-        raise UserError(f"JAX finds no device ({reason}); JAX_PLATFORMS=cpu uses the processor") from None
+        raise UserError(f"JAX finds no device ({reason_of(error, 200)}); JAX_PLATFORMS=cpu uses the processor") from None
 
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import os
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.errors import UserError
+from llama_jax.writing import send_nowhere
 
 if TYPE_CHECKING:
     from llama_jax.runs.recipe import Recipe
@@ -36,7 +35,7 @@ class Train:
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
-    """Text, JSONL, .bin or .array_record, or folders of them: several behind one --data, or one behind each."""
+    """Text, JSONL, .bin or .array_record, or folders of them: several after one --data, or one after each."""
     validation_data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
     """Likewise, to validate on; by default a share of the documents of --data."""
     tokenizer: Path | None = None
@@ -71,8 +70,6 @@ class Train:
 
         # orbax logs the traceback of a failed save, which then ends this command with a line of its own.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
         replaced = [change for change in self.changes if REPLACED.match(change)]
         if self.weights is not None and replaced:
             raise UserError(
@@ -87,14 +84,14 @@ class Train:
             self.coordinator, self.processes, self.process_id, detect=self.distributed, timeout=self.start_timeout
         ) as joined:
             if joined.index > 0:  # what XLA's collectives for CPU write to stdout, too, is said by process 0 alone
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                send_nowhere(1)
             start_backend(training=True)
             from llama_jax.runs.log import Log
             from llama_jax.runs.loop import train
 
             recipe = self._recipe()
             result = train(
-                self._recipe(),
+                recipe,
                 self.workdir,
                 self.data,
                 validation_data=self.validation_data,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-import math
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import tyro
 
-from llama_jax.cli.page import columns, printable
+from llama_jax.cli.page import as_json, columns, printable
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
 
@@ -56,8 +53,6 @@ class Verify:
     """Print one JSON object instead, with every layer."""
 
     def run(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
         self._check_options()
         from llama_jax.checkpoints.loading import load, open_checkpoint
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
@@ -114,12 +109,10 @@ class Verify:
         import jax
 
         import llama_jax
-        from llama_jax.checkpoints.assemble import plan
-        from llama_jax.checkpoints.store import Stored
+        from llama_jax.checkpoints.loading import check_names
         from llama_jax.verify.rounding import origin_of
 
-        if not isinstance(opened, Stored):  # which were checked when it was opened
-            plan(opened)
+        check_names(opened)
         versions = {"llama_jax": llama_jax.__version__, "jax": jax.__version__}
         name = f"{self.path} ({opened.format})"
         return origin_of(name, opened.config, list(opened.tensors.values()), self.dtype, versions)
@@ -232,7 +225,7 @@ class Verify:
     def _end(self, same: bool, why: str, page: str, facts: dict[str, Any]) -> NoReturn:
         """Print the page and the verdict, or all as JSON, and exit with what the verdict says."""
         if self.json:
-            print(json.dumps(_finite({"same": same, "verdict": why} | facts)))
+            print(as_json({"same": same, "verdict": why} | facts))
         else:
             print(f"{page}\n{why}" if page else why)
         sys.stdout.flush()
@@ -255,16 +248,7 @@ def _table(parts: tuple[Part, ...]) -> str:
     rows = [["", "max abs", "relative", "own", "roundings"]]
     rows += [[p.name, f"{p.max_abs:.2g}", f"{p.relative:.2g}", f"{p.own:.2g}", f"{p.roundings:,.1f}"] for p in parts]
     legend = """
-  max abs, relative: of the residual stream behind the part
+  max abs, relative: of the residual stream after the part
   own: of the part alone, given the reference's stream, relative to what it adds
   roundings: how many times what rounding explains of its own difference"""
     return columns(rows, right=(1, 2, 3, 4), indent="  ") + legend
-
-
-def _finite(found: Any) -> Any:
-    """JSON has no word for what is not finite."""
-    if isinstance(found, dict):
-        return {name: _finite(value) for name, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [_finite(value) for value in found]
-    return None if isinstance(found, float) and not math.isfinite(found) else found

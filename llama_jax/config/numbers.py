@@ -9,7 +9,7 @@ from llama_jax.errors import ConfigError, shown
 
 def require_positive_int(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ConfigError(f"{name}={shown(value, 40)} must be a positive whole number below 2**31")
+        raise ConfigError(f"{name}={shown(value, 40)} must be a positive integer below 2**31")
 
 
 def require_number(name: str, value: object, *, minimum: float = -math.inf, above: float = -math.inf) -> None:

@@ -73,7 +73,7 @@ class Rows:
         begin = number * self._batch + self._first
         for at in range(self._share):
             epoch, row = divmod(begin + at, self._rows)
-            if epoch == 0 or self._seed is not None:  # behind the end of a single pass the last batch is padding
+            if epoch == 0 or self._seed is not None:  # after the end of a single pass the last batch is padding
                 laid_out = self._lay_out(epoch)
                 fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
         return batch

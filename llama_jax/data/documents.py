@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from llama_jax.data.errors import DataError
+from llama_jax.errors import shown
 
 CHUNK = 1 << 20  # bytes of a text file that are read at once
 
@@ -22,8 +23,8 @@ class Reading:
     Attributes:
       separator: what stands between the documents of a text file. White space around a document is not part of it.
       longest: characters of the longest document of a text file. A longer one, such as a whole file without separators,
-        becomes several: it is cut behind the last empty line that leaves more than half of that, else behind the last
-        line, else behind the last word. The default is about 30,000 tokens.
+        becomes several: it is cut after the last empty line that leaves more than half of that, else after the last
+        line, else after the last word. The default is about 30,000 tokens.
       field: of each object of a JSONL file that is the text of a document; taken as it is, whatever its length.
       token_type: of the ids in ``.bin`` and ``.array_record``; None means "uint16" where that holds the vocabulary.
 
@@ -89,13 +90,17 @@ def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
                 raise DataError(f"{path}, line {number} is a {type(found).__name__}; JSONL has one object a line")
             text = found.get(reading.field)
             if not isinstance(text, str):
-                fields = ", ".join(map(repr, found)) or "no fields"
                 raise DataError(
-                    f"{path}, line {number} has no text in the field {reading.field!r}; it has {fields[:200]}:"
+                    f"{path}, line {number} has no text in the field {reading.field!r}; it has {shown(list(found), 200)}:"
                     " name the one with the text by `field`"
                 )
             if text:
                 yield Document(text, number, read)
+
+
+def read_documents(path: Path, reading: Reading) -> Iterator[Document]:
+    """The documents of a file: of a JSONL file by its name, else of a text file."""
+    return (jsonl_documents if path.suffix.lower() == ".jsonl" else text_documents)(path, reading)
 
 
 def _pieces(path: Path, separator: str, longest: int) -> Iterator[tuple[str, int]]:

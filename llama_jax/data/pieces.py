@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.data.documents import Reading, jsonl_documents, text_documents
+from llama_jax.data.documents import Reading, read_documents
 from llama_jax.data.errors import DataError
 from llama_jax.data.vocabulary import Vocabulary
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, reason_of
 from llama_jax.tokenizers import Tokenizer
 
 BLOCK = 1 << 20  # tokens of a .bin that are read at once
@@ -39,7 +39,7 @@ def read_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, readin
 
     Text becomes BOS, its tokens, EOS, each end where the vocabulary has one. Ids in ``.bin`` (nothing but ids, as nanoGPT
     and llama2.c write them) and in ``.array_record`` (the ids of one document a record) are taken as they are; in a
-    ``.bin`` a document begins with every BOS and behind every EOS.
+    ``.bin`` a document begins with every BOS and after every EOS.
 
     Raises:
       DataError: a file that is damaged or of another kind, by its line or the place of the token.
@@ -49,8 +49,7 @@ def read_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, readin
     elif path.suffix.lower() == ".array_record":
         yield from _from_records(path, vocabulary, reading)
     else:
-        documents = jsonl_documents if path.suffix.lower() == ".jsonl" else text_documents
-        for text, line, read in documents(path, reading):
+        for text, line, read in read_documents(path, reading):
             try:
                 ids = tokenizer.encode(text, bos=vocabulary.bos >= 0, eos=vocabulary.eos >= 0)
             except TokenizerError as error:
@@ -62,7 +61,9 @@ def _from_bin(path: Path, vocabulary: Vocabulary, reading: Reading) -> Iterator[
     dtype = _token_type(vocabulary, reading)
     size = path.stat().st_size
     if size % dtype.itemsize:
-        raise DataError(f"{path} has {size} bytes, which is no whole number of {dtype.name} ids; is it whole, and of ids?")
+        raise DataError(
+            f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of a {dtype.name} id; is it whole, and of ids?"
+        )
     bos, eos = vocabulary.bos, vocabulary.eos
     offset = 0
     ended = True  # whether a document ended with the last token of the block before
@@ -101,8 +102,7 @@ def _from_records(path: Path, vocabulary: Vocabulary, reading: Reading) -> Itera
         try:
             record = reader.read()
         except (RuntimeError, IndexError) as error:
-            reason = " ".join(str(error).split())[:100]
-            raise DataError(f"{damaged} (record {number}: {reason})") from None
+            raise DataError(f"{damaged} (record {number}: {reason_of(error)})") from None
         where = f"{path}, record {number}"
         if not record or len(record) % dtype.itemsize:
             raise DataError(f"{where} has {len(record)} bytes; it must be the {dtype.name} ids of a document, at least one")

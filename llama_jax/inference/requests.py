@@ -61,8 +61,9 @@ def _limits(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
     """int32[B], from one number or one per row."""
     if isinstance(max_new_tokens, np.ndarray | jax.Array):
         max_new_tokens = np.asarray(max_new_tokens).tolist()
-    several = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
-    each: list[Any] = list(max_new_tokens) if several else [max_new_tokens]  # type: ignore[arg-type]
+    each: list[Any] = [max_new_tokens]
+    if isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str):
+        each = list(max_new_tokens)
     for limit in each:
         if isinstance(limit, bool) or not isinstance(limit, int | np.integer) or not 1 <= limit < 2**31:
             raise GenerationError(f"max_new_tokens={limit!r} must be a positive whole number")

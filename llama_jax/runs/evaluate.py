@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
+from llama_jax.data.opening import Progress
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
@@ -24,7 +25,6 @@ CHUNK = 64
 LONGEST = 4096  # tokens of a window where none are asked for: a layer's scores grow with their square
 
 Measure = Callable[[Llama, Rows], jax.Array]
-Progress = Callable[[range], Iterable[int]]
 
 
 class Sizes(NamedTuple):
@@ -131,11 +131,7 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
     stride = max(length // 2, 1) if stride is None else stride
     if not 1 <= stride <= length:
         raise DataError(f"stride={stride} must be at least 1 and at most length={length}, or tokens would be left out")
-    if corpus.vocab_size > config.vocab_size:
-        raise DataError(
-            f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.vocab_size};"
-            " read the files with the model's own tokenizer"
-        )
+    check_vocabulary(config, corpus)
     if not (corpus.stops - corpus.starts > 1).any():
         raise DataError(
             f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
@@ -145,6 +141,15 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
     if batch < 1:
         raise DataError(f"batch={batch} must be at least 1 row")
     return Sizes(length, stride, batch)
+
+
+def check_vocabulary(config: LlamaConfig, corpus: Corpus) -> None:
+    """Raise DataError for a corpus with tokens that the model has not."""
+    if corpus.vocab_size > config.vocab_size:
+        raise DataError(
+            f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.vocab_size};"
+            " read the files with the model's own tokenizer"
+        )
 
 
 def token_nats(
@@ -180,7 +185,7 @@ def nats_of(
     chunk: int = CHUNK,
     constrain: Constrain = unconstrained,
 ) -> jax.Array:
-    """Negative log-likelihood in nats of the targets int32[B, T] behind hidden states [B, T, D]: float32[B, T].
+    """Negative log-likelihood in nats of the targets int32[B, T] that follow hidden states [B, T, D]: float32[B, T].
 
     Args:
       targets: -1 where nothing is predicted, which gives 0.

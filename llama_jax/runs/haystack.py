@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is {key}"
 MOST_KEYS = 10_000  # each is tried as the answer of every prompt
 DIGITS = 5
+MOST_DIGITS = 18
 FARTHEST = 64  # tokens that the needle is moved back at most, to stand between words
 
 
@@ -41,85 +43,77 @@ class Trial(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What all prompts are made of: lengths and depths in order, the tokens that begin a text, keys, and trials."""
+    """What all prompts are made of: the tokens that begin a text, the keys, and the trials."""
 
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
     start: list[int]
     keys: Keys
     trials: list[Trial]
 
 
-def prepare(
-    config: LlamaConfig,
-    tokenizer: Tokenizer,
-    haystack: Sequence[int] | np.ndarray,
-    *,
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    trials: int,
-    wrong_keys: int,
-    seed: int,
-    statement: str,
-    question: str,
-    digits: int,
-    batch: int | None,
-) -> Prepared:
+@dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """What is hidden, where, and how often; for the fields and errors see `needle`. Lengths and depths come in order."""
+
+    lengths: Sequence[int]
+    depths: Sequence[float]
+    trials: int
+    wrong_keys: int
+    seed: int
+    statement: str
+    question: str
+    digits: int
+    batch: int | None
+
+    def __post_init__(self) -> None:
+        for name, values in (("lengths", self.lengths), ("depths", self.depths)):
+            if not len(values):
+                raise UserError(f"{name} are empty; give at least one")
+            if len(set(values)) < len(values):
+                raise UserError(f"{name}={','.join(map(str, values))} has one of them twice")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:
+                raise UserError(f"depth={depth} must be from 0, the beginning, to 1, just before the question")
+        for name in ("trials", "wrong_keys", "digits", "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        for name, most in (("digits", MOST_DIGITS), ("wrong_keys", MOST_KEYS)):
+            if getattr(self, name) > most:
+                raise UserError(f"{name}={getattr(self, name)} are too many; give at most {most:,}")
+        if self.wrong_keys >= 9 * 10 ** (self.digits - 1):
+            raise UserError(
+                f"wrong_keys={self.wrong_keys} are more than there are other numbers of digits={self.digits}; give fewer"
+            )
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must be at least 0")
+        if "{key}" not in self.statement:
+            raise UserError(f"statement={shown(self.statement)} must have {{key}} where the key is to stand")
+        if not self.question.endswith("{key}") or self.question.count("{key}") > 1:
+            raise UserError(f"question={shown(self.question)} must end with {{key}}, and have it nowhere else")
+        object.__setattr__(self, "lengths", tuple(sorted(map(int, self.lengths))))
+        object.__setattr__(self, "depths", tuple(sorted(map(float, self.depths))))
+
+
+def prepare(config: LlamaConfig, tokenizer: Tokenizer, haystack: Sequence[int] | np.ndarray, hidden: Hidden) -> Prepared:
     """What `needle` does before it needs parameters, all checks among it; for arguments and errors see there."""
-    lengths, depths = _check(lengths, depths, trials, wrong_keys, digits, batch, seed, statement, question)
     haystack = np.asarray(haystack)
     check_tokens(config, haystack, "haystack token")
-    if haystack.size < lengths[-1]:
+    shortest, longest = hidden.lengths[0], hidden.lengths[-1]
+    if haystack.size < longest:
         raise UserError(
-            f"length={lengths[-1]} needs a haystack of as many tokens, and this one has {haystack.size}; give a longer text"
+            f"length={longest} needs a haystack of as many tokens, and this one has {haystack.size}; give a longer text"
         )
-    keys = encode_keys(tokenizer, draw_keys(wrong_keys + 1, digits, seed), statement, question)
+    drawn = draw_keys(hidden.wrong_keys + 1, hidden.digits, hidden.seed)
+    keys = encode_keys(tokenizer, drawn, hidden.statement, hidden.question)
     start = [tokenizer.bos_id] if tokenizer.bos_id >= 0 else []
     overhead = sum(map(len, (start, keys.question))) + max(
         len(said) + len(answer) for said, answer in zip(keys.statements, keys.answers, strict=True)
     )
-    if lengths[0] <= overhead:
-        raise UserError(f"length={lengths[0]} leaves no haystack beside needle and question, which take {overhead} tokens")
-    places = np.random.default_rng([seed, 1]).random(trials)
-    hidden = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
-    return Prepared(lengths, depths, start, keys, hidden)
-
-
-def _check(
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    trials: int,
-    wrong_keys: int,
-    digits: int,
-    batch: int | None,
-    seed: int,
-    statement: str,
-    question: str,
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Lengths and depths in order, or UserError."""
-    for name, values in (("lengths", lengths), ("depths", depths)):
-        if not len(values):
-            raise UserError(f"{name} are empty; give at least one")
-        if len(set(values)) < len(values):
-            raise UserError(f"{name}={','.join(map(str, values))} has one of them twice")
-    for depth in depths:
-        if not 0 <= depth <= 1:
-            raise UserError(f"depth={depth} must be from 0, the beginning, to 1, just before the question")
-    for name, value in (("trials", trials), ("wrong_keys", wrong_keys), ("digits", digits), ("batch", batch)):
-        if value is not None and value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
-    for name, value, most in (("digits", digits, 18), ("wrong_keys", wrong_keys, MOST_KEYS)):
-        if value > most:
-            raise UserError(f"{name}={value} are too many; give at most {most:,}")
-    if wrong_keys >= 9 * 10 ** (digits - 1):
-        raise UserError(f"wrong_keys={wrong_keys} are more than there are other numbers of digits={digits}; give fewer")
-    if seed < 0:
-        raise UserError(f"seed={seed} must be at least 0")
-    if "{key}" not in statement:
-        raise UserError(f"statement={shown(statement)} must have {{key}} where the key is to stand")
-    if not question.endswith("{key}") or question.count("{key}") > 1:
-        raise UserError(f"question={shown(question)} must end with {{key}}, and have it nowhere else")
-    return tuple(sorted(map(int, lengths))), tuple(sorted(map(float, depths)))
+    if shortest <= overhead:
+        raise UserError(f"length={shortest} leaves no haystack beside needle and question, which take {overhead} tokens")
+    places = np.random.default_rng([hidden.seed, 1]).random(hidden.trials)
+    trials = [Trial(number % len(keys.answers), float(place)) for number, place in enumerate(places)]
+    return Prepared(start, keys, trials)
 
 
 def draw_keys(count: int, digits: int, seed: int) -> list[str]:

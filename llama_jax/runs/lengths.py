@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -14,18 +14,17 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
+from llama_jax.data.opening import Progress
 from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.model.cache import KVCache, init_cache
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
-from llama_jax.runs.evaluate import nats_of
+from llama_jax.runs.evaluate import check_vocabulary, nats_of
 
 TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
 ROWS_OF_LOGITS = 512  # that are held at a time
-
-Progress = Callable[[range], Iterable[int]]
 
 
 class Bucket(NamedTuple):
@@ -42,7 +41,7 @@ class LengthLoss:
 
     Attributes:
       length: T, tokens of a window.
-      windows: that were read, one behind the other, without overlap.
+      windows: that were read, consecutive and without overlap.
       tokens: that were predicted, `length` times `windows`.
       loss: mean over all of them, in nats.
       standard_error: of `loss` in nats, from the spread between windows of the longest length; nan for a single one.
@@ -82,7 +81,7 @@ def evaluate_lengths(
 ) -> tuple[LengthLoss, ...]:
     """Loss of the same text in windows of each length, and by position in them.
 
-    The text is cut into spans of the longest length, and each span into windows of every other, one behind the other: where
+    The text is cut into spans of the longest length, and each span into consecutive windows of every other length: where
     a length divides the longest, all lengths predict the same tokens and differ only in what the model sees before them.
     (Where it does not, the rest of each span is left out there.) So a model that uses its context has less loss at a greater
     length, and one that breaks beyond the length it was trained at has more, from that position on. A window lies in one
@@ -134,11 +133,7 @@ def choose_lengths(
             raise DataError(f"length={length} must be at least 1 token")
         if list(lengths).count(length) > 1:
             raise DataError(f"length={length} is given twice")
-    if corpus.vocab_size > config.vocab_size:
-        raise DataError(
-            f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.vocab_size};"
-            " read the files with the model's own tokenizer"
-        )
+    check_vocabulary(config, corpus)
     longest = int((corpus.stops - corpus.starts).max(initial=0))
     if max(lengths) >= longest:
         raise DataError(
@@ -153,7 +148,7 @@ def choose_lengths(
 
 
 def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray:
-    """Where in `corpus.tokens` each span begins that has `length` tokens to read and one behind: int64[n]."""
+    """Where in `corpus.tokens` each span begins that has `length` tokens to read and one to follow: int64[n]."""
     counts = (corpus.stops - corpus.starts - 1).clip(0) // length
     number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     spans = np.repeat(corpus.starts, counts) + number * length
@@ -268,7 +263,7 @@ def _measure(
     running: Callable[[], None] | None = None
     for first in range(0, plan.windows, plan.batch):
         tokens, targets = _lay(corpus, starts[first : first + plan.batch], plan, capacity)
-        # What an earlier window left in the cache lies behind the new length, where nothing reads it.
+        # What an earlier window left in the cache lies after the new length, where nothing reads it.
         cache = cache.replace(length=jnp.zeros(plan.batch, jnp.int32))
         for begin in range(0, capacity, plan.piece):
             next(ticks)

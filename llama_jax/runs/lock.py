@@ -13,10 +13,12 @@ from typing import TextIO
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.metrics import METRICS
+from llama_jax.runs.recipe import RECIPE
 from llama_jax.writing import cannot_write
 
 FILE = "lock"
-OF_A_RUN = ("recipe.json", "metrics.jsonl")
+OF_A_RUN = (RECIPE, METRICS)
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TextIO
+
+from llama_jax.writing import send_nowhere
 
 
 class Log:
@@ -26,25 +27,25 @@ class Log:
         self._write(text, stays=not self._in_place)
 
     def _write(self, text: str, *, stays: bool) -> None:
+        self._put(("\r\x1b[K" if self._open else "") + text + "\n" * stays)
+        self._open = not stays
+
+    def _put(self, text: str) -> None:
         if self.quiet:
             return
-        before = "\r\x1b[K" if self._open else ""
         try:
-            self._stream.write(f"{before}{text}" + "\n" * stays)
+            self._stream.write(text)
             self._stream.flush()
         except OSError:
             # The reader has left (`| head`), the terminal has hung up, or the disk under a log is full: the run goes on in
             # silence. Nothing may be flushed there at the end.
             self.quiet = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            return
-        self._open = not stays
+            send_nowhere(self._stream.fileno())
 
     def end(self) -> None:
         """Leave the last line of progress where it is."""
-        if self._open and not self.quiet:
-            self._stream.write("\n")
-            self._stream.flush()
+        if self._open:
+            self._put("\n")
             self._open = False
 
 

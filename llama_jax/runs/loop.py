@@ -29,6 +29,7 @@ from llama_jax.runs.evaluate import Evaluation, evaluate
 from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
+from llama_jax.runs.profile import Profile
 from llama_jax.runs.program import Backend, Program, make_program, on_one_device
 from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import find
@@ -152,40 +153,47 @@ def train(
         preparing.write_recipe(folder, recipe)
         # Up to here there is nothing to save, and a signal ends the process at once.
         with StopRequest(quiet=processes.index > 0) as stop:
-            stopping = Stopping(stop, processes.count)
-            run = _Run(recipe, folder, program, snapshots, vocabulary, prompts, corpora, log, stopping, trace, processes)
+            run = _Run(
+                recipe=recipe,
+                folder=folder,
+                program=program,
+                snapshots=snapshots,
+                tokenizer=vocabulary,
+                prompts=prompts,
+                corpora=corpora,
+                log=log,
+                stop=Stopping(stop, processes.count),
+                profile=Profile(folder, trace, log),
+                processes=processes,
+            )
             run.announce(state, resumed=note is not None)
             return run.go_on(state, note)
 
 
+@dataclass
 class _Run:
-    """The state of the loop that is not the model's: clocks, files, and what has been said."""
+    """A run between its first and its last step: what it was made of, and the state of the loop that is not the model's."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        program: Program,
-        snapshots: Snapshots,
-        tokenizer: Tokenizer,
-        prompts: list[list[int]],
-        corpora: preparing.Corpora,
-        log: Log,
-        stop: Stopping,
-        trace: range | None,
-        processes: Processes,
-    ) -> None:
-        self.recipe, self.program, self.snapshots = recipe, program, snapshots
-        self.tokenizer, self.prompts, self.corpora, self.log, self.stop = tokenizer, prompts, corpora, log, stop
-        self.folder, self.trace, self.processes = folder, trace, processes
-        self.rates = learning_rates(recipe.optimizer, recipe.steps)
-        self.flops = step_flops(recipe.model, recipe.batch, recipe.length)
+    recipe: Recipe
+    folder: Path
+    program: Program
+    snapshots: Snapshots
+    tokenizer: Tokenizer
+    prompts: list[list[int]]
+    corpora: preparing.Corpora
+    log: Log
+    stop: Stopping
+    profile: Profile
+    processes: Processes
+    tokens: int = 0
+    validation: Evaluation | None = None
+    validated: int = -1  # the step of it
+
+    def __post_init__(self) -> None:
+        self.rates = learning_rates(self.recipe.optimizer, self.recipe.steps)
+        self.flops = step_flops(self.recipe.model, self.recipe.batch, self.recipe.length)
         hardware = find_hardware(jax.devices()[0].device_kind)
         self.peak = None if hardware is None else hardware.flops
-        self.tokens = 0
-        self.validation: Evaluation | None = None
-        self.validated = -1  # the step of it
-        self.tracing = False
 
     def announce(self, state: TrainState, *, resumed: bool) -> None:
         """That the first step comes now."""
@@ -211,12 +219,11 @@ class _Run:
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
         running: dict[str, jax.Array] | None = None
-        if self.trace and begin >= self.trace.start:
-            self.log.line(f"no profile: step {self.trace.start} has been taken before")
+        self.profile.tell_of_missed(begin)
         try:
             step = begin
             while step < recipe.steps and not self.stop.now():
-                self._profile(step + 1, state)
+                self.profile.before(step + 1, state)
                 state, metrics = self.program.step(state, self.program.place(next(batches)))
                 # The step before is read while this one runs, so that the device never waits for the loop.
                 if running is not None:
@@ -244,7 +251,7 @@ class _Run:
             self.snapshots.wait()
             self._write("event", step, event="end" if step == recipe.steps else "stop", signal=self.stop.name)
         finally:
-            self._end_profile()
+            self.profile.end()
             self.log.end()
             batches.close()
             if self.metrics is not None:
@@ -364,25 +371,6 @@ class _Run:
         loss = self.validation.loss if self.validation is not None and self.validated == step else None
         self.snapshots.save(step, state, note, self.recipe.model, self.tokenizer, validation_loss=loss)
         self._write("event", step, event="save")
-
-    def _profile(self, step: int, state: TrainState) -> None:
-        """Begin or end the profile where the traced steps do: before `step` is taken, when the last one has ended."""
-        if self.trace and step in (self.trace.start, self.trace.stop):
-            jax.block_until_ready(state)
-            self._end_profile()
-            if step == self.trace.start:
-                # Without Python's own frames: the hook that records them ends a thread which starts at a bad moment, and
-                # a save whose thread has died waits for it.
-                options = jax.profiler.ProfileOptions()
-                options.python_tracer_level = 0
-                jax.profiler.start_trace(str(self.folder / "trace"), profiler_options=options)
-                self.tracing = True
-
-    def _end_profile(self) -> None:
-        if self.tracing:
-            self.tracing = False
-            jax.profiler.stop_trace()
-            self.log.line(f"profile in {self.folder / 'trace'}")
 
     def _conclude(self, step: int) -> None:
         best = self.snapshots.best()

@@ -12,14 +12,14 @@ from typing import Any
 
 from llama_jax.runs.errors import TrainingError
 
-FILE = "metrics.jsonl"
+METRICS = "metrics.jsonl"  # in the folder of a run
 
 
 class Metrics:
     """Appends to ``metrics.jsonl`` in a run's folder, one object a line, each written whole before the next step."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = path = folder / FILE
+        self._path = path = folder / METRICS
         # The last line of a run that was killed may be half a line: what follows begins on its own.
         broken = _last_byte(path) not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
@@ -27,7 +27,7 @@ class Metrics:
             self._file.write("\n")
         self._board: Any = None
         if importlib.util.find_spec("tensorboardX") is not None:
-            from tensorboardX import SummaryWriter  # type: ignore[import-not-found, import-untyped, unused-ignore]
+            from tensorboardX import SummaryWriter  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra, without types
 
             self._board = SummaryWriter(str(folder / "tensorboard"))
 
@@ -37,11 +37,9 @@ class Metrics:
         Raises:
           TrainingError: the disk is full, or the file cannot be written to any more.
         """
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-        }
+        values = finite(values)
         try:
-            self._file.write(json.dumps({"kind": kind, "step": step, **finite}, ensure_ascii=False) + "\n")
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}, ensure_ascii=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise TrainingError(
@@ -49,7 +47,7 @@ class Metrics:
                 " --resume"
             ) from None
         if self._board is not None and kind in ("train", "validation"):
-            for name, value in finite.items():
+            for name, value in values.items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
@@ -59,6 +57,15 @@ class Metrics:
             self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def finite(value: Any) -> Any:
+    """A value as JSON can hold it: None for each number in it that is not finite."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _last_byte(path: Path) -> bytes:

@@ -12,12 +12,13 @@ import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
+from llama_jax.data.opening import Progress
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 from llama_jax.model.params import Llama
-from llama_jax.runs.haystack import DIGITS, QUESTION, STATEMENT, lay_prompt, prepare, word_starts
-from llama_jax.runs.lengths import Progress, cut_pieces, empty_cache, rows_at_once
+from llama_jax.runs.haystack import DIGITS, QUESTION, STATEMENT, Hidden, lay_prompt, prepare, word_starts
+from llama_jax.runs.lengths import cut_pieces, empty_cache, rows_at_once
 from llama_jax.tokenizers import Tokenizer
 
 
@@ -114,10 +115,7 @@ def needle(
       UserError: values that cannot be, a haystack that is too short, or a length that has no room for the question.
       TokenizerError: a vocabulary that does not tell the keys apart.
     """
-    given = prepare(
-        config,
-        tokenizer,
-        haystack,
+    hidden = Hidden(
         lengths=lengths,
         depths=depths,
         trials=trials,
@@ -128,22 +126,23 @@ def needle(
         digits=digits,
         batch=batch,
     )
+    start, keys, places = prepare(config, tokenizer, haystack, hidden)
     haystack = np.asarray(haystack)
     words = word_starts(tokenizer, haystack)
-    plans = [_plan(length, len(given.depths) * trials, batch) for length in given.lengths]
+    plans = [_plan(length, len(depths) * trials, batch) for length in hidden.lengths]
     numbers = range(sum(plan.batches * plan.pieces for plan in plans))
     ticks = iter(progress(numbers) if progress else numbers)
     cells: list[NeedleCell] = []
     for plan in plans:
         prompts = [
-            lay_prompt(given.start, haystack, words, given.keys, trial, plan.length, depth)
-            for depth in given.depths
-            for trial in given.trials
+            lay_prompt(start, haystack, words, keys, trial, plan.length, depth)
+            for depth in hidden.depths
+            for trial in places
         ]
-        scores, best = _measure(config, params, prompts, given.keys.answers, plan, ticks)
-        cells += _cells(plan.length, given.depths, scores, best, np.array([trial.key for trial in given.trials]))
+        scores, best = _measure(config, params, prompts, keys.answers, plan, ticks)
+        cells += _cells(plan.length, hidden.depths, scores, best, np.array([trial.key for trial in places]))
     next(ticks, None)  # ends the bar
-    return NeedleTest(given.lengths, given.depths, wrong_keys, tuple(cells))
+    return NeedleTest(tuple(hidden.lengths), tuple(hidden.depths), wrong_keys, tuple(cells))
 
 
 class _Plan(NamedTuple):
@@ -176,7 +175,7 @@ def _whole(tokens: jax.Array, length: int) -> jax.Array:
 def answer_scores(
     config: LlamaConfig, params: Llama, length: int, cache: KVCache, last: jax.Array, answers: jax.Array
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-    """How probable each of several answers is behind the same prompts.
+    """How probable each of several answers is after the same prompts.
 
     Args:
       length: of a prompt with its answer, by which some kinds of `rope_scaling` go.
@@ -186,7 +185,7 @@ def answer_scores(
 
     Returns:
       The cache, to be used again; natural logarithms of the whole answers' probabilities float32[B, N]; and whether each
-      token of an answer was the most probable one behind those before it: bool[B, N].
+      token of an answer was the most probable one after those before it: bool[B, N].
     """
     filled = cache.length
 
@@ -232,7 +231,7 @@ def _measure(
         tokens = np.zeros((plan.batch, width), np.int32)
         for row, prompt in zip(tokens, filled, strict=True):
             row[: len(prompt) - 1] = prompt[:-1]
-        # What an earlier prompt left in the cache lies behind the new length, where nothing reads it.
+        # What an earlier prompt left in the cache lies after the new length, where nothing reads it.
         cache = cache.replace(length=jnp.zeros(plan.batch, jnp.int32))
         for start in range(0, width, plan.piece):
             next(ticks)

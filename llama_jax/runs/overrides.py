@@ -120,7 +120,7 @@ def _read(text: str, kind: Any, key: str) -> Any:
         try:
             return kind(text.replace("_", "")) if kind is float else int(text, 10)
         except ValueError:
-            raise TrainingError(f"{key}={text!r} must be a {'whole ' if kind is int else ''}number") from None
+            raise TrainingError(f"{key}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
     if origin is tuple:
         return _texts(text, key) if get_args(kind)[0] is str else _numbers(text, key)
     raise TrainingError(f"{key} cannot be given whole on the command line; give its parts, as {key}.NAME=VALUE")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from llama_jax.errors import UserError
+from llama_jax.runs.metrics import METRICS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from llama_jax.runs.lengths import LengthLoss
     from llama_jax.runs.needle import NeedleTest
 
-METRICS = "metrics.jsonl"
 By = Literal["step", "tokens"]
 
 # Okabe and Ito's colours, which all eyes tell apart, without the yellow that is too pale for a line.
@@ -63,8 +63,8 @@ VALIDATION = ("step", "tokens", "loss")
 def read_run(folder: str | os.PathLike[str]) -> Run:
     """The metrics of a run's folder.
 
-    Of several lines for a step the last holds, and where a run went on from a step, what an earlier process wrote behind
-    that step is dropped.
+    Of several lines for a step the last holds, and where a run went on from a step, what an earlier process wrote
+    of later steps is dropped.
 
     Raises:
       UserError: no metrics there, or none of training.
@@ -320,7 +320,7 @@ def _looks() -> Iterator[tuple[str, Any]]:
 
 
 def _style(axes: Axes, title: str) -> None:
-    """A panel of little ink: no box, a faint grid behind the curves."""
+    """A panel of little ink: no box, a faint grid under the curves."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")

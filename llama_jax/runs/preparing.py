@@ -22,19 +22,19 @@ from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, open_corpus, split
 from llama_jax.data.duplicates import without
 from llama_jax.data.sources import Paths
+from llama_jax.errors import shown
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
 from llama_jax.runs.program import Backend, check_mesh
-from llama_jax.runs.recipe import Recipe, differences, to_dict
+from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
 
-RECIPE = "recipe.json"
 MARK_SECONDS = 30  # until what one host writes is seen by the others: file systems over a network remember what is missing
 
 
@@ -163,13 +163,13 @@ def describe(log: Log, recipe: Recipe, corpora: Corpora) -> None:
 
 
 def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts as tokens, with room behind them: it would be a pity to find out hours later, at the first evaluation."""
+    """The prompts as tokens, with room after them: checked here, and not hours later at the first evaluation."""
     found = [tokenizer.encode(prompt, bos=tokenizer.bos_id >= 0) for prompt in recipe.prompts]
     context = recipe.model.max_seq_len
     for prompt, ids in zip(recipe.prompts, found, strict=True):
         if not 0 < len(ids) < context:
             raise TrainingError(
-                f"prompts: {prompt[:40]!r} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
+                f"prompts: {shown(prompt, 40)} is {len(ids)} tokens; a sample needs at least 1 and fewer than the model's"
                 f" context of {context}"
             )
     return found

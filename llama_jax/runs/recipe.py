@@ -17,6 +17,7 @@ from llama_jax.training.objective import CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.training.step import Loss
 
+RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
 # What may change when a run is resumed: what it shows and keeps, not what it computes.
 BOOKKEEPING = frozenset(
@@ -148,4 +149,4 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 def _require(recipe: Recipe, name: str, least: int) -> None:
     value = getattr(recipe, name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise TrainingError(f"{name}={value!r} must be a whole number of at least {least}")
+        raise TrainingError(f"{name}={value!r} must be an integer of at least {least}")

@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType, TracebackType
+from typing import Any
 
 from llama_jax.parallel.votes import StopVote
 
@@ -27,21 +28,19 @@ class StopRequest:
         """`quiet` is for all processes but the first."""
         self._quiet = quiet
         self.name: str | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            hang_up = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []
-            for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays
-                    self._before[number] = signal.signal(number, self._note)
+            for number in ending_signals():
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.name is None:
@@ -51,6 +50,12 @@ class StopRequest:
         elif number == signal.SIGINT:
             _say("llama-jax: stopped without saving")
             os._exit(128 + number)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """What asks a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP, without those that it ignores, as under nohup."""
+    asked = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _say(text: str) -> None:

@@ -46,7 +46,7 @@ from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
 from llama_jax.writing import clear_up, flush_folders, put, remedy_for
 
-# What a folder on its way in or out is called behind its step's number: no such folder is a checkpoint.
+# What follows the step's number in the name of a folder that is written or removed: no such folder is a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
 SAVING = ".saving"  # its checksums are being written; or what was replaced by it
 REPLACED = ".replaced"  # an older checkpoint of a step that was being saved again, as versions before this one named it

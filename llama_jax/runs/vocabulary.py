@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, existing_step
-from llama_jax.data.documents import Reading, jsonl_documents, text_documents
+from llama_jax.data.documents import Reading, read_documents
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.runs.errors import TrainingError
@@ -83,6 +83,5 @@ def _texts(data: Sequence[Path], reading: Reading) -> Iterator[str]:
     for path in data:
         if path.suffix.lower() in (".bin", ".array_record"):
             raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")
-        documents = jsonl_documents if path.suffix.lower() == ".jsonl" else text_documents
-        for document in documents(path, reading):
+        for document in read_documents(path, reading):
             yield document.text

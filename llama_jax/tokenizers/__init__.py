@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chats to token ids. The libraries behind are imported when a vocabulary is read."""
+"""Text to token ids and back, and chats to token ids. The libraries that run them are imported when a vocabulary is read."""
 
 from llama_jax.tokenizers.base import Part, TextStream, Tokenizer
 from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, reason_of
 
 Part = str | int  # plain text, or the id of a special token
 # Llama 3's ends of a text, a message and a turn. A vocabulary that has them means them, whichever it calls its eos.
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
-        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token behind if asked for.
+        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token after them if asked for.
 
         Args:
           special: whether "<|eot_id|>" and the like in the text are special tokens; by default they are text.
@@ -68,7 +68,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of plain texts with special tokens between them, each encoded as the vocabulary does behind the one before."""
+        """Ids of plain texts with special tokens between them, each encoded as it is where it follows the one before."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -76,7 +76,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token adds behind others: UTF-8, which may begin or end inside a character."""
+        """The bytes that a token adds to those before it: UTF-8, which may begin or end inside a character."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -88,7 +88,7 @@ class TextStream:
     """Text from tokens one by one: a character is given out when its last byte has come, never in parts."""
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
-        """Start behind some text, or with `at_start` at the beginning, where a vocabulary's leading space is dropped."""
+        """Start after some text, or with `at_start` at the beginning, where a vocabulary's leading space is dropped."""
         self._tokenizer = tokenizer
         self._drop_space = at_start and tokenizer.space_prefix
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -125,7 +125,7 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
 
 
 def with_ends(tokenizer: Tokenizer, ids: list[int], bos: bool, eos: bool) -> list[int]:
-    """The ids with the begin-of-sequence token before and the end-of-sequence token behind if asked for."""
+    """The ids with the begin-of-sequence token before and the end-of-sequence token after them if asked for."""
     for asked, token, name in ((bos, tokenizer.bos_id, "bos"), (eos, tokenizer.eos_id, "eos")):
         if asked and token < 0:
             raise TokenizerError(
@@ -175,5 +175,5 @@ def library_errors(what: str, remedy: str = "copy it again") -> Iterator[None]:
         # A panic is no Exception: its class is pyo3_runtime.PanicException, which cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())[:100] or "damaged"
+        reason = reason_of(error) or "damaged"
         raise TokenizerError(f"{what} ({reason}); {remedy}") from None

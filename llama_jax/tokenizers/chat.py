@@ -42,7 +42,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], format: Forma
 
 
 def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
-    """The tokens that end a reply: the tokenizer's `stop_ids`, and the one that the format puts behind a reply."""
+    """The tokens that end a reply: the tokenizer's `stop_ids`, and the one that the format puts after a reply."""
     ends = set(tokenizer.stop_ids)
     reply = chr(PRIVATE[-1])
     chat: list[Message] = [
@@ -113,7 +113,7 @@ def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
 
 
 def _llama3(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
-    """Meta's llama/tokenizer.py of Llama 3, ChatFormat: a header with the role before each message, a token behind it."""
+    """Meta's llama/tokenizer.py of Llama 3, ChatFormat: a header with the role before each message, a token after it."""
     names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     missing = [name for name in names if name not in tokenizer.special_tokens]
     if missing:

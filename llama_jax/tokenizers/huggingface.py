@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
             library, special = _find_special_tokens(library, settings)
             added = library.get_added_tokens_decoder()
             self._own_normalizer = library.normalizer
-            # What undoes the marks runs behind the search for special tokens and before all else.
+            # What removes the marks runs after the search for special tokens and before all else.
             steps = [normalizers.Replace(MARK, ""), *([] if library.normalizer is None else [library.normalizer])]
             library.normalizer = normalizers.Sequence(steps)
             library.no_truncation()
@@ -133,7 +133,7 @@ class HuggingFaceTokenizer:
         return decode_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
+        """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
         check_ids(self.vocab_size, token)
         if token in self._added:
             return self._added[token]

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llama_jax.errors import TokenizerError, reading
+from llama_jax.files import read_whole
 from llama_jax.tokenizers import huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.base import Tokenizer
-from llama_jax.tokenizers.settings import LARGEST, Settings, read_bytes, read_settings
+from llama_jax.tokenizers.settings import Settings, read_settings
 
+LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
 LARGEST_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices
 KINDS = "a SentencePiece model, a rank file of Llama 3 or a tokenizer.json"
 # Names that can only be meant: transformers reads the first where both are, and Meta's own lies below in its repositories.
@@ -93,7 +95,7 @@ def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
 
 
 def _read(path: Path, settings: Settings) -> Tokenizer:
-    content = read_bytes(path)
+    content = read_whole(path, TokenizerError, LARGEST, "vocabulary")
     where = str(path)
     if path.suffix == ".json" or huggingface.recognises(content):
         return huggingface.from_json(content, where, settings)

@@ -60,9 +60,9 @@ class SentencePieceTokenizer:
 
         self._processor = sentencepiece.SentencePieceProcessor()
         with library_errors(f"{where} is not a whole SentencePiece model"):
-            # Messages that follow each other are one, their lists joined: so pieces are added behind.
+            # Concatenated protocol buffers are one message, their lists joined: so pieces are appended.
             self._processor.LoadFromSerializedProto(model)
-            added = _behind(where, settings.added_tokens, self._processor.GetPieceSize())
+            added = _appended(where, settings.added_tokens, self._processor.GetPieceSize())
             if added:
                 self._processor.LoadFromSerializedProto(model + write_pieces(added))
             if self._processor.GetPieceSize() < 1:
@@ -102,7 +102,7 @@ class SentencePieceTokenizer:
         return self._processor.DecodeIds(list(map(int, ids)))
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
+        """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
         check_ids(self.vocab_size, token)
         return self._bytes[token]
 
@@ -131,7 +131,7 @@ class SentencePieceTokenizer:
         return piece.replace(SPACE, " ").encode()
 
 
-def _behind(where: str, added: Iterable[AddedToken], size: int) -> list[Piece]:
+def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Piece]:
     """The added tokens that the model itself has not, as pieces: their ids must go on where its own end."""
     new = sorted((token for token in added if token.id >= size), key=lambda token: token.id)
     for expected, token in enumerate(new, size):

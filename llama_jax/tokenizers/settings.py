@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
+from llama_jax.files import read_object, read_text
 from llama_jax.tokenizers.base import Tokenizer
 
-LARGEST_SETTINGS = 4 << 20  # bytes, each of which can cost 25 here; those of use have a megabyte
 LARGEST_ID = 1 << 31
-LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
 
 
 class AddedToken(NamedTuple):
-    """A token put behind a vocabulary's own; a special one is hidden, and no user's text becomes it."""
+    """A token that follows a vocabulary's own; a special one is hidden, and no user's text becomes it."""
 
     text: str
     id: int
@@ -31,7 +30,7 @@ class Settings:
       bos_token, eos_token: the texts of the begin and end-of-sequence tokens.
       stop_ids: tokens that end a reply.
       chat_template: the chat format in Jinja.
-      added_tokens: tokens put behind the vocabulary's own.
+      added_tokens: tokens that follow the vocabulary's own.
     """
 
     bos_token: str | None = None
@@ -50,19 +49,20 @@ def read_settings(folder: Path) -> Settings:
     Raises:
       TokenizerError: a file that is not JSON, or a value of the wrong kind.
     """
-    config = read_json(folder / "tokenizer_config.json")
-    names = read_json(folder / "special_tokens_map.json") | config
-    generation = read_json(folder / "generation_config.json")
+    config = _read(folder / "tokenizer_config.json")
+    names = _read(folder / "special_tokens_map.json") | config
+    generation = _read(folder / "generation_config.json")
     if generation.get("eos_token_id") is None:
-        generation = read_json(folder / "config.json")
+        generation = _read(folder / "config.json")
     where = str(folder)
-    template = folder / "chat_template.jinja"
+    own = folder / "chat_template.jinja"
+    template = read_text(own, TokenizerError) if own.is_file() else _template(where, config.get("chat_template"))
     return Settings(
         bos_token=_token_text(where, "bos_token", names.get("bos_token")),
         eos_token=_token_text(where, "eos_token", names.get("eos_token")),
         stop_ids=_ids(where, "eos_token_id", generation.get("eos_token_id")),
-        chat_template=read_text(template) if template.is_file() else _template(where, config.get("chat_template")),
-        added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), read_json(folder / "added_tokens.json")),
+        chat_template=template,
+        added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
     )
 
 
@@ -81,34 +81,9 @@ def write_settings(folder: Path, tokenizer: Tokenizer, tokenizer_class: str) -> 
         (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
-    """A file's bytes, unless it is larger than any vocabulary, or than `largest`."""
-    size = path.stat().st_size
-    if size > largest:
-        what = "vocabulary" if largest == LARGEST else "file of its kind"
-        raise TokenizerError(f"{path} has {size} bytes, over the {largest} of the largest {what}; is it another file?")
-    return path.read_bytes()
-
-
-def read_text(path: Path) -> str:
-    try:
-        return read_bytes(path, LARGEST_SETTINGS).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not UTF-8 text ({error}); copy it again") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    text = read_text(path)
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not valid JSON ({str(error)[:80]}); copy it again") from None
-    if not isinstance(found, dict):
-        raise TokenizerError(f"{path} holds a {type(found).__name__}, not an object; copy it again")
-    return found
+    return read_object(path, TokenizerError) if path.is_file() else {}
 
 
 def _token_text(where: str, name: str, value: Any) -> str | None:

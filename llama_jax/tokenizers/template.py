@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import GenerationError, reason_of, shown
 
 SECONDS = 5
 MEMORY = 100 << 20  # bytes
@@ -45,7 +45,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: s
     try:
         asked = json.dumps({"template": template, "values": values}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:
-        raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({str(error)[:80]})") from None
+        raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({reason_of(error)})") from None
     memory = MEMORY + MEMORY_PER_BYTE * len(asked)
     answer = _ask(asked, str(SECONDS), str(memory))
     if answer[:1] == b"t":
@@ -72,7 +72,7 @@ def _ask(request: bytes, *limits: str) -> bytes:
         )
         begun, answer = ended.stdout[:1], ended.stdout[1:]
     except (OSError, subprocess.TimeoutExpired) as error:
-        begun, answer = b"", str(error)[:100].encode()
+        begun, answer = b"", reason_of(error).encode()
     if begun != b"r":
         raise GenerationError(f"no process could be started for the chat template ({sys.executable}: {shown(answer, 80)})")
     return answer if ended.returncode == 0 and answer else b"e"

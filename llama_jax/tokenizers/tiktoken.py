@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from llama_jax.errors import TokenizerError
+from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import (
     Part,
     check_ids,
@@ -27,7 +27,7 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The 256 ids behind the ranks, in the names of llama-models. Llama 3.0 and the tokenizer.json of 3.1 number their
+# The 256 ids after the ranks, in the names of llama-models. Llama 3.0 and the tokenizer.json of 3.1 number their
 # reserved tokens otherwise and leave some of these reserved, but every name that all of them use has the same id.
 SPECIAL_TOKENS = (
     "<|begin_of_text|>",
@@ -58,7 +58,7 @@ def recognises(start: bytes) -> bool:
 
 
 class TiktokenTokenizer:
-    """A rank file of Llama 3, with the published special tokens behind its ranks."""
+    """A rank file of Llama 3, with the published special tokens after its ranks."""
 
     def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
         """Read the ranks (the content of a rank file) that were found at `where`.
@@ -106,7 +106,7 @@ class TiktokenTokenizer:
         return decode_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 that a token adds behind others; it may begin or end inside a character."""
+        """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
         check_ids(self.vocab_size, token)
         return self._bytes[token] if token < len(self._bytes) else b""
 
@@ -137,7 +137,7 @@ def read_ranks(content: bytes, where: str) -> list[bytes]:
             token, rank = line.split()
             key, value = int(rank), base64.b64decode(token, validate=True)
         except (ValueError, binascii.Error):
-            raise _damaged(where, f"line {number} is {line[:40]!r}, not a token in base64 and its rank") from None
+            raise _damaged(where, f"line {number} is {shown(line, 40)}, not a token in base64 and its rank") from None
         if not 0 <= key < MOST_RANKS:  # larger ones can be chosen to have one hash
             raise _damaged(where, f"line {number} has a rank that is not from 0 to {MOST_RANKS - 1}")
         if key in ranks or not value:

@@ -270,7 +270,7 @@ except llama_jax.UserError as error:
     assert os.listdir(tmp_path) == ["source.gguf"]
 
 
-def test_parents_are_not_left_behind(tmp_path, models):
+def test_parents_that_were_made_are_removed_again(tmp_path, models):
     with pytest.raises(CheckpointError, match="has no place"):
         save(tmp_path / "a" / "b" / "model.bin", *models["eps"], format="llama2c")
     assert not os.listdir(tmp_path)
@@ -366,11 +366,13 @@ def test_impossible_wishes(arguments, message, tmp_path, models):
         save(tmp_path / "model", *models["gqa"], **arguments)
 
 
-def test_numbers_that_do_not_fit_the_wanted_type(tmp_path):
-    tensors = make_goldens.random_tensors(SMALL)
-    tensors["model.norm.weight"][3] = 1e5
-    with pytest.raises(CheckpointError, match=r"model.norm.weight' holds numbers too large for float16"):
-        save(tmp_path / "model", SMALL, params_of(SMALL, tensors), dtype="float16")
+@pytest.mark.parametrize(("format", "name"), [("safetensors", "model.norm.weight"), ("orbax", "final_norm")])
+@pytest.mark.parametrize(("value", "message"), [(-1e5, "numbers too large for float16"), (np.nan, "NaN or infinity")])
+def test_numbers_that_do_not_fit_the_wanted_type(value, message, format, name, tmp_path):
+    params = params_of(SMALL, make_goldens.random_tensors(SMALL))
+    params = params.replace(final_norm=params.final_norm.at[3].set(value))
+    with pytest.raises(CheckpointError, match=rf"{name}' holds {message}"):
+        save(tmp_path / "model", SMALL, params, format=format, dtype="float16")
     assert not os.listdir(tmp_path)
 
 

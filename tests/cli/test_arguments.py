@@ -27,7 +27,7 @@ def parsed(line):
     ],
 )
 @pytest.mark.parametrize("command", COMMANDS)
-def test_several_files_behind_one_option_or_each_behind_its_own(command, data):
+def test_several_files_after_one_option_or_each_after_its_own(command, data):
     workdir = " --workdir w" if command == "train" else ""
     for line in (f"{command} {data}{workdir}", f"{command}{workdir} {data}"):
         found = parsed(line)

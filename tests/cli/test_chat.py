@@ -27,7 +27,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{%
 
 
 class Letters:
-    """Each character of Latin-1 is a token, and there is a token behind them that ends."""
+    """Each character of Latin-1 is a token, and there is a token after them that ends."""
 
     vocab_size = 257
     bos_id = eos_id = 256
@@ -163,7 +163,7 @@ def test_a_full_context_is_said(chat):
     ("arguments", "message"),
     [
         (["--context", 1000], "context=1000 exceeds the model's context of 256; choose at most that"),
-        (["--context", 0], "context=0 must be a positive whole number"),
+        (["--context", 0], "context=0 must be a positive integer"),
         (["--max-new-tokens", 256], "max_new_tokens=256 leaves no room for a message in a context of 256; lower it"),
         (["--format", "llama3"], "the format llama3 needs the token <|begin_of_text|>"),
     ],

@@ -131,6 +131,7 @@ def test_generate_ends_at_a_stop_string(run, stories_folder):
         (["--prompt-file", "MODEL"], "cannot be read (Is a directory)"),
         (["--prompt-file", "-"], "the prompt in stdin is empty"),
         (["Once", "--batch", "0"], "batch=0 must be"),
+        (["Once", "--batch", "4"], "batch=4 is for the prompts of a .jsonl (--prompt-file); leave it out"),
         (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
@@ -225,6 +226,24 @@ def test_a_missing_backend_is_one_line(process, stories_folder, environment, mon
     assert done.returncode == 2
     assert "JAX finds no device" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_terminal_that_cannot_show_a_character(process, environment, monkeypatch):
+    monkeypatch.setitem(environment, "PYTHONIOENCODING", "ascii")
+    done = process("estimate", "stories-260k", "--batch", 1, "--length", 8)
+    assert done.returncode == 0, done.stderr
+    assert "stories-260k ? decode ? batch 1 x 8" in done.stdout
+
+
+def test_a_memory_that_is_too_small_is_one_line(run, monkeypatch):
+    def fail(self):
+        raise MemoryError("Unable to allocate 3.00 TiB\nfor an array")
+
+    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", fail)
+    done = run("quickstart")
+    assert (done.returncode, done.stdout) == (2, "")
+    said = "the machine's memory is too small (Unable to allocate 3.00 TiB for an array); try --dtype bfloat16"
+    assert done.stderr == f"llama-jax: error: {said}\n"
 
 
 def test_help_into_a_closed_pipe(environment):

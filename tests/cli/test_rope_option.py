@@ -53,8 +53,8 @@ def test_a_model_that_has_one_already():
         ("yarn", r"rope='yarn' must be none, or KIND:FACTOR as in yarn:4 with one of the kinds linear, ntk"),
         ("alibi:2", r"rope='alibi:2' must be none, or KIND:FACTOR"),
         ("yarn:four", r"has 'four' where a number is needed"),
-        ("yarn:2,beta_fast", r"has 'beta_fast' behind its factor; the further fields of yarn are: original_max_seq_len"),
-        ("linear:2,beta_fast=1", r"has 'beta_fast=1' behind its factor; the further fields of linear are: none"),
+        ("yarn:2,beta_fast", r"has 'beta_fast' after its factor; the further fields of yarn are: original_max_seq_len"),
+        ("linear:2,beta_fast=1", r"has 'beta_fast=1' after its factor; the further fields of linear are: none"),
         ("yarn:2,beta_fast=", r"has '' where a number is needed"),
     ],
 )

@@ -11,6 +11,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +161,13 @@ def test_a_run_leaves_a_model(ended):
     assert tokenizer.decode(tokenizer.encode("a llama")) == "a llama"
 
 
+def test_the_file_of_a_recipe_is_run_once(run, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(RECIPES + "\nprint('run')\n")
+    monkeypatch.setattr("llama_jax.runs.loop.train", lambda *_, **__: SimpleNamespace(stopped=None))
+    code, out, _ = run(f"{tmp_path / 'mine.py'}:small", "--workdir", tmp_path / "run", "--data", "text.txt")
+    assert (code, out) == (0, "run\n")
+
+
 def test_resume_of_an_ended_run_changes_nothing(run, ended, tmp_path):
     folder = Path(shutil.copytree(ended, tmp_path / "run"))
     before = {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
@@ -226,8 +234,8 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data text.txt optimiser.b2=1", "did you mean 'optimizer"),
         ("SMALL --data text.txt optimizer.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
         ("SMALL --data text.txt model.n_layer=1", "did you mean 'model.n_layers'?"),
-        ("SMALL --data text.txt steps=many", "steps='many' must be a whole number"),
-        ("SMALL --data text.txt steps=0", "steps=0 must be a whole number of at least 1"),
+        ("SMALL --data text.txt steps=many", "steps='many' must be an integer"),
+        ("SMALL --data text.txt steps=0", "steps=0 must be an integer of at least 1"),
         ("SMALL steps --data text.txt", "'steps' is not key=value"),
         ("SMALL --data text.txt --mesh data=16", "needs 16 devices; there are 8"),
         ("SMALL --data text.txt --mesh data=3", "batch=8 cannot be split"),

@@ -19,7 +19,7 @@ def texts(path, **reading):
 
 
 def cut(text, longest):
-    """Plain: the longest piece that ends behind a mark of its second half, again and again."""
+    """Plain: the longest piece that ends after a mark of its second half, again and again."""
     pieces = []
     while len(text) > longest:
         ends = [

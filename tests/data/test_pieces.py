@@ -37,7 +37,7 @@ def write_records(path, records):
 
 
 def in_documents(ids, bos, eos, space_prefix):
-    """Plain: a document begins with a BOS and behind an EOS."""
+    """Plain: a document begins with a BOS and after an EOS."""
     found = []
     for place, token in enumerate(ids):
         if place == 0 or token == bos or ids[place - 1] == eos:
@@ -54,7 +54,7 @@ def in_documents(ids, bos, eos, space_prefix):
     space_prefix=st.booleans(),
     block=st.integers(1, 6),
 )
-def test_a_bin_has_documents_from_bos_and_behind_eos(ids, ends, dtype, space_prefix, block, tmp_path_factory):
+def test_a_bin_has_documents_from_bos_and_after_eos(ids, ends, dtype, space_prefix, block, tmp_path_factory):
     path = tmp_path_factory.mktemp("ids") / "some.bin"
     np.array(ids, dtype).tofile(path)
     tokenizer = ByteTokenizer(bos_id=ends[0], eos_id=ends[1], space_prefix=space_prefix)
@@ -106,7 +106,7 @@ def test_text_that_no_utf8_can_hold_is_named_by_its_line(tmp_path):
         (np.array([BOS, 1, 300, 2], "u2"), {}, "token 2 is 300, outside the vocabulary of 258"),
         (np.array([BOS, 1, 2, EOS], "u2"), {"token_type": "uint32"}, "token 0 is 65792, outside the vocabulary"),
         (np.arange(9, dtype="u4"), {}, "token 1 and every second one is 0: the ids are uint32"),
-        (np.array([1, 2, 3], "u1"), {}, "has 3 bytes, which is no whole number of uint16 ids"),
+        (np.array([1, 2, 3], "u1"), {}, "has 3 bytes, not a multiple of the 2 of a uint16 id"),
     ],
 )
 def test_ids_that_cannot_be(content, reading, message, tmp_path):

@@ -51,7 +51,7 @@ def by_definition(config, params, corpus, length, longest):
     rows[:, :length] = [window[:-1] for window in windows]
     with jax.enable_x64(True):
         wide = as_float64(params)
-        # One program for all lengths: what is read behind a window changes nothing in it.
+        # One program for all lengths: what is read after a window changes nothing in it.
         of_row = jax.jit(lambda tokens: jax.nn.log_softmax(logits(config, wide, tokens[None])[0]))
         return np.array(
             [-np.asarray(of_row(row))[np.arange(length), window[1:]] for row, window in zip(rows, windows, strict=True)]

@@ -116,7 +116,7 @@ def test_question_and_answer_are_the_tokens_of_the_whole(request, name):
 
 
 def by_definition(of_row, trial, keys, length, depth):
-    """Log-probabilities of all keys in float64, each behind the prompt as one whole sequence; and if each is greedy's."""
+    """Log-probabilities of all keys in float64, each after the prompt as one whole sequence; and if each is greedy's."""
     prompt = lay_prompt([BYTES.bos_id], HAYSTACK, WORDS, keys, trial, length, depth)
     scores, greedy = [], []
     for answer in keys.answers:
@@ -202,7 +202,7 @@ def test_where_a_model_looks_is_seen(monkeypatch, in_pieces):
     np.testing.assert_array_equal(found.grid("chosen"), [[0, 0], [0, 0], [1, 1]])
     np.testing.assert_array_equal(found.grid("exact"), found.grid("chosen"))
     np.testing.assert_array_equal(found.grid("margin"), [[-1.5, -1.5], [-1.5, -1.5], [3, 3]])
-    np.testing.assert_array_equal(found.grid("rank"), [[3, 3], [3, 3], [1, 1]])  # behind those that are as probable
+    np.testing.assert_array_equal(found.grid("rank"), [[3, 3], [3, 3], [1, 1]])  # after those that are as probable
     assert seen == [3 * 2 * (4 + 6)]
 
 

@@ -68,7 +68,7 @@ def test_of_a_step_the_last_line_holds(tmp_path):
     assert run.validation["loss"][1] == 8
 
 
-def test_what_was_written_behind_the_step_of_a_resume_is_dropped(tmp_path):
+def test_what_was_written_of_steps_after_a_resume_is_dropped(tmp_path):
     run = read_run(write(tmp_path, [*WHOLE, event(30, "resume"), train(35, loss=7.0)]))
     np.testing.assert_array_equal(run.train["step"], [10, 20, 30, 35])
     np.testing.assert_array_equal(run.validation["step"], [25])
@@ -95,7 +95,7 @@ def test_lines_that_are_not_whole(tmp_path):
     run = read_run(write(tmp_path / "last", WHOLE, end=half))
     assert run.unreadable == (len(WHOLE) + 1,)
     assert len(run.train["step"]) == 5
-    # A process that was killed while it wrote, and one that went on behind that.
+    # A process that was killed while it wrote, and one that went on after that.
     run = read_run(write(tmp_path / "middle", WHOLE[:3], end=half + json.dumps(event(20, "resume")) + "\n" + half))
     assert run.unreadable == (4, 5)
 

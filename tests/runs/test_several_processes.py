@@ -260,7 +260,7 @@ def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, n
     assert [line["step"] for line in lines if line.get("event") == "resume"] in ([4], [8])
 
 
-def test_changes_may_stand_behind_the_flag():
+def test_changes_may_stand_after_the_flag():
     assert changes_together(["tiny", "--distributed", "steps=5", "--workdir", "a=b"])[-1] == "steps=5"
 
 

@@ -23,13 +23,39 @@ def test_a_terminal_that_has_hung_up_does_not_stop_the_saving(name, monkeypatch,
 
     with (tmp_path / "terminal").open("w") as terminal:
         stream = SimpleNamespace(isatty=lambda: True, write=fail, fileno=terminal.fileno)
-        log = Log(stream)  # type: ignore[arg-type]
+        log = Log(stream)
         with signals.StopRequest() as request, monkeypatch.context() as patch:
             patch.setattr(os, "write", fail)
             signal.raise_signal(signal.Signals[name])
             log.line("stopped and saved")
             log.end()
         assert request.name == name
+
+
+def test_a_terminal_that_hangs_up_after_a_line_of_progress(tmp_path):
+    written = []
+
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
+    with (tmp_path / "terminal").open("w") as terminal:
+        stream = SimpleNamespace(isatty=lambda: True, write=written.append, flush=lambda: None, fileno=terminal.fileno)
+        log = Log(stream)
+        log.progress("step 1")
+        stream.flush = fail
+        log.end()
+    assert written == ["step 1", "\n"]
+    assert log.quiet
+
+
+def test_a_handler_that_python_did_not_install_is_replaced_by_the_systems(monkeypatch):
+    """`signal.signal` gives None for it, and does not take None back."""
+    handlers = []
+    monkeypatch.setattr(signals.signal, "signal", lambda number, handler: handlers.append(handler))
+    with signals.StopRequest():
+        handlers.clear()
+    assert handlers == [signal.SIG_DFL] * len(handlers)
+    assert handlers
 
 
 class Job:

@@ -157,7 +157,7 @@ def test_what_is_no_vocabulary_is_named(tmp_path):
         load_tokenizer(tmp_path / "text.txt")
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(65 << 20)
-    with pytest.raises(TokenizerError, match=r"over the .* of the largest vocabulary"):
+    with pytest.raises(TokenizerError, match="too large to be a model's vocabulary"):
         load_tokenizer(tmp_path)
 
 
@@ -192,7 +192,7 @@ def test_a_vocabulary_much_smaller_than_the_models_warns(tmp_path, size, told):
 
 
 @pytest.mark.parametrize("token", [2**31, 2**28, 70_000])
-def test_an_id_far_behind_the_others(tmp_path, token):
+def test_an_id_far_above_the_others(tmp_path, token):
     """The library would go through all ids between, for minutes, and end the process where memory does not last."""
     path = vocabularies.write(tmp_path, "spaces") / "tokenizer.json"
     found = json.loads(path.read_text())
@@ -229,5 +229,5 @@ def test_ranks_of_one_hash_and_too_many(tmp_path):
 def test_settings_of_megabytes_are_not_read(tmp_path):
     vocabularies.write(tmp_path, "spaces")
     (tmp_path / "tokenizer_config.json").write_text("[" + "{}," * (1 << 21) + "{}]")
-    with pytest.raises(TokenizerError, match="over the 4194304 of the largest file of its kind"):
+    with pytest.raises(TokenizerError, match="over 4194304 bytes, too large to be a model's settings"):
         load_tokenizer(tmp_path)

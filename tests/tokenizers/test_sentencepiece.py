@@ -53,7 +53,7 @@ def test_each_text_between_special_tokens_has_its_leading_space(small):
     assert small.encode("Hello</s>Hello", bos=False, special=True) == [*hello, small.eos_id, *hello]
 
 
-def test_added_tokens_are_put_behind(model, small):
+def test_added_tokens_are_appended(model, small):
     size = small.vocab_size
     added = [AddedToken("<|im_start|>", size, True), AddedToken("<think>", size + 1, False), AddedToken("<s>", 1, True)]
     tokenizer = SentencePieceTokenizer(model, "small", Settings(eos_token="<|im_start|>", added_tokens=tuple(added)))

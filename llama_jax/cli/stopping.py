@@ -1,0 +1,38 @@
+"""What must not be ended at once: temporary files would be left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+
+class _Stopped(KeyboardInterrupt):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextmanager
+def ending_in_order(said: str) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP are an exception inside, after which the process says something and exits.
+
+    The exit code is 128 and the number of the signal, as of a process that the signal ends.
+    """
+    from llama_jax.runs.signals import ending_signals
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in ending_signals()}
+    try:
+        yield
+    except _Stopped as stopped:
+        with suppress(OSError):  # a terminal that has hung up
+            print(f"\nllama-jax: {said}", file=sys.stderr, flush=True)
+        os._exit(128 + stopped.number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
