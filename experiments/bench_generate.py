@@ -16,7 +16,6 @@ What is timed:
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import platform
@@ -29,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from measuring import cpu_name, settings, versions, write_report
 
 Measure = Callable[[], float]
 THREADS = os.cpu_count() or 1
@@ -251,9 +251,9 @@ def main(arguments: Arguments) -> None:
 
     report = {
         "machine": {"cpu": cpu_name(), "cores": THREADS, "platform": platform.platform()},
-        "versions": versions(),
+        "versions": versions("jax", "jaxlib", "torch", "transformers", "llama-cpp-python", "numpy"),
         "jax": jax.__version__,
-        "settings": {k: v if not isinstance(v, Path) else str(v) for k, v in vars(arguments).items()},
+        "settings": settings(arguments),
         "tokens_per_second": {},
     }
     print(f"{'shape':16} {'measurement':12} {'peer':13} {'median':>9} {'min':>9} {'max':>9}  llama_jax / peer")
@@ -266,28 +266,8 @@ def main(arguments: Arguments) -> None:
                 median = statistics.median(speeds)
                 spread = f"{median:9.1f} {min(speeds):9.1f} {max(speeds):9.1f}"
                 print(f"{shape:16} {name:12} {peer:13} {spread}  {own / median:.2f}", flush=True)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, report)
     print(f"written to {arguments.output}")
-
-
-def cpu_name() -> str:
-    try:
-        return next(x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {}
-    for package in ("jax", "jaxlib", "torch", "transformers", "llama-cpp-python", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 if __name__ == "__main__":

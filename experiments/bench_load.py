@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from measuring import write_report
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -148,9 +149,8 @@ def main(arguments: Arguments) -> None:
             f" {medians['peak'] / 1e9:8.2f} {medians['held'] / 1e9:8.2f}"
         )
     device = dict(machine=platform.processor() or platform.machine(), cores=os.cpu_count(), python=platform.python_version())
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps(dict(bytes=size, repeats=arguments.repeats, device=device, results=results), indent=2)
-    (RESULTS / "bench_load_cpu.json").write_text(text + "\n")
+    report = dict(bytes=size, repeats=arguments.repeats, device=device, results=results)
+    write_report(RESULTS / "bench_load_cpu.json", report)
 
 
 if __name__ == "__main__":

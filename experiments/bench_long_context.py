@@ -16,7 +16,6 @@ machine that others use. Parameters are random: nothing here depends on them. Wr
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import resource
@@ -32,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from measuring import write_report
 
 from llama_jax import (
     Batch,
@@ -263,8 +263,7 @@ def main(arguments: Arguments) -> None:
         report["decode"] = decode(arguments.shape, arguments.filled, arguments.turns)
     if "attention" in arguments.sections:
         report["attention"] = attention(arguments.lengths, arguments.turns)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, report)
     print(f"written to {arguments.output}")
 
 

@@ -16,7 +16,6 @@ Writes ``experiments/results/bench_loop_cpu.json`` and prints a table of medians
 from __future__ import annotations
 
 import io
-import json
 import os
 import platform
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import tyro
+from measuring import write_report
 
 from llama_jax.data import Batch, Reading, open_corpus, training_batches
 from llama_jax.parallel.mesh import MeshSizes
@@ -164,9 +164,7 @@ def main(arguments: Arguments) -> None:
             numbers = list(found[clock].values())[: len(names)]
             print(f"{name:12} {clock:10}" + "".join(f"{number:10.3f}" for number in numbers), flush=True)
     device = dict(machine=platform.processor() or platform.machine(), cores=os.cpu_count(), jax=jax.__version__)
-    facts = {"device": device, "results": results}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(facts, indent=2) + "\n")
+    write_report(arguments.output, {"device": device, "results": results})
 
 
 if __name__ == "__main__":

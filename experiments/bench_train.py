@@ -18,7 +18,6 @@ What is measured:
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import platform
@@ -31,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from measuring import cpu_name, settings, versions, write_report
 
 Steps = Callable[[int], None]
 THREADS = os.cpu_count() or 1
@@ -181,8 +181,8 @@ def measure(dtype: str, arguments: Arguments) -> dict[str, dict]:
 def main(arguments: Arguments) -> None:
     report = {
         "machine": {"cpu": cpu_name(), "cores": THREADS, "platform": platform.platform()},
-        "versions": versions(),
-        "settings": {k: v if not isinstance(v, Path) else str(v) for k, v in vars(arguments).items()},
+        "versions": versions("jax", "jaxlib", "optax", "torch", "transformers", "numpy"),
+        "settings": settings(arguments),
         "load_average": [os.getloadavg()],
         "results": {},
     }
@@ -203,28 +203,8 @@ def main(arguments: Arguments) -> None:
                 f" {statistics.median(ratios):6.2f}  {min(ratios):.2f} to {max(ratios):.2f}",
                 flush=True,
             )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, report)
     print(f"written to {arguments.output}")
-
-
-def cpu_name() -> str:
-    try:
-        return next(x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def versions() -> dict[str, str]:
-    from importlib import metadata
-
-    found = {}
-    for package in ("jax", "jaxlib", "optax", "torch", "transformers", "numpy"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import tyro
+from measuring import write_report
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.trees import parameter_count
@@ -347,7 +348,7 @@ class Sweep:
         for name, changes in SWEEP.items():
             if name not in table:
                 table[name] = self.measure(changes)
-                self.results.write_text(json.dumps(table, indent=1) + "\n")
+                write_report(self.results, table)
         for name, row in sorted(table.items(), key=lambda item: item[1]["bits_per_byte"]):
             parameters, tokens = f"{row['parameters']:,}", f"{row['tokens']:,}"
             print(f"{row['bits_per_byte']:.4f}  {parameters:>9s} parameters {tokens:>9s} tokens  {name}")
@@ -402,7 +403,7 @@ class Scale:
         peer = self.data.parent / "stories260K"
         if peer.exists():
             found["stories260K, trained on far more of it"] = measured(peer, self.data, self.workdir).bits_per_byte
-        self.results.write_text(json.dumps(found, indent=1) + "\n")
+        write_report(self.results, found)
         for name, bits in sorted(found.items(), key=lambda item: item[1]):
             print(f"{name:45s} {bits:.3f}")
 

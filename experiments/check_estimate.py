@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
 import platform
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from measuring import write_report
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,7 @@ def main(arguments: Arguments) -> None:
         print(f"{r['ratio']:>8}{r['ratio_of_plan_alone']:>12}", flush=True)
     versions = {"jax": jax.__version__, "python": platform.python_version(), "libc": " ".join(platform.libc_ver())}
     about = {"device": f"{platform.machine()} CPU, {os.cpu_count()} cores", "versions": versions}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(about | {"cases": results}, indent=1) + "\n")
+    write_report(arguments.output, about | {"cases": results})
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import tyro
+from measuring import write_report
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.training.optimizer import OptimizerSettings
@@ -369,7 +370,7 @@ class Notes:
 
     def add(self, one: Found) -> None:
         self.found.append(one)
-        self.path.write_text(json.dumps([asdict(one) for one in self.found], indent=1))
+        write_report(self.path, [asdict(one) for one in self.found])
 
 
 def prepare(arguments: Arguments) -> Path:
@@ -380,7 +381,7 @@ def prepare(arguments: Arguments) -> Path:
     settings = folder / "settings.json"
     if settings.exists() and json.loads(settings.read_text()) != json.loads(json.dumps(mine)):
         raise SystemExit(f"{folder} is of another run; remove it, or give another --workdir")
-    settings.write_text(json.dumps(mine, indent=1))
+    write_report(settings, mine)
     return folder
 
 
@@ -618,8 +619,7 @@ def main(arguments: Arguments) -> None:
         "verdicts": [dict(zip(("claim", "verdict", "numbers"), one, strict=True)) for one in said],
         "found": [asdict(one) for one in found],
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(about, indent=1) + "\n")
+    write_report(output, about)
     output.with_suffix(".md").write_text(as_markdown(size, found, said))
     draw(size, found).savefig(output.with_suffix(".png"))
     print(f"\n{output}, and beside it .md and .png; {time.perf_counter() - began:.0f} s")

@@ -46,7 +46,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measuring import versions, write_report
 
 import llama_jax
 from llama_jax import ops
@@ -996,7 +996,8 @@ def main(arguments: Arguments) -> int:
     settings = {key: value for key, value in vars(run.plan).items() if isinstance(value, int)}
     report = {
         "device": describe_device(device),
-        "versions": versions(),
+        "versions": versions("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+        | {"llama_jax": llama_jax.__version__},
         "settings": settings | {"time_limit": arguments.time_limit},
         "formulas": FORMULAS,
         "sections": run.results,
@@ -1009,11 +1010,11 @@ def main(arguments: Arguments) -> int:
         try:
             for row in SECTIONS[section](run):
                 rows.append(row)
-                write(path, report)
+                write_report(path, report)
         except Exception as error:
             rows.append({"error": describe(error)})
         print(f"\n{section} ({time.monotonic() - start:.0f} s)\n{table(rows)}", flush=True)
-        write(path, report)
+        write_report(path, report)
 
     share = run.found("decode", "share_of_copy", shape=GOAL_SHAPE, layers="unrolled", batch=1)
     if share is not None:
@@ -1029,7 +1030,7 @@ def main(arguments: Arguments) -> int:
             print(f"goal {reached}: {case.shape} ({chosen}) trains at {best['mfu']:.1%} MFU, {TRAINING_GOAL:.0%} wanted")
     failures = [row for rows in run.results.values() for row in rows if "error" in row or row.get("ok") is False]
     report |= {"seconds": time.monotonic() - run.start, "failures": len(failures)}
-    write(path, report)
+    write_report(path, report)
     print(f"\n{len(failures)} failures; {report['seconds']:.0f} s; written to {path}")
     return 1 if failures else 0
 
@@ -1038,14 +1039,6 @@ def best_training(rows: list[Row], case: Training) -> Row | None:
     """The row of the fastest candidate, where there is a published peak to compare with."""
     found = [row for row in rows if row.get("mfu") and (row["shape"], row["parameters"]) == (case.shape, case.parameters)]
     return max(found, key=lambda row: row["mfu"], default=None)
-
-
-def write(path: Path, report: dict[str, Any]) -> None:
-    """By another name first, so that the file is whole whenever the process ends."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 REASONS = ("error", "refused", "does_not_fit", "skipped")
@@ -1099,16 +1092,6 @@ def describe_device(device: jax.Device) -> Row:
 
 def memory_limit(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "llama_jax": llama_jax.__version__}
-    for package in ("jax", "jaxlib", "flax", "numpy", "torch", "transformers"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def command_line() -> Arguments:

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tyro
+from measuring import write_report
 
 from llama_jax.config import LlamaConfig
 from llama_jax.runs.recipe import Recipe
@@ -349,7 +350,7 @@ def run_all(arguments: Arguments) -> list[Point]:
         if found is None:
             found = measure(size, tokens, arguments)
             done.append(found)
-            kept.write_text(json.dumps([asdict(point) for point in done], indent=1))
+            write_report(kept, [asdict(point) for point in done])
         points.append(found)
         print(
             f"{found.parameters:>9,} {found.tokens:>10,} {found.flops:9.2e} {found.tokens / found.parameters:6.1f}"
@@ -388,8 +389,7 @@ def main(arguments: Arguments) -> None:
         "foretold": check,
         "runs": [asdict(point) for point in points],
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(about, indent=1) + "\n")
+    write_report(arguments.output, about)
     draw(points, law, ours, of_sizes).savefig(arguments.output.with_suffix(".png"))
 
 

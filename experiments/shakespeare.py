@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from measuring import write_report
 
 from llama_jax.model.trees import parameter_count
 from llama_jax.runs import recipes
@@ -130,8 +131,7 @@ def main(arguments: Arguments) -> None:
         "runs": found,
         "nanogpt": NANOGPT,
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(about, indent=1) + "\n", "utf-8")
+    write_report(arguments.output, about)
     figure = draw(read_runs([arguments.workdir / name for name in found]), by="tokens")
     figure.savefig(arguments.output.with_suffix(".png"), dpi=80)
 

@@ -13,7 +13,6 @@ before its own.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import tyro
+from measuring import write_report
 
 from llama_jax.config import preset
 from llama_jax.model.trees import parameter_count
@@ -143,8 +143,7 @@ def main(arguments: Arguments) -> None:
         "llama2c_loss": LLAMA2C.get(arguments.size),
         **row,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(about, indent=1) + "\n")
+    write_report(output, about)
     draw([run], by="tokens").savefig(output.with_suffix(".png"), dpi=80)
 
 

@@ -19,7 +19,6 @@ say nothing of real ones.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from measuring import settings, write_report
 
 import llama_jax
 from llama_jax import Batch, Layout, OptimizerSettings, StepOptions, init_state, make_optimizer, train_step
@@ -147,7 +147,7 @@ def main(arguments: Arguments) -> None:
     report: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__},
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
+        "settings": settings(arguments),
         "ways": {},
     }
     print(f"{arguments.model}, data parallel over {arguments.devices} devices, {arguments.steps} steps")
@@ -169,8 +169,7 @@ def main(arguments: Arguments) -> None:
             f"{way:10} {result.compile_seconds:9.2f} {statistics.median(result.seconds) * 1e3:8.1f}"
             f" {result.losses[-1]:9.6f} {off['loss']:9.1e} {bits:>14}  {sent}"
         )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(arguments.output, report)
     print(f"written to {arguments.output}")
 
 

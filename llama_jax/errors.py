@@ -1,4 +1,4 @@
-"""The one kind of error that the user can mend; the command line prints it as one line and exits with 2."""
+"""The one kind of error that the user can fix; the command line prints it as one line and exits with 2."""
 
 from __future__ import annotations
 

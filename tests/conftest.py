@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import make_goldens
 import numpy as np
 import pytest
+import tyro
 from hypothesis import settings
 from safetensors.numpy import save_file
 
@@ -29,6 +30,7 @@ from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.checkpoints.huggingface_config import config_to_dict
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.tensors import Opened
+from llama_jax.cli.arguments import arranged
 
 # Enough to split a model in every way. JAX must be told before its backend starts, so no test module may start it on import.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -81,6 +83,19 @@ def stories(stories_folder):
 def goldens() -> dict[str, np.ndarray]:
     with np.load(make_goldens.GOLDENS / "logits.npz") as file:
         return dict(file)
+
+
+@pytest.fixture
+def calling(monkeypatch, capsys, tmp_path):
+    """Calls a command in this process, with a cache of its own: what it prints on stdout and stderr."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
+
+    def call(command, *arguments):
+        tyro.cli(command, args=arranged([command.__name__.lower(), *map(str, arguments)])[1:]).run()
+        return capsys.readouterr()
+
+    return call
 
 
 def params_of(config, tensors: dict[str, np.ndarray], dtype=None):

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from llama_jax import writing
+from llama_jax.checkpoints.beside import SETTINGS, VOCABULARIES
 from llama_jax.errors import CheckpointError
 
 # What a folder of a model may hold: one that holds anything else is never replaced.
-OF_A_MODEL = re.compile(
-    r"(config|generation_config|tokenizer_config|special_tokens_map|added_tokens|tokenizer)\.json|tokenizer\.model|"
-    r"chat_template\.jinja|model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params"
-)
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
+OTHERS = {"config.json", *VOCABULARIES, *SETTINGS}
 
 
 @contextmanager
@@ -56,6 +55,6 @@ def check_room(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[P
         return
     if not overwrite:
         raise CheckpointError(f"{path} exists; remove it, or replace it with overwrite=True (--overwrite)")
-    foreign = [name for name in inside if not OF_A_MODEL.fullmatch(name)]
+    foreign = [name for name in inside if name not in OTHERS and not WEIGHTS.fullmatch(name)]
     if foreign:
         raise CheckpointError(f"{path} holds more than a model ({foreign[0]}), so it is not replaced; give another path")

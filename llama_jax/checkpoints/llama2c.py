@@ -230,7 +230,7 @@ def _open_training(path: Path) -> Opened:
     if table is None or gate is None:
         raise CheckpointError(f"{path}: it has no {names['embedding']!r}; this is not llama2.c's ckpt.pt")
     if len(table.shape) != 2 or len(gate.shape) != 2:
-        raise CheckpointError(f"{path}: its table and its gate are no matrices; copy it again")
+        raise CheckpointError(f"{path}: its embedding and its gate must be matrices; copy it again")
     try:
         config = LlamaConfig(
             vocab_size=table.shape[0],

@@ -148,7 +148,7 @@ def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
         shapes[part] = tensors[name].shape
         if len(shapes[part]) != 2:
             raise CheckpointError(
-                f"{folder}: tensor {name!r} has shape {list(shapes[part])}, which is no matrix; copy it again"
+                f"{folder}: tensor {name!r} has shape {list(shapes[part])}, where a matrix is needed; copy it again"
             )
     try:
         tied = NAMES["lm_head"] not in tensors

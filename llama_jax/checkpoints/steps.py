@@ -34,6 +34,11 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
 
 
+def is_step(folder: Path) -> bool:
+    """Whether a folder is a step of a run."""
+    return (folder / ABOUT).is_dir()
+
+
 def existing_step(folder: Path, step: int | None) -> int:
     """The step itself if the folder has it; the newest for None.
 
@@ -85,4 +90,4 @@ def find_checkpoints(path: Path) -> Path | None:
     """The folder of checkpoints that a path is or, as the folder of a run, holds; None for another folder."""
     if (path / CHECKPOINTS).is_dir():
         return path / CHECKPOINTS
-    return path if any((path / str(step) / ABOUT).is_dir() for step in steps_in(path)) else None
+    return path if any(is_step(path / str(step)) for step in steps_in(path)) else None

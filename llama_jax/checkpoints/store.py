@@ -19,7 +19,7 @@ import numpy as np
 
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import is_passing, quiet, root_cause, wait_for_writers
-from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, steps_in
+from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, is_step, steps_in
 from llama_jax.checkpoints.sums import verify
 from llama_jax.checkpoints.tensors import kind_of, target_dtype
 from llama_jax.config import LlamaConfig
@@ -77,7 +77,7 @@ class Stored:
 def recognises(folder: Path) -> bool:
     """Whether a folder holds a configuration and what orbax finished writing."""
     saved = (folder / "config.json").exists() and (folder / PARAMS / "_CHECKPOINT_METADATA").exists()
-    return saved or _is_step(folder)
+    return saved or is_step(folder)
 
 
 def open_folder(folder: Path) -> Stored:
@@ -86,7 +86,7 @@ def open_folder(folder: Path) -> Stored:
     Raises:
       CheckpointError: a damaged file, or arrays that are not those of the configuration.
     """
-    stacked = _is_step(folder)
+    stacked = is_step(folder)
     if stacked:
         about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:
@@ -291,10 +291,6 @@ def _shape(stored: Stored) -> Llama:
     return shape
 
 
-def _is_step(folder: Path) -> bool:
-    return (folder / ABOUT).is_dir()
-
-
 def asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
     """What `ask` gives; whatever orbax raises becomes a CheckpointError that names `path` and what is known of it."""
     try:
@@ -312,10 +308,10 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
       path: a step, or a folder with arrays in one or elsewhere.
     """
     reason = root_cause(error)
-    step = path if _is_step(path) else path.parent
+    step = path if is_step(path) else path.parent
     if is_passing(error):
         return CheckpointError(cannot_read(path, reason))
-    if not _is_step(step):
+    if not is_step(step):
         return CheckpointError(f"{path} is not a whole orbax checkpoint ({reason}); copy it again")
     try:
         known = verify(step)

@@ -43,7 +43,7 @@ Command = (
 
 
 def main() -> None:
-    """Run the command that the arguments name. Exit codes: 2 for what the user can mend, 130 for Ctrl-C."""
+    """Run the command that the arguments name. Exit codes: 2 for what the user can fix, 130 for Ctrl-C."""
     signal.signal(signal.SIGINT, _interrupted)
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -48,7 +48,7 @@ class Chat(ModelOptions):
 
     def run(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="surrogateescape")  # what is no text must not end the chat
+            sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text must not end the chat
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
         from llama_jax.model.options import Compute
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -21,19 +21,19 @@ FORMATS = Literal["safetensors", "gguf", "llama2c", "orbax"]
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a model of any readable format in another. Where memory is short: only orbax needs the model to fit into it."""
+    """Write a model of any readable format in another. Only orbax, read or written, needs the model to fit into memory."""
 
-    source: tyro.conf.Positional[Path]
+    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
     """A model's folder or file, of any format that is read."""
-    destination: tyro.conf.Positional[Path]
+    destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
     format: FORMATS | None = None
     """What to write; by default what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
     llama2c is the legacy .bin, float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
-    """Of what is written; auto keeps that of the source, float32 where it is quantised. q8_0 is for gguf alone."""
+    """Type of what is written; auto keeps that of the source, float32 where it is quantised. q8_0 is for gguf alone."""
     overwrite: bool = False
-    """Replace what is at the destination."""
+    """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
 
     def run(self) -> None:
         from tqdm import tqdm

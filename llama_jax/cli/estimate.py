@@ -6,7 +6,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -34,7 +34,7 @@ class Estimate:
     --hardware its own compiler is asked where it is installed (the extras compile-tpu and compile-gpu).
     """
 
-    model: tyro.conf.Positional[str]
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET_OR_PATH")]]
     """A preset such as llama-3.1-8b, or a model's folder or file, or its config.json; only the settings are read."""
     batch: int
     """Rows over the whole mesh."""

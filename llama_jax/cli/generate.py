@@ -35,7 +35,7 @@ BATCH = 8  # prompts that are continued at once
 class Generate(ModelOptions):
     """Continue a prompt. The text goes to stdout as it comes, statistics to stderr."""
 
-    prompt: tyro.conf.Positional[str | None] = None
+    prompt: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[PROMPT]")]] = None
     """Text to continue; - reads it from stdin."""
     prompt_file: Path | None = None
     """A file with the text, or - for stdin. Of a .jsonl each line is a prompt, as in {"prompt": "Once"}: they are continued

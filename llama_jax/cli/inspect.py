@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 Found = TypeVar("Found")
-SIZES: tuple[str, ...] = (
-    "vocab_size",
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "hidden_dim",
-    "tie_embeddings",
-    "qkv_bias",
-    "qk_norm",
-    "experts",
-)
 CACHE_DTYPES = ("bfloat16", "float32")
 
 
@@ -193,11 +180,14 @@ def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, int]]:
 
 def _presets(config: LlamaConfig) -> list[dict[str, Any]]:
     """The presets that are this configuration; where none is, those of its sizes, with what differs."""
+    from llama_jax.verify.compare import SIZES
+
+    sizes = {*SIZES, "tie_embeddings"}
     differing = {
         name: [f.name for f in fields(LlamaConfig) if getattr(config, f.name) != getattr(preset, f.name)]
         for name, preset in PRESETS.items()
     }
-    least = [] if [] in differing.values() else [name for name in differing if not set(SIZES) & set(differing[name])]
+    least = [] if [] in differing.values() else [name for name in differing if not sizes & set(differing[name])]
     return [{"name": name, "differs": differs} for name, differs in differing.items() if not differs or name in least]
 
 

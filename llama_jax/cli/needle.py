@@ -39,17 +39,17 @@ class Needle(TextOptions):
     depths: str = "0,0.25,0.5,0.75,1"
     """Where the needle stands: 0 is the beginning of the text, 1 its end."""
     trials: int = 10
-    """Prompts of each length and depth; a multiple of --wrong-keys plus 1 hides each key as often."""
+    """Prompts of each length and depth; a multiple of --wrong-keys plus 1 hides each key equally often."""
     wrong_keys: int = 9
     """Numbers that the key is compared with."""
     digits: int = 5
-    """Of a key."""
+    """Digits of a key."""
     statement: str = ""
     """The needle, with {key} in it. By default: The pass key is {key}. Remember it. {key} is the pass key."""
     question: str = ""
     """What follows the text; ends with {key}. By default: What is the pass key? The pass key is {key}"""
     seed: int = 0
-    """Of keys and pieces of the text."""
+    """Decides the keys and the pieces of the text."""
     batch: int | None = None
     """Prompts that are read at once; by default 1 on a CPU and as many as make up 32,768 tokens elsewhere."""
     plot: Path | None = None

@@ -28,9 +28,9 @@ class RememberOptions:
     cache: Literal["auto", "int8"] = "auto"
     """Keys and values are kept in the type of the weights, or as 8-bit numbers with 4 bytes more for each head."""
     window: int | None = None
-    """See only so many tokens back: the cache then never grows, and the text may become longer than the context."""
+    """Each token sees only this many back: the cache then never grows, and the text may become longer than the context."""
     sinks: int = 0
-    """With --window: so many tokens from the beginning stay seen, which keeps a long text fluent; 4 are usual."""
+    """With --window: this many tokens from the beginning stay visible, which keeps a long text fluent; 4 are usual."""
 
     def cache_options(self) -> CacheOptions:
         """How to remember; GenerationError for an impossible value."""
@@ -59,10 +59,10 @@ class ModelOptions(RememberOptions):
     seed: int | None = None
     """Start of the random stream; by default taken from the clock and printed."""
     dtype: DTYPES = "auto"
-    """Of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
+    """Type of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
     rope: str = ""
-    """Another rope scaling than the model's own: KIND:FACTOR, as in yarn:4, also lengthens the context; none leaves the
-    model's out."""
+    """Another rope scaling than the model's own: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also
+    lengthens the context; none leaves out the model's own."""
     attention: ATTENTION = "auto"
     """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
     mesh: str = ""
@@ -87,7 +87,7 @@ class ModelOptions(RememberOptions):
         return sampling
 
     def mesh_sizes(self) -> MeshSizes | None:
-        """The sizes of the mesh, or None; MeshError for one that cannot divide the model of a single prompt."""
+        """The sizes of the mesh, or None; MeshError for one that divides more than the model."""
         from llama_jax.errors import MeshError
         from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
@@ -95,7 +95,7 @@ class ModelOptions(RememberOptions):
             return None
         sizes = parse_mesh(self.mesh)
         if sizes.data * sizes.fsdp > 1:
-            raise MeshError(f"mesh {sizes}: a single prompt cannot be split over data and fsdp; use tensor alone")
+            raise MeshError(f"mesh {sizes}: prompts are split over data and fsdp from Python only; use tensor alone")
         if sizes.context > 1:
             raise MeshError(f"mesh {sizes}: generating has no sequence to split over context; use tensor alone")
         make_mesh(sizes)

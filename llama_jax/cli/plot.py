@@ -6,7 +6,7 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -23,16 +23,16 @@ FORMATS = (".png", ".pdf", ".svg")
 class Plot:
     """Draw loss, learning rate, gradient norm and throughput of one or several runs. Needs the extra 'plot'."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")]]
     """Folders of runs, each with a metrics.jsonl; several are drawn over each other."""
     output: Path | None = None
     """The picture, .png, .pdf or .svg; by default curves.png in the run's folder, of several in this folder."""
     by: Literal["step", "tokens"] = "step"
-    """What goes to the right."""
+    """The horizontal axis."""
     log: bool = False
-    """Logarithmic axes for that, the loss and the gradient norm."""
+    """Logarithmic axes for steps or tokens, loss and gradient norm."""
     smoothing: float = 0.01
-    """How far the mean reaches that is drawn over the faint curve, as a fraction of a run; 0 draws the curve alone."""
+    """Reach of the moving mean that is drawn over the faint curve, as a fraction of a run; 0 draws the curve alone."""
 
     def run(self) -> None:
         from llama_jax.runs.metrics import METRICS
@@ -44,7 +44,7 @@ class Plot:
             if run.unreadable:
                 numbers = ", ".join(map(str, run.unreadable[:5])) + ", ..." * (len(run.unreadable) > 5)
                 where = folder / METRICS
-                print(f"llama-jax: {where}: passed over what is no whole line (line {numbers})", file=sys.stderr)
+                print(f"llama-jax: {where}: incomplete lines were skipped (line {numbers})", file=sys.stderr)
         save_picture(draw(runs, by=self.by, log=self.log, smoothing=self.smoothing), output)
         print(output)
 

@@ -21,7 +21,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         what a command prints, one end of line at the end of a text is left out.
 
     Raises:
-      GenerationError: not one of the two, a file that cannot be read, or a prompt that is empty or no text.
+      GenerationError: not one of the two, a file that cannot be read, or a prompt that is empty or not text.
     """
     if (prompt is None) == (file is None):
         both = "not both" if file else f"or {STDIN} for stdin"
@@ -78,7 +78,7 @@ def _of_lines(content: bytes, where: str) -> list[str]:
             prompt.encode()
         except UnicodeEncodeError:
             raise GenerationError(
-                f"{where}, line {number}: the prompt has half a surrogate pair, which is no text"
+                f"{where}, line {number}: the prompt has half a surrogate pair, which is not text"
             ) from None
         found.append(prompt)
     if not found:

@@ -53,21 +53,21 @@ class TextOptions:
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
-    """Of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
+    """Type of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
     rope: str = ""
     """Another rope scaling, to try without training: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16.
     The context is then FACTOR times as long; 'none' leaves out the model's own."""
     max_documents: int | None = None
-    """Read the first so many documents only."""
+    """Use only this many documents, the first ones."""
     separator: str = "<|endoftext|>"
     """What stands between the documents of a text file."""
     longest: int | None = None
     """Characters of the longest document of a text file; a longer one is cut into several.
     By default 131,072, or 64 for each token of the longest of --lengths where that is more."""
     field: str = "text"
-    """Of each object of a .jsonl file that is the text."""
+    """The field that holds the text in each object of a .jsonl file."""
     token_type: Literal["auto", "uint16", "uint32"] = "auto"
-    """Of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
+    """Type of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
     json: bool = False
     """Print one JSON object; what is not a number is null."""
 

@@ -22,14 +22,14 @@ REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_se
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a model into a folder, which generate, eval and the other commands then take as --model at any time.
+    """Train a model into a folder, from which generate, eval and the other commands read it at any time.
 
     SIGTERM and Ctrl-C save and end; the same command with --resume goes on as if nothing had happened. Over several
     processes each runs the same command, with --distributed or a --process-id of its own; the first one speaks for all."""
 
-    recipe: tyro.conf.Positional[str]
+    recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
     """tiny, shakespeare, stories15m or tinyllama; or FILE.py:FUNCTION, a function that returns a Recipe."""
-    changes: tyro.conf.Positional[tuple[str, ...]] = ()
+    changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
     """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
     settings are those of llama_jax.Recipe."""
     workdir: Path
@@ -55,11 +55,11 @@ class Train:
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
     coordinator: str | None = None
-    """Where there is none of these: HOST:PORT of process 0, whose port must be free; all processes give the same."""
+    """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
     processes: int | None = None
-    """How many processes there are."""
+    """Without --distributed: how many processes there are."""
     process_id: int | None = None
-    """The number of this one, from 0."""
+    """Without --distributed: the number of this one, from 0."""
     start_timeout: float = 300.0
     """Seconds until all processes must be there; then those that are say which are missing."""
 

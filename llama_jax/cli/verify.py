@@ -46,7 +46,7 @@ class Verify:
     tokens: int | None = None
     """Tokens to read at most; by default 64. Where there is no vocabulary they are random."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights and the arithmetic of PATH; the reference keeps its own."""
+    """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     per_layer: bool = False
     """Show how every layer differs."""
     json: bool = False

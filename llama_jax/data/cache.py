@@ -126,7 +126,7 @@ def read_corpus(path: Path) -> tuple[Corpus, dict[str, Any]]:
     Raises:
       DataError: a file that is not what was written.
     """
-    damaged = DataError(f"{path} is no whole corpus of tokens")
+    damaged = DataError(f"{path} is not a whole corpus of tokens")
     size = path.stat().st_size
     if size < HEADER.size:
         raise damaged

@@ -58,7 +58,7 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
     """The documents of a text file in UTF-8, with or without a byte-order mark; every end of line becomes a newline.
 
     Raises:
-      DataError: bytes that are no text, by their line.
+      DataError: bytes that are not text, by their line.
     """
     line = 1
     for piece, read in _pieces(path, reading.separator, reading.longest):
@@ -73,7 +73,7 @@ def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
     """The texts of a JSONL file, one object a line; empty lines and empty texts are passed over.
 
     Raises:
-      DataError: a line that is no JSON object, or has no text in the field.
+      DataError: a line that is not a JSON object, or has no text in the field.
     """
     read = 0
     with path.open("rb") as file:
@@ -90,8 +90,9 @@ def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
                 raise DataError(f"{path}, line {number} is a {type(found).__name__}; JSONL has one object a line")
             text = found.get(reading.field)
             if not isinstance(text, str):
+                fields = shown(list(found), 200) if found else "no fields"
                 raise DataError(
-                    f"{path}, line {number} has no text in the field {reading.field!r}; it has {shown(list(found), 200)}:"
+                    f"{path}, line {number} has no text in the field {reading.field!r}; it has {fields}:"
                     " name the one with the text by `field`"
                 )
             if text:
@@ -145,7 +146,7 @@ def _decoded(path: Path) -> Iterator[tuple[str, int]]:
             if binary >= 0:
                 at = line + chunk.count(b"\n", 0, binary)
                 raise DataError(
-                    f"{path}, line {at} holds a zero byte, so it is no text; give text in UTF-8, or files that end in"
+                    f"{path}, line {at} holds a zero byte, so it is not text; give text in UTF-8, or files that end in"
                     " .jsonl, .bin or .array_record"
                 )
             try:

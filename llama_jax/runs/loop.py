@@ -211,11 +211,11 @@ class _Run:
         begin = int(state.step)
         self.tokens = 0 if note is None else note["tokens"]
         first = 0 if note is None else note["data"]["next_batch"]
+        self.metrics = Metrics(self.folder) if self.processes.index == 0 else None
+        self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
         batches = training_batches(
             self.corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, start=first
         )
-        self.metrics = Metrics(self.folder) if self.processes.index == 0 else None
-        self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
         running: dict[str, jax.Array] | None = None

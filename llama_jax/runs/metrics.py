@@ -43,7 +43,7 @@ class Metrics:
             self._file.flush()
         except OSError as error:
             raise TrainingError(
-                f"{self._path} cannot be written to ({error.strerror}); mend that and go on from the last checkpoint with"
+                f"{self._path} cannot be written to ({error.strerror}); fix that and go on from the last checkpoint with"
                 " --resume"
             ) from None
         if self._board is not None and kind in ("train", "validation"):

@@ -127,6 +127,9 @@ def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) ->
         older = max((step for step in snapshots.steps() if step < latest), default=None)
         remedy = "there is no older one" if older is None else f"remove that folder, and the run goes on from step {older}"
         raise TrainingError(f"the checkpoint in {step} is damaged ({error}); {remedy}") from None
+    missing = [name for name in ("recipe", "data", "tokens") if name not in note]
+    if missing:
+        raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; give another --workdir")
     changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
     if changed and not _prolongs(recipe, note["recipe"], latest, changed):
         longer = ""

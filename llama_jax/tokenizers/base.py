@@ -124,15 +124,19 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
     return [part for part in [*parts, text[end:]] if part != ""]
 
 
-def with_ends(tokenizer: Tokenizer, ids: list[int], bos: bool, eos: bool) -> list[int]:
-    """The ids with the begin-of-sequence token before and the end-of-sequence token after them if asked for."""
-    for asked, token, name in ((bos, tokenizer.bos_id, "bos"), (eos, tokenizer.eos_id, "eos")):
-        if asked and token < 0:
-            raise TokenizerError(
-                f"the vocabulary has no {name} token; encode with {name}=False, or name one as {name}_token in a"
-                " tokenizer_config.json beside it"
-            )
-    return [tokenizer.bos_id] * bos + ids + [tokenizer.eos_id] * eos
+class EncodesParts:
+    """`Tokenizer.encode` of a vocabulary, by its `encode_parts`."""
+
+    def encode(self: Tokenizer, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+        """Ids of the text; see `Tokenizer.encode`."""
+        for asked, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
+            if asked and token < 0:
+                raise TokenizerError(
+                    f"the vocabulary has no {name} token; encode with {name}=False, or name one as {name}_token in a"
+                    " tokenizer_config.json beside it"
+                )
+        ids = self.encode_parts(split_special(text, self.special_tokens) if special else [text])
+        return [self.bos_id] * bos + ids + [self.eos_id] * eos
 
 
 def ending_ids(bos_id: int, eos_id: int, special_tokens: Mapping[str, int], more: Iterable[int] = ()) -> tuple[int, ...]:

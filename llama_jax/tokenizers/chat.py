@@ -186,4 +186,4 @@ def _check(messages: Sequence[Message]) -> None:
         if message["role"] not in get_args(Role):
             raise GenerationError(f"message {i} has the role {shown(message['role'], 40)}; use {', '.join(get_args(Role))}")
         if not isinstance(message["content"], str):
-            raise GenerationError(f"message {i} has the content {shown(message['content'], 40)}, which is no text")
+            raise GenerationError(f"message {i} has the content {shown(message['content'], 40)}, which must be a text")

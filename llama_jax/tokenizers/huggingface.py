@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers.base import (
+    EncodesParts,
     Part,
     check_ids,
     check_text,
@@ -21,8 +22,6 @@ from llama_jax.tokenizers.base import (
     ending_ids,
     library_errors,
     special_pattern,
-    split_special,
-    with_ends,
 )
 from llama_jax.tokenizers.settings import Settings, write_settings
 
@@ -79,7 +78,7 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
     return HuggingFaceTokenizer(library, where, settings)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(EncodesParts):
     """A vocabulary that the tokenizers library runs."""
 
     def __init__(self, library: tokenizers.Tokenizer, where: str, settings: Settings = Settings()) -> None:
@@ -111,11 +110,6 @@ class HuggingFaceTokenizer:
         self.eos_id = self._named(settings.eos_token, USUAL_EOS)
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
-
-    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
-        """Ids of the text; see `Tokenizer.encode`."""
-        parts = split_special(text, self.special_tokens) if special else [text]
-        return with_ends(self, self.encode_parts(parts), bos, eos)
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Ids of texts and special tokens, as the library gives them for the whole."""

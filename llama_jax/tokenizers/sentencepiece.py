@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import (
+    EncodesParts,
     Part,
     check_ids,
     check_text,
     ending_ids,
     library_errors,
-    split_special,
-    with_ends,
 )
 from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
 
@@ -47,7 +46,7 @@ def recognises(start: bytes) -> bool:
     return len(start) >= 3 and start[0] == 0x0A and start[2] == 0x0A
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(EncodesParts):
     """A SentencePiece model, which the library itself runs."""
 
     def __init__(self, model: bytes, where: str, settings: Settings = Settings()) -> None:
@@ -79,11 +78,6 @@ class SentencePieceTokenizer:
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
-
-    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
-        """Ids of the text; see `Tokenizer.encode`."""
-        parts = split_special(text, self.special_tokens) if special else [text]
-        return with_ends(self, self.encode_parts(parts), bos, eos)
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Ids of texts and special tokens; each text gets its leading space, as in Meta's code and llama.cpp."""

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import (
+    EncodesParts,
     Part,
     check_ids,
     check_text,
     decode_bytes,
     ending_ids,
     library_errors,
-    split_special,
-    with_ends,
 )
 from llama_jax.tokenizers.settings import Settings, write_settings
 
@@ -57,7 +56,7 @@ def recognises(start: bytes) -> bool:
     return LINE.match(start) is not None
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(EncodesParts):
     """A rank file of Llama 3, with the published special tokens after its ranks."""
 
     def __init__(self, ranks: bytes, where: str, settings: Settings = Settings()) -> None:
@@ -83,11 +82,6 @@ class TiktokenTokenizer:
         self.eos_id = self.special_tokens.get(settings.eos_token or "", self.special_tokens["<|end_of_text|>"])
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
-
-    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
-        """Ids of the text; see `Tokenizer.encode`."""
-        parts = split_special(text, self.special_tokens) if special else [text]
-        return with_ends(self, self.encode_parts(parts), bos, eos)
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Ids of texts and special tokens."""

@@ -120,6 +120,6 @@ def test_tensors_without_axes(tmp_path):
     write_pickle(folder / "consolidated.00.pth", b"\x80\x02}(" + model + b"u.", {"data/0": bytes(40)})
     sizes = {"dim": 8, "n_layers": 1, "n_heads": 1, "vocab_size": -1, "norm_eps": 1e-5}
     (folder / "params.json").write_text(json.dumps(sizes))
-    assert "has shape [], which is no matrix" in outcome(folder)
+    assert "has shape [], where a matrix is needed" in outcome(folder)
     program = b"\x80\x02}(" + text(b"model_args") + b"}" + text(b"model") + b"}(" + model + b"uu."
-    assert "no matrices" in outcome(write_pickle(tmp_path / "ckpt.pt", program, {"data/0": bytes(40)}))
+    assert "must be matrices" in outcome(write_pickle(tmp_path / "ckpt.pt", program, {"data/0": bytes(40)}))

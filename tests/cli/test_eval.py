@@ -3,16 +3,15 @@
 import json
 import math
 import shutil
+from functools import partial
 
 import pytest
 import sentencepiece
-import tyro
 from conftest import params_of, write_hf_folder
 from make_goldens import KINDS, random_tensors
 from vocabularies import sentencepiece_model
 
 from llama_jax.checkpoints.saving import save
-from llama_jax.cli.arguments import arranged
 from llama_jax.cli.eval import Eval
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
@@ -33,16 +32,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run the command in this process: what it prints on stdout and stderr."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
-
-    def run(*arguments):
-        tyro.cli(Eval, args=arranged(["eval", *map(str, arguments)])[1:]).run()
-        return capsys.readouterr()
-
-    return run
+def run(calling):
+    return partial(calling, Eval)
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_more_devices_than_there_are_is_one_line(run):
     ("mesh", "message"),
     [
         ("tensor=9", "needs 9 devices; there are 8"),
-        ("data=2", "a single prompt cannot be split over data and fsdp; use tensor alone"),
+        ("data=2", "prompts are split over data and fsdp from Python only; use tensor alone"),
         ("fsdp=2,tensor=2", "use tensor alone"),
         ("context=2,tensor=2", "generating has no sequence to split over context; use tensor alone"),
         ("8", "'8' is not axis=size"),

@@ -3,14 +3,13 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import tyro
 from conftest import params_of
 from make_goldens import KINDS, random_tensors
 
 from llama_jax.checkpoints.saving import save
-from llama_jax.cli.arguments import arranged
 from llama_jax.cli.needle import Needle
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
@@ -30,16 +29,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run the command in this process: what it prints on stdout and stderr."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("llama_jax.cli.runtime.use_compilation_cache", lambda: None)
-
-    def run(*arguments):
-        tyro.cli(Needle, args=arranged(["needle", *map(str, arguments)])[1:]).run()
-        return capsys.readouterr()
-
-    return run
+def run(calling):
+    return partial(calling, Needle)
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_a_line_that_is_not_whole_is_said(run, folders):
     with (folders[1] / "metrics.jsonl").open("a") as file:
         file.write('{"kind":')
     err = run(*folders).err
-    assert err == f"llama-jax: {folders[1] / 'metrics.jsonl'}: passed over what is no whole line (line 4)\n"
+    assert err == f"llama-jax: {folders[1] / 'metrics.jsonl'}: incomplete lines were skipped (line 4)\n"
 
 
 @pytest.mark.parametrize(

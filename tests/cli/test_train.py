@@ -223,7 +223,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data empty.txt", "empty.txt is empty"),
         ("SMALL --data binary.txt", "binary.txt, line "),
         ("tiny --data empty.txt", "empty.txt is empty; is it the right file?"),
-        ("tiny --data binary.txt", "so it is no text"),
+        ("tiny --data binary.txt", "so it is not text"),
         ("SMALL --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
         ("tiny --data bad.jsonl", "bad.jsonl, line 2 is not JSON"),
         ("SMALL --data ids.bin", "token 3 is 999, outside the vocabulary of 259"),

@@ -104,7 +104,7 @@ def test_jsonl_gives_its_texts_as_they_are(stories, name, tmp_path_factory):
         ("[" * 100_000, "is not JSON"),
         ("\x00\x01\x02", "is not JSON"),
         ('["text"]', "is a list; JSONL has one object a line"),
-        ('{"story": "a", "id": 1}', "has no text in the field 'text'; it has 'story', 'id'"),
+        ('{"story": "a", "id": 1}', "has no text in the field 'text'; it has ['story', 'id']"),
         ('{"text": null}', "has no text in the field 'text'"),
         ("{}", "it has no fields"),
     ],

@@ -209,7 +209,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(data, cache):
     damaged += [whole[:at] for at in range(len(whole))] + [whole + b"\0", whole * 2, bytes(len(whole))]
     for content in damaged:
         path.write_bytes(content)
-        with pytest.raises(DataError, match="no whole corpus"):
+        with pytest.raises(DataError, match="not a whole corpus"):
             read_corpus(path)
 
 
@@ -217,7 +217,7 @@ def test_a_damaged_file_is_made_again_with_a_warning(data, cache):
     open_corpus(data, ByteTokenizer(), cache=cache)
     path = only_file(cache)
     path.write_bytes(b"something else")
-    with pytest.warns(UserWarning, match=re.escape(f"{path} is no whole corpus of tokens; tokenising again")):
+    with pytest.warns(UserWarning, match=re.escape(f"{path} is not a whole corpus of tokens; tokenising again")):
         corpus = open_corpus(data, ByteTokenizer(), cache=cache)
     assert texts(corpus) == texts(open_corpus(data, ByteTokenizer(), cache=cache)) == STORIES
 

@@ -5,7 +5,11 @@ python mortal_run.py STAGE SAVE ARGUMENTS...    dies at that stage (of `small_ru
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
+
+import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Reading
@@ -42,6 +46,23 @@ def recipe() -> Recipe:
     )
 
 
+def write_words(folder: Path) -> Path:
+    """A text to train on."""
+    words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
+    (folder / "text.txt").write_text(" ".join(words))
+    return folder / "text.txt"
+
+
+def environment_of(cache: Path) -> dict[str, str]:
+    """What all processes of a test share: compiled programs, tokenised text, and this folder to import from."""
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
+        "XDG_CACHE_HOME": str(cache),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+
+
 def main(stage: str, number: int, arguments: list[str]) -> None:
     """Run the command, with a way to die put in the place of a function when the save begins."""
     from small_run import CASES
@@ -60,7 +81,7 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
         real_save(*positional, **named)
 
     if stage != "-":
-        Snapshots.save = save  # type: ignore[method-assign]
+        Snapshots.save = save
     sys.argv[1:] = arguments
     command()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from mortal_run import recipe
+from mortal_run import environment_of, recipe, write_words
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.model.trees import init
@@ -29,22 +28,12 @@ COUNTED = ("loss", "learning_rate", "grad_norm", "tokens", "skipped")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(" ".join(words))
-    return file
+    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """What all processes share: compiled programs and tokenised text."""
-    cache = tmp_path_factory.mktemp("cache")
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
-        "XDG_CACHE_HOME": str(cache),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(PROGRAM.parent),
-    }
+    return environment_of(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

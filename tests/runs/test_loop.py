@@ -7,11 +7,14 @@ import io
 import json
 import os
 import signal
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+import small_run
 from jax.experimental.compilation_cache import compilation_cache
+from mortal_run import recipe, write_words
 
 import llama_jax
 from llama_jax.data import Reading
@@ -20,44 +23,18 @@ from llama_jax.runs import preparing
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
-from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.snapshots import Snapshots
 from llama_jax.tokenizers.making import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
 
-CONFIG = llama_jax.LlamaConfig(
-    vocab_size=320,
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    hidden_dim=64,
-    max_seq_len=64,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=True,
-)
-RECIPE = Recipe(
-    model=CONFIG,
-    steps=12,
-    batch=8,
-    length=24,
-    optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=2),
-    vocabulary="byte",
-    reading=Reading(longest=60),
-    validation=0.2,
-    evaluate_every=6,
-    save_every=6,
-    log_every=4,
-    ema_decay=0.9,
-)
+RECIPE = replace(recipe(), steps=12, evaluate_every=6, save_every=6, log_every=4)
+CONFIG = RECIPE.model
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(" ".join(words))
-    file.with_name("other.txt").write_text(" ".join(words[::-1][:200]))
+    file = write_words(tmp_path_factory.mktemp("text"))
+    file.with_name("other.txt").write_text(" ".join(file.read_text().split()[::-1][:200]))
     return file
 
 
@@ -273,6 +250,14 @@ def test_a_damaged_note_says_which_step_is_left(text, tmp_path):
     (tmp_path / "checkpoints" / "4" / "about" / "note.json").write_text("{")
     with pytest.raises(TrainingError, match="remove that folder, and the run goes on from step 2"):
         train(recipe, tmp_path, [text], resume=True, log=StopAt())
+
+
+def test_checkpoints_that_no_run_saved_are_refused(text, tmp_path):
+    """Whoever uses `Snapshots` notes other things."""
+    with Snapshots(tmp_path / "checkpoints") as kept:
+        small_run.save(kept, 10, seed=1)
+    with pytest.raises(TrainingError, match=r"checkpoints/10 was not saved by train: its note has no recipe; give another"):
+        train(RECIPE, tmp_path, text, resume=True)
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -16,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from mortal_run import recipe
+from mortal_run import environment_of, recipe, write_words
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.cli.arguments import changes_together
@@ -36,22 +35,12 @@ EIGHT_HEADS = ("model.n_heads=8", "model.n_kv_heads=8")
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(" ".join(words))
-    return file
+    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """What all processes share: compiled programs and tokenised text."""
-    cache = tmp_path_factory.mktemp("cache")
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
-        "XDG_CACHE_HOME": str(cache),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(RECIPES.parent),
-    }
+    return environment_of(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,41 @@
+"""What reports of measurements have in common: machine, versions, settings, and a file that appears whole."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from llama_jax.writing import appearing
+
+
+def cpu_name() -> str:
+    """The processor's model, as Linux knows it."""
+    try:
+        return next(x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of each package, and of Python."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def settings(arguments: Any) -> dict[str, Any]:
+    """The arguments of an experiment, paths as text."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+
+
+def write_report(path: Path, report: Any) -> None:
+    """As JSON; the file is whole whenever the process ends, so that what was measured is there to go on with."""
+    with appearing(path) as target:
+        target.write_text(json.dumps(report, indent=1) + "\n", "utf-8")

@@ -1,0 +1,38 @@
+"""Commands that end in order: what they were writing is gone, and the exit code is the signal's."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from llama_jax.cli.stopping import ending_in_order
+from llama_jax.writing import appearing
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background process ignores
+with ending_in_order("stopped"), appearing(Path(sys.argv[1])) as target:
+    target.write_text("half")
+    os.kill(os.getpid(), signal.{0})
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_what_was_being_written_is_removed(name, tmp_path):
+    command = [sys.executable, "-c", PROGRAM.format(name), tmp_path / "file"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)
+    assert (done.returncode, done.stdout) == (128 + signal.Signals[name], "")
+    assert done.stderr == "\nllama-jax: stopped\n"
+    assert not os.listdir(tmp_path)
+
+
+def test_what_is_ignored_stays_ignored(tmp_path):
+    """As under nohup."""
+    program = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)" + PROGRAM.format("SIGHUP")
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "file"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "went on\n")
+    assert (tmp_path / "file").read_text() == "half"
