@@ -19,7 +19,7 @@ def read_whole(path: Path, kind: type[UserError], largest: int, what: str = "set
       UserError: of this kind, for what is no file or has more than `largest` bytes, which no `what` of a model has.
       OSError: it cannot be read.
     """
-    if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+    if not path.is_file():  # reading a pipe would wait for ever
         raise kind(f"{path} is not a file; copy it again")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

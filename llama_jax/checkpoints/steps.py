@@ -61,6 +61,7 @@ def read_note(folder: Path, step: int | None = None) -> dict[str, Any]:
     """
     path = folder / str(existing_step(folder, step)) / ABOUT / NOTE
     try:
+        path.stat()  # raises where it is missing, which proves no damage: the step may have been removed
         return read_object(path, DamagedError)
     except OSError as error:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None

@@ -91,9 +91,12 @@ def _cache_folder() -> Path:
 def _cache_limit() -> int:
     text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(LIMIT))
     try:
-        return int(float(text) * 1e9)
+        limit = int(float(text) * 1e9)
     except (ValueError, OverflowError):
-        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes") from None
+        limit = -1
+    if limit < 0:
+        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes, at least 0; set it so, or not at all")
+    return limit
 
 
 def _read_all(

@@ -100,9 +100,10 @@ def test_the_environment_places_the_cache(data, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_JAX_CACHE", str(tmp_path / "elsewhere"))
     open_corpus(data, ByteTokenizer())
     assert only_file(tmp_path / "elsewhere/corpora").suffix == ".corpus"
-    monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", "much")
-    with pytest.raises(DataError, match="LLAMA_JAX_CACHE_LIMIT=much must be a number of gigabytes"):
-        open_corpus(data, ByteTokenizer())
+    for limit in ("much", "-1", "nan"):
+        monkeypatch.setenv("LLAMA_JAX_CACHE_LIMIT", limit)
+        with pytest.raises(DataError, match=f"LLAMA_JAX_CACHE_LIMIT={limit} must be a number of gigabytes, at least 0"):
+            open_corpus(data, ByteTokenizer())
 
 
 def test_a_cache_does_not_grow_beyond_its_limit(data, cache, monkeypatch):
