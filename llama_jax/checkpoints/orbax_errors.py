@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from llama_jax.errors import reason_of
-
 # Memory, disks and networks that fail, stale mounts, rights, too many open files.
 NAMES = ("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO")
 PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
@@ -32,7 +30,7 @@ def root_cause(error: BaseException) -> str:
     """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
-    return reason_of(error, 300)
+    return " ".join(str(error).split())[:300]
 
 
 def is_passing(error: BaseException) -> bool:

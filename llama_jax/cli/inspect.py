@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints.tensors import Described, Opened
     from llama_jax.tokenizers import Tokenizer
 
-Found = TypeVar("Found")
+SIZES: tuple[str, ...] = (
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "tie_embeddings",
+    "qkv_bias",
+    "qk_norm",
+    "experts",
+)
 CACHE_DTYPES = ("bfloat16", "float32")
 
 
@@ -65,7 +77,7 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
     config = opened.config
     problems: list[str] = []
 
-    def found(look: Callable[[], Found]) -> Found | None:
+    def found(look: Callable[[], Any]) -> Any:
         try:
             return look()
         except UserError as error:
@@ -180,14 +192,11 @@ def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, int]]:
 
 def _presets(config: LlamaConfig) -> list[dict[str, Any]]:
     """The presets that are this configuration; where none is, those of its sizes, with what differs."""
-    from llama_jax.verify.compare import SIZES
-
-    sizes = {*SIZES, "tie_embeddings"}
     differing = {
         name: [f.name for f in fields(LlamaConfig) if getattr(config, f.name) != getattr(preset, f.name)]
         for name, preset in PRESETS.items()
     }
-    least = [] if [] in differing.values() else [name for name in differing if not sizes & set(differing[name])]
+    least = [] if [] in differing.values() else [name for name in differing if not set(SIZES) & set(differing[name])]
     return [{"name": name, "differs": differs} for name, differs in differing.items() if not differs or name in least]
 
 
