@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 Number = TypeVar("Number", int, float)
-LONGEST = 1 << 17
 
 
 class Subject(NamedTuple):
@@ -93,8 +92,9 @@ class TextOptions:
         from llama_jax.data import Reading, open_corpus
 
         token_type = None if self.token_type == "auto" else self.token_type
-        longest = max(LONGEST, *(64 * length for length in lengths)) if lengths else LONGEST
-        longest = longest if self.longest is None else self.longest
+        longest = self.longest
+        if longest is None:
+            longest = max([Reading.longest, *(64 * length for length in lengths)])
         reading = Reading(separator=self.separator, longest=longest, field=self.field, token_type=token_type)
         bar = partial(tqdm, desc="tokenising", unit=" MB", leave=False, disable=None)
         with ending_in_order("stopped"):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 
 class _Stopped(KeyboardInterrupt):
@@ -26,8 +27,10 @@ def ending_in_order(said: str) -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         raise _Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in ending_signals()}
+    before: dict[signal.Signals, Any] = {}
     try:
+        for number in ending_signals():
+            before[number] = signal.signal(number, stop)
         yield
     except _Stopped as stopped:
         with suppress(OSError):  # a terminal that has hung up
