@@ -19,6 +19,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
 from llama_jax.parallel.fit import unfit
 from llama_jax.tokenizers import Tokenizer
+from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Kind = Literal["float32", "bfloat16", "float16", "q8_0"]
@@ -116,14 +117,22 @@ def _write(
     if format == "llama2c" and tokenizer is not None:
         _check_neighbour(path, tokenizer, opened.config.vocab_size)
     beside = files_beside(tokenizer, path.resolve().parent) if format == "llama2c" and tokenizer is not None else {}
-    with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
-        if format == "safetensors":
-            huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
-        elif format == "gguf":
-            gguf.write_file(target, opened, tokenizer, kind, progress=progress)
-        else:
-            llama2c.write_file(target, opened, progress=progress)
-    write_beside(beside)
+    written: list[Path] = []
+    try:
+        with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
+            if format == "safetensors":
+                huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
+            elif format == "gguf":
+                gguf.write_file(target, opened, tokenizer, kind, progress=progress)
+            else:
+                llama2c.write_file(target, opened, progress=progress)
+                write_beside(
+                    beside, written
+                )  # before the weights have their name: without a vocabulary they are half a model
+    except BaseException:
+        for each in written:
+            remove(each)
+        raise
 
 
 def _check_neighbour(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
