@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # Memory, disks and networks that fail, stale mounts, rights, too many open files.
 NAMES = ("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO")
@@ -16,14 +18,28 @@ PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the tracebacks that orbax logs of errors which it raises as well."""
-    log = logging.getLogger("absl")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    """Without the tracebacks of errors which orbax raises as well: those that its threads log, of one error each, and those
+    of what TensorStore has still to tell to an event loop that has ended with the first.
+
+    Two may overlap, in several threads, and end in any order.
+    """
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno >= logging.CRITICAL
+
+    def unraisable(told: Any) -> None:
+        if str(told.exc_value) != "Event loop is closed":
+            before(told)
+
+    log, before = logging.getLogger("absl"), sys.unraisablehook
+    log.addFilter(is_of_others)
+    sys.unraisablehook = unraisable
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.removeFilter(is_of_others)
+        if sys.unraisablehook is unraisable:
+            sys.unraisablehook = before
 
 
 def root_cause(error: BaseException) -> str:
@@ -50,4 +66,4 @@ def wait_for_writers() -> None:
     """Of a save that failed: orbax tells of the first error at once, and its threads go on writing the other arrays."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-            thread.join(60)
+            threading.Thread.join(thread, 60)  # their own `join` raises the error of each

@@ -215,12 +215,12 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
-    try:
-        with quiet():
+    with quiet():
+        try:
             ocp.save(folder.absolute() / PARAMS, unstack(params))
-    except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
-        wait_for_writers()
-        raise CheckpointError(cannot_write(path or folder, OSError(root_cause(error)))) from None
+        except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+            wait_for_writers()
+            raise CheckpointError(cannot_write(path or folder, OSError(root_cause(error)))) from None
 
 
 def load_params(
