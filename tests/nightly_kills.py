@@ -501,6 +501,7 @@ def _import(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--cases", type=int, default=450)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=int(time.time() // 86400), help="by default that of the day")
     parser.add_argument("--only", type=int, help="the case of this number")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -513,7 +514,8 @@ def main() -> int:
         and subprocess.run([*own, "true"], stderr=subprocess.DEVNULL).returncode == 0
     ):
         os.execvp(own[0], [*own, sys.executable, __file__, *sys.argv[1:], "--inside"])
-    report = run(range(given.cases) if given.only is None else range(given.only, given.only + 1), given.seed)
+    first, count = (given.first, given.cases) if given.only is None else (given.only, 1)
+    report = run(range(first, first + count), given.seed)
     print(json.dumps(report, indent=2))
     return 1 if report["failures"] else 0
 
