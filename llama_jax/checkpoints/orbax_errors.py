@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from llama_jax.writing import FULL
+
 # Memory, disks and networks that fail, stale mounts, rights, too many open files.
 NAMES = ("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO")
+OF_WRITING = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
 
 
@@ -42,11 +45,21 @@ def quiet() -> Iterator[None]:
             sys.unraisablehook = before
 
 
-def root_cause(error: BaseException) -> str:
+def root_cause(error: BaseException, most: int = 300) -> str:
     """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:most]
+
+
+def error_of_writing(error: BaseException) -> OSError:
+    """Why something could not be written, with its number where it is a full disk or a lack of rights.
+
+    Of TensorStore's errors there is only a text, at whose end, after long paths, the system's words are.
+    """
+    said = root_cause(error, most=10_000)
+    number = next((number for number in OF_WRITING if os.strerror(number) in said), None)
+    return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
 
 
 def is_passing(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
-from llama_jax.checkpoints.orbax_errors import is_passing, quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
 from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, steps_in
 from llama_jax.checkpoints.sums import verify
 from llama_jax.checkpoints.tensors import FLOATS, Described
@@ -220,7 +220,7 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
             ocp.save(folder.absolute() / PARAMS, unstack(params))
         except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
             wait_for_writers()
-            raise CheckpointError(cannot_write(path or folder, OSError(root_cause(error)))) from None
+            raise CheckpointError(cannot_write(path or folder, error_of_writing(error))) from None
 
 
 def load_params(

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from llama_jax.checkpoints.huggingface_config import write_config
-from llama_jax.checkpoints.orbax_errors import quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.orbax_errors import error_of_writing, quiet, wait_for_writers
 from llama_jax.checkpoints.steps import (
     ABOUT,
     EMA,
@@ -276,8 +276,8 @@ class Snapshots:
                 left = f"; what was written cannot be removed ({problem})"
         latest = self.latest()
         good = "there is no good checkpoint yet" if latest is None else f"the last good checkpoint is step {latest}"
-        reason = root_cause(error)
-        why = f"({reason}){remedy_for(OSError(reason))}{left}"
+        cause = error_of_writing(error)
+        why = f"({cause.strerror or cause}){remedy_for(cause)}{left}"
         return CheckpointError(f"{self.folder}: step {step} could not be saved {why}; {good}")
 
     def _saving(self, step: int) -> Path:

@@ -4,11 +4,13 @@ import logging
 import os
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from llama_jax.checkpoints import orbax_errors
+from llama_jax.writing import cannot_write
 
 
 def logged(pathname, level, caplog):
@@ -68,3 +70,13 @@ def test_writers_are_waited_for_whatever_their_own_join_raises():
     threading.Timer(0.01, going_on.set).start()
     orbax_errors.wait_for_writers()
     assert sorted(map(id, ended)) == sorted(map(id, writers))
+
+
+@pytest.mark.parametrize("number", orbax_errors.OF_WRITING)
+def test_the_systems_words_are_found_after_long_paths(number):
+    path = "/a/long/way" * 40
+    error = ValueError(f'RESOURCE_EXHAUSTED: Error writing "{path}": Failed to write 9 bytes: {os.strerror(number)} [os_e')
+    found = orbax_errors.error_of_writing(error)
+    assert (found.errno, found.strerror) == (number, os.strerror(number))
+    assert cannot_write(Path("model"), found).startswith(f"model cannot be written ({os.strerror(number)}); ")
+    assert str(orbax_errors.error_of_writing(ValueError(path))) == path[:300]
