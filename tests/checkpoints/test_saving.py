@@ -332,6 +332,25 @@ def test_a_llama2c_file_leaves_its_neighbours_settings(name, stories, tmp_path):
     assert (tmp_path / "tokenizer.model").exists()
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])
+def test_two_that_write_one_path(format, overwrite, tmp_path, models):
+    """The second begins and ends while the first writes: without leave to overwrite its model stays, else the first's."""
+
+    def meanwhile(pieces):
+        yield from pieces
+        save(tmp_path / "model", *models["mha"], format=format)
+
+    with (
+        contextlib.nullcontext()
+        if overwrite
+        else pytest.raises(CheckpointError, match="model exists; remove it, or replace")
+    ):
+        save(tmp_path / "model", *models["gqa"], format=format, overwrite=overwrite, progress=meanwhile)
+    same(llama_jax.load(tmp_path / "model").params, models["gqa" if overwrite else "mha"][1])
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path, monkeypatch):
     """A process that is killed between the two would leave half a model. Where the weights fail, neither is there."""
     put, failing = writing.put, False
