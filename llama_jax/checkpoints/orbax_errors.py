@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,25 +24,34 @@ def quiet() -> Iterator[None]:
     """Without the tracebacks of errors which orbax raises as well: those that its threads log, of one error each, and those
     of what TensorStore has still to tell to an event loop that has ended with the first.
 
-    Two may overlap, in several threads, and end in any order.
+    TensorStore may do so later, so after an error that part stays. Two may overlap, in several threads, and end in any
+    order.
     """
 
     def is_of_others(record: logging.LogRecord) -> bool:
         return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno >= logging.CRITICAL
 
-    def unraisable(told: Any) -> None:
-        if str(told.exc_value) != "Event loop is closed":
-            before(told)
-
     log, before = logging.getLogger("absl"), sys.unraisablehook
+    hook = before if isinstance(before, _WithoutClosedLoops) else _WithoutClosedLoops(before)
     log.addFilter(is_of_others)
-    sys.unraisablehook = unraisable
+    sys.unraisablehook = hook
     try:
         yield
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
     finally:
         log.removeFilter(is_of_others)
-        if sys.unraisablehook is unraisable:
-            sys.unraisablehook = before
+
+
+class _WithoutClosedLoops:
+    """`sys.unraisablehook`, but for what comes for an event loop that has ended."""
+
+    def __init__(self, before: Callable[[Any], object]) -> None:
+        self._before = before
+
+    def __call__(self, told: Any) -> None:
+        if str(told.exc_value) != "Event loop is closed":
+            self._before(told)
 
 
 def root_cause(error: BaseException, most: int = 300) -> str:
