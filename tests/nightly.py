@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import select
@@ -308,15 +309,17 @@ def _end(worker: subprocess.Popen[str]) -> None:
         worker.communicate()
 
 
-def run(cases: int, *, seed: int, workers: int, first: int = 0, keep: str | None = None) -> dict[str, Any]:
-    """What came of the cases, by kind; the failures one by one."""
+def run(
+    cases: int, *, seed: int, workers: int, first: int = 0, keep: str | None = None, minutes: float = math.inf
+) -> dict[str, Any]:
+    """What came of the cases, or of those begun within so many minutes, by kind; the failures one by one."""
     started, lock, going = time.monotonic(), threading.Lock(), count(first)
 
     def numbers() -> Iterator[int]:
         while True:
             with lock:
                 number = next(going)
-            if number >= first + cases:
+            if number >= first + cases or time.monotonic() - started > 60 * minutes:
                 return
             yield number
 
@@ -342,6 +345,8 @@ def run(cases: int, *, seed: int, workers: int, first: int = 0, keep: str | None
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--cases", type=int, default=100_000)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so many")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case, to go on where one ended")
     parser.add_argument("--seed", type=int, default=int(time.time() // 86400), help="by default that of the day")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--only", type=int, help="the case of this number")
@@ -356,11 +361,13 @@ def main() -> int:
         1 if one else given.cases,
         seed=given.seed,
         workers=1 if one else given.workers,
-        first=given.only if one else 0,
+        first=given.only if one else given.first,
         keep=given.keep,
+        minutes=given.minutes,
     )
     print(json.dumps(report, indent=2))
-    return 1 if report["failures"] or report["cases"] != (1 if one else given.cases) else 0
+    short = report["cases"] < (1 if one else given.cases) and given.minutes == math.inf
+    return 1 if report["failures"] or short else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""Some of the cases of `nightly.py`; all kinds of them, and that it sees what it is to see."""
+"""Some of the cases of the nightly scripts; all kinds of them, and that they see what they are to see."""
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import nightly
+import nightly_batches
 import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="waits for pipes")
@@ -38,3 +42,79 @@ def test_failures_are_seen(monkeypatch):
     found = nightly.run(2, seed=1, workers=1)
     assert [each["found"].split(":")[0] for each in found["failures"]] == ["crash", "hang"]
     nightly._end(started[-1])
+
+
+def script(name, *arguments):
+    """What a nightly script reports, run as a process: some are killed, or would wait for ever."""
+    command = [sys.executable, Path(nightly.__file__).with_name(name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and Linux's names of open files")
+def test_some_moments_of_writing():
+    """Each thing that is written is killed once and once finds no room."""
+    found = script("nightly_kills.py", "--cases", 20, "--seed", 1)
+    assert found["failures"] == []
+    assert found["cases"] == len(found["operations"]) == 20
+    assert found["moments"]["kill"] > found["moments"].get("kill, and it had ended", 0) + 5
+
+
+# A writer without care: it writes under the name itself, and leaves there what it had when it fails.
+CARELESS = """
+import contextlib, json, shutil, sys
+sys.path.insert(0, sys.argv[1])
+import nightly_kills
+from llama_jax.checkpoints import saving
+
+@contextlib.contextmanager
+def careless(path, **options):
+    old = path.with_name("old")
+    if path.exists():
+        path.rename(old)
+    path.mkdir()
+    yield path
+    shutil.rmtree(old, ignore_errors=True)
+
+perform = nightly_kills.Work.perform
+def broken(self, operation, folder, which="new"):
+    saving.appearing = careless
+    perform(self, operation, folder, which)
+nightly_kills.Work.perform = broken
+print(json.dumps(nightly_kills.run(range(0, 80, 10), 1)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and Linux's names of open files")
+def test_a_careless_writer_is_seen():
+    done = subprocess.run([sys.executable, "-c", CARELESS, Path(nightly.__file__).parent], capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    assert {each["way"] for each in json.loads(done.stdout)["failures"]} == {"kill", "full"}
+
+
+@pytest.mark.slow
+def test_some_ragged_batches():
+    found = nightly_batches.run(range(25), seed=1)
+    assert found["failures"] == []
+    assert found["rows"] > 75
+    assert found["stopped"] > 20
+
+
+def test_a_row_that_minds_its_neighbours_is_seen(monkeypatch):
+    def generated(model, prompts, limits, sampling, stops, cache):
+        return [[len(prompts)] * limit for limit in limits]
+
+    monkeypatch.setattr(nightly_batches, "generated", generated)
+    config = nightly_batches.llama_jax.preset("stories-260k")
+    found = nightly_batches.compare((config, None), seed=1, number=0)
+    assert [each["row"] for each in found["wrong"]] == list(range(found["rows"]))
+
+
+@pytest.mark.slow
+def test_some_profiles_over_saves():
+    found = script("nightly_profiles.py", "--cases", 3, "--seed", 1)
+    assert found["failures"] == []
+    assert found["saves"] == 24

@@ -50,8 +50,10 @@ def files_beside(tokenizer: Tokenizer, path: Path, vocab_size: int) -> dict[Path
     return {path: content for path, content in files.items() if not path.exists()}
 
 
-def write_beside(files: dict[Path, bytes]) -> None:
-    """Write what `files_beside` gave; the vocabulary last, for with it the others count."""
+def write_beside(files: dict[Path, bytes], written: list[Path]) -> None:
+    """Write what `files_beside` gave, each noted in `written` once it is there; the vocabulary last, for with it the others
+    count."""
     for path in sorted(files, key=lambda path: path.name in VOCABULARIES):
         with appearing(path, raises=CheckpointError) as target:
             target.write_bytes(files[path])
+        written.append(path)

@@ -5,32 +5,70 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from llama_jax.writing import FULL
 
 # Memory, disks and networks that fail, stale mounts, rights, too many open files.
 NAMES = ("ENOMEM", "EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EACCES", "EPERM", "EMFILE", "ENFILE", "EREMOTEIO")
+OF_WRITING = (*FULL, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the tracebacks that orbax logs of errors which it raises as well."""
-    log = logging.getLogger("absl")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
+    """Without the tracebacks of errors which orbax raises as well: those that its threads log, of one error each, and those
+    of what TensorStore has still to tell to an event loop that has ended with the first.
+
+    TensorStore may do so later, so after an error that part stays. Two may overlap, in several threads, and end in any
+    order.
+    """
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return f"{os.sep}orbax{os.sep}" not in record.pathname or record.levelno >= logging.CRITICAL
+
+    log, before = logging.getLogger("absl"), sys.unraisablehook
+    hook = before if isinstance(before, _WithoutClosedLoops) else _WithoutClosedLoops(before)
+    log.addFilter(is_of_others)
+    sys.unraisablehook = hook
     try:
         yield
+        if sys.unraisablehook is hook:
+            sys.unraisablehook = before
     finally:
-        log.setLevel(before)
+        log.removeFilter(is_of_others)
 
 
-def root_cause(error: BaseException) -> str:
+class _WithoutClosedLoops:
+    """`sys.unraisablehook`, but for what comes for an event loop that has ended."""
+
+    def __init__(self, before: Callable[[Any], object]) -> None:
+        self._before = before
+
+    def __call__(self, told: Any) -> None:
+        if str(told.exc_value) != "Event loop is closed":
+            self._before(told)
+
+
+def root_cause(error: BaseException, most: int = 300) -> str:
     """The message of the error at the bottom, which names the file: orbax wraps it in what it was about to do."""
     while (below := error.__cause__ or error.__context__) is not None:
         error = below
-    return " ".join(str(error).split())[:300]
+    return " ".join(str(error).split())[:most]
+
+
+def error_of_writing(error: BaseException) -> OSError:
+    """Why something could not be written, with its number where it is a full disk or a lack of rights.
+
+    Of TensorStore's errors there is only a text, at whose end, after long paths, the system's words are.
+    """
+    said = root_cause(error, most=10_000)
+    number = next((number for number in OF_WRITING if os.strerror(number) in said), None)
+    return OSError(root_cause(error)) if number is None else OSError(number, os.strerror(number))
 
 
 def is_passing(error: BaseException) -> bool:
@@ -50,4 +88,4 @@ def wait_for_writers() -> None:
     """Of a save that failed: orbax tells of the first error at once, and its threads go on writing the other arrays."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
-            thread.join(60)
+            threading.Thread.join(thread, 60)  # their own `join` raises the error of each

@@ -20,6 +20,7 @@ from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
 from llama_jax.parallel.fit import unfit
 from llama_jax.tokenizers import Tokenizer
+from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Kind = Literal["float32", "bfloat16", "float16", "q8_0"]
@@ -117,14 +118,21 @@ def _write(
     beside = {}
     if format == "llama2c" and tokenizer is not None:
         beside = files_beside(tokenizer, path, opened.config.vocab_size)
-    with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
-        if format == "safetensors":
-            huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
-        elif format == "gguf":
-            gguf.write_file(target, opened, tokenizer, kind, progress=progress)
-        else:
-            llama2c.write_file(target, opened, progress=progress)
-    write_beside(beside)
+    written: list[Path] = []
+    try:
+        with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
+            if format == "safetensors":
+                huggingface.write_folder(target, opened, tokenizer, kind, progress=progress)
+            elif format == "gguf":
+                gguf.write_file(target, opened, tokenizer, kind, progress=progress)
+            else:
+                llama2c.write_file(target, opened, progress=progress)
+                # Before the weights have their name: without a vocabulary they are half a model.
+                write_beside(beside, written)
+    except BaseException:
+        for each in written:
+            remove(each)
+        raise
 
 
 def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:

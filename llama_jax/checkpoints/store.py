@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
-from llama_jax.checkpoints.orbax_errors import is_passing, quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
 from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, is_step, steps_in
 from llama_jax.checkpoints.sums import verify
 from llama_jax.checkpoints.tensors import kind_of, target_dtype
@@ -215,12 +215,12 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
-    try:
-        with quiet():
+    with quiet():
+        try:
             ocp.save(folder.absolute() / PARAMS, unstack(params))
-    except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
-        wait_for_writers()
-        raise CheckpointError(cannot_write(path or folder, OSError(root_cause(error)))) from None
+        except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+            wait_for_writers()
+            raise CheckpointError(cannot_write(path or folder, error_of_writing(error))) from None
 
 
 def load_params(

@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +26,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from llama_jax.checkpoints.huggingface_config import write_config
-from llama_jax.checkpoints.orbax_errors import quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.orbax_errors import error_of_writing, quiet, wait_for_writers
 from llama_jax.checkpoints.steps import (
     ABOUT,
     EMA,
@@ -122,12 +123,14 @@ class Snapshots:
         added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
         about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
         self.wait()
-        try:
-            with _writing(), quiet():
-                saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
-        except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
-            raise self._failure(step, error) from None
-        self._pending = self._thread.submit(self._finish, step, saving)
+        with ExitStack() as until_written:
+            until_written.enter_context(quiet())
+            try:
+                with _writing():
+                    saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
+            except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
+                raise self._failure(step, error) from None
+            self._pending = self._thread.submit(self._finish, step, saving, until_written.pop_all())
 
     def wait(self) -> None:
         """Wait until what `save` began is written.
@@ -238,18 +241,18 @@ class Snapshots:
             return False
         return True
 
-    def _finish(self, step: int, saving: ocp.AsyncResponse[None]) -> None:
+    def _finish(self, step: int, saving: ocp.AsyncResponse[None], until_written: ExitStack) -> None:
         """In the thread: wait for orbax, then delete what need not stay."""
-        try:
-            with quiet():
+        with until_written:
+            try:
                 saving.result()
-            if not _is_first():
-                return
-            write_sums(self._saving(step))
-            flush_folders(self._saving(step))
-            put(self._saving(step), self.folder / str(step))
-        except Exception as error:
-            raise self._failure(step, error) from None
+                if not _is_first():
+                    return
+                write_sums(self._saving(step))
+                flush_folders(self._saving(step))
+                put(self._saving(step), self.folder / str(step))
+            except Exception as error:
+                raise self._failure(step, error) from None
         try:
             self._clear_up()
             steps = self.steps()
@@ -273,8 +276,8 @@ class Snapshots:
                 left = f"; what was written cannot be removed ({problem})"
         latest = self.latest()
         good = "there is no good checkpoint yet" if latest is None else f"the last good checkpoint is step {latest}"
-        reason = root_cause(error)
-        why = f"({reason}){remedy_for(OSError(reason))}{left}"
+        cause = error_of_writing(error)
+        why = f"({cause.strerror or cause}){remedy_for(cause)}{left}"
         return CheckpointError(f"{self.folder}: step {step} could not be saved {why}; {good}")
 
     def _saving(self, step: int) -> Path:

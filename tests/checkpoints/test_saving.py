@@ -1,5 +1,6 @@
 """Files out: round trips are exact, and a file is there whole or not at all."""
 
+import contextlib
 import errno
 import json
 import os
@@ -20,6 +21,7 @@ from make_format_goldens import FORMATS, SMALL, WIDE
 from safetensors.numpy import load_file
 
 import llama_jax
+from llama_jax import writing
 from llama_jax.checkpoints import convert, huggingface, open_checkpoint, save
 from llama_jax.checkpoints.layout import Piece
 from llama_jax.errors import CheckpointError
@@ -328,6 +330,43 @@ def test_a_llama2c_file_leaves_its_neighbours_settings(name, stories, tmp_path):
     for path in tmp_path.glob("*.json"):
         assert path.stat().st_mtime_ns == first[path.name], "the same settings are not written again"
     assert (tmp_path / "tokenizer.model").exists()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])
+def test_two_that_write_one_path(format, overwrite, tmp_path, models):
+    """The second begins and ends while the first writes: without leave to overwrite its model stays, else the first's."""
+
+    def meanwhile(pieces):
+        yield from pieces
+        save(tmp_path / "model", *models["mha"], format=format)
+
+    with (
+        contextlib.nullcontext()
+        if overwrite
+        else pytest.raises(CheckpointError, match="model exists; remove it, or replace")
+    ):
+        save(tmp_path / "model", *models["gqa"], format=format, overwrite=overwrite, progress=meanwhile)
+    same(llama_jax.load(tmp_path / "model").params, models["gqa" if overwrite else "mha"][1])
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_llama2c_file_is_never_there_without_its_vocabulary(stories, tmp_path, monkeypatch):
+    """A process that is killed between the two would leave half a model. Where the weights fail, neither is there."""
+    put, failing = writing.put, False
+
+    def look(target, path):
+        if path.name == "model.bin":
+            assert {"tokenizer.model", "tokenizer_config.json", "generation_config.json"} <= set(os.listdir(tmp_path))
+            if failing:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        put(target, path)
+
+    monkeypatch.setattr(writing, "put", look)
+    for failing in (True, False):
+        with pytest.raises(CheckpointError, match="the disk is full") if failing else contextlib.nullcontext():
+            save(tmp_path / "model.bin", *stories, format="llama2c")
+        assert ("model.bin" in os.listdir(tmp_path)) is bool(os.listdir(tmp_path)) is not failing
 
 
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c"])

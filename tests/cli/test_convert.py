@@ -87,6 +87,25 @@ def test_nothing_is_left_when_it_is_stopped(name, tmp_path):
     assert not os.listdir(tmp_path)
 
 
+TWICE = INTERRUPT.format("SIGINT") + (
+    "from llama_jax import writing; remove = writing.remove\n"
+    "def again(path): os.kill(os.getpid(), signal.SIGINT); remove(path)\n"
+    "writing.remove = again\n"
+)
+
+
+def test_stopped_twice_leaves_what_the_next_run_clears_up(run, tmp_path):
+    """The second Ctrl-C comes while the first one's leavings are removed."""
+    command = [sys.executable, "-c", START + TWICE + "main()", "convert", FORMATS / "meta-1", tmp_path / "out.gguf"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "llama-jax: stopped; nothing was written"
+    assert "Traceback" not in done.stderr
+    assert [name.endswith(".llama_jax-partial") for name in os.listdir(tmp_path)] == [True]
+    assert run(FORMATS / "meta-1", tmp_path / "out.gguf").returncode == 0
+    assert os.listdir(tmp_path) == ["out.gguf"]
+
+
 def test_what_is_offered_is_what_there_is():
     assert Format == OFFERED
     assert set(KINDS) == {"float32", "bfloat16", "float16", "q8_0"}
