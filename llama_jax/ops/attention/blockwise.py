@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,36 @@ Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
+class OfQueries(NamedTuple):
+    """What the backward pass reads of queries; it is cut into blocks together.
+
+    Attributes:
+      queries: [B, K, T, G, H].
+      normalizer: [B, K, T, G, 1], the log-sum-exp over all keys that a query saw.
+      mean: [B, K, T, G, 1], of the gradients of each query's weights, under the weights.
+      of_mixed: [B, K, T, G, H], the gradient of the whole mixture.
+    """
+
+    queries: jax.Array
+    normalizer: jax.Array
+    mean: jax.Array
+    of_mixed: jax.Array
+
+    @classmethod
+    def of(cls, queries: jax.Array, normalizer: jax.Array, mixed: jax.Array, of_mixed: jax.Array) -> OfQueries:
+        """From the mixture [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
+        mean = jnp.sum(of_mixed.astype(normalizer.dtype) * mixed, axis=-1, keepdims=True)
+        return cls(queries, normalizer, mean, of_mixed)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def blockwise(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, scale: float, window: int | None = None
+    queries: jax.Array,
+    keys: jax.Array | Quantized,
+    values: jax.Array | Quantized,
+    seen: Seen,
+    scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """Arguments and result as for `attend`. Differentiated by hand, in reverse mode only: JAX would save a loop's turns."""
     return forward_part(queries, keys, values, seen, scale=scale, window=window)[0].astype(queries.dtype)
@@ -50,8 +77,8 @@ def _forward_and_kept(queries, keys, values, seen, scale, window):
 def _backward(scale: float, window: int | None, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
     arrays, normalizer, seen = kept
     queries, keys, values, mixed = restore(arrays)
-    mean = mean_of(of_mixed, mixed, normalizer.dtype)
-    found = backward_part(queries, keys, values, seen, normalizer, mean, of_mixed, scale=scale, window=window)
+    of_queries = OfQueries.of(queries, normalizer, mixed, of_mixed)
+    found = backward_part(of_queries, keys, values, seen, scale=scale, window=window)
     return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
 
 
@@ -95,40 +122,32 @@ def forward_part(
             total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
             return larger, total, mixed * shrink + mix(weights, value, queries.dtype)
 
-        narrow = (*own.shape[:-1], 1)
-        start = jnp.full(narrow, LOWEST, precise), jnp.zeros(narrow, precise), jnp.zeros((*own.shape[:-1], width), precise)
+        # Like `own`, so that under a `jax.shard_map` that checks it they vary over the devices as what is added to them.
+        total, mixed = (jnp.zeros_like(own, precise, (*own.shape[:-1], size)) for size in (1, width))
+        start = jnp.full_like(total, LOWEST), total, mixed
         largest, total, mixed = lax.fori_loop(first[i], end[i], block_of_keys, start)
         mixed = mixed / jnp.where(total == 0, 1, total)
         normalizer = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
         return rows.put(found[0], mixed, i, -3), rows.put(found[1], normalizer, i, -3)
 
-    empty = jnp.zeros((*queries.shape[:-1], width), precise), jnp.zeros((*queries.shape[:-1], 1), precise)
-    return _loop(rows.count, block_of_queries, empty)
+    mixed, normalizer = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
+    return _loop(rows.count, block_of_queries, (mixed, normalizer))
 
 
 def backward_part(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    seen: Seen,
-    normalizer: jax.Array,
-    mean: jax.Array,
-    of_mixed: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
+    of_queries: OfQueries, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
 ) -> Three:
     """The gradients of queries, keys and values from these keys and values, in float32 at least.
 
     Args:
-      normalizer: [B, K, T, G, 1], the log-sum-exp over all keys that a query saw, these and others.
-      mean: [B, K, T, G, 1], see `mean_of`.
-      of_mixed: [B, K, T, G, H], the gradient of the whole mixture.
+      of_queries: with the log-sum-exp over these keys and all others that a query saw.
+      keys, values: [B, K, S, H].
+      seen: what stands where.
     """
-    rows, columns = _blocks_of(queries, keys)
+    rows, columns = _blocks_of(of_queries.queries, keys)
     first, end = _reach(seen, window, rows, columns)
-    of_queries, of_keys, of_values = (jnp.zeros(x.shape, normalizer.dtype) for x in (queries, keys, values))
-    arrays = keep((queries, normalizer, mean, of_mixed)), keep((keys, values))
+    precise = of_queries.normalizer.dtype
+    arrays = keep(of_queries), keep((keys, values))
 
     def block_of_queries(i: jax.Array, found: Three) -> Three:
         own = restore(rows.cut(arrays[0], i, -3))
@@ -140,11 +159,12 @@ def backward_part(
             new = gradients_of_block(scale, own, key, value, allowed)
             return of_own + new[0], columns.add(of_keys, new[1], j, -2), columns.add(of_values, new[2], j, -2)
 
-        start = jnp.zeros(own[0].shape, normalizer.dtype), *found[1:]
+        start = jnp.zeros_like(own.queries, precise), *found[1:]
         of_own, of_keys, of_values = lax.fori_loop(first[i], end[i], block_of_keys, start)
         return rows.add(found[0], of_own, i, -3), of_keys, of_values
 
-    return _loop(rows.count, block_of_queries, (of_queries, of_keys, of_values))
+    zeros = partial(jnp.zeros_like, of_queries.queries, precise)
+    return _loop(rows.count, block_of_queries, (zeros(), zeros(keys.shape), zeros(values.shape)))
 
 
 def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -> Carry:
@@ -156,21 +176,12 @@ def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -
     return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
 
 
-def mean_of(of_mixed: jax.Array, mixed: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The mean of the gradients of each query's weights, under the weights: [B, K, T, G, 1]."""
-    return jnp.sum(of_mixed.astype(dtype) * mixed, axis=-1, keepdims=True)
-
-
-def gradients_of_block(
-    scale: float, of_queries: tuple[jax.Array, ...], keys: jax.Array, values: jax.Array, allowed: jax.Array
-) -> Three:
+def gradients_of_block(scale: float, of_queries: OfQueries, keys: jax.Array, values: jax.Array, allowed: jax.Array) -> Three:
     """The gradients from all scores of some queries and keys.
 
     Scores are [B, K, S, T * G]: of the three matmuls that follow, only one then contracts the first axis of both.
 
     Args:
-      of_queries: the queries, their log-sum-exps, the means of their weights' gradients, and the gradient of what was
-        returned for them.
       allowed: bool[B|1, T, S].
     """
     queries, normalizer, mean, of_mixed = of_queries
