@@ -119,7 +119,7 @@ def least_traffic(
     columns, tensor = sizes.columns, sizes.tensor
     held = tuple(axis for axis in ("fsdp", "context") if getattr(sizes, axis) > 1)  # hold the parameters together
     vocabulary = c.vocab_size * c.dim / tensor
-    layer = (matrix_parameters(c) - c.vocab_size * c.dim) / c.n_layers / tensor
+    layer = (matrix_parameters(c, all_experts=True) - c.vocab_size * c.dim) / c.n_layers / tensor
     tables = 1 if c.tie_embeddings else 2
     shared = c.n_layers * layer + tables * vocabulary  # parameters on the devices of one `tensor` part together
     tokens = batch / sizes.rows * length / sizes.context
@@ -189,14 +189,14 @@ def training_roofline(
     c, wide = config, jnp.dtype(dtype).itemsize
     needed = step_flops(c, batch, length)
     passes = 4 if remat in ("full", "offload") else 3  # forward; again; and backward, with two products for each
-    weights = matrix_parameters(c) / sizes.tensor * wide
+    held = matrix_parameters(c, all_experts=True) / sizes.tensor
     tokens = batch / sizes.rows * length / sizes.context
     queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # Written by the product of queries, keys and values and read by attention, written by it and read by the next product.
     heads = 2 * (queries + 2 * keys) + 2 * queries
     activations = c.n_layers * tokens * wide * (4 * c.dim + (heads + 3 * c.hidden_dim) / sizes.tensor)
-    share = (matrix_parameters(c) + (0 if c.tie_embeddings else c.vocab_size * c.dim)) / sizes.tensor / sizes.columns
-    memory = passes * (weights + activations) + share * OPTIMIZER_TRAFFIC
+    share = (held + (0 if c.tie_embeddings else c.vocab_size * c.dim / sizes.tensor)) / sizes.columns
+    memory = passes * (held * wide + activations) + share * OPTIMIZER_TRAFFIC
     useful = needed / (sizes.devices * hardware.flops)
     return Roofline(
         compute=useful * passes / 3,

@@ -113,7 +113,7 @@ def stream(
     A stop token is yielded as the last valid one of its row.
     """
     if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:
-        raise GenerationError(f"turns={turns!r} must be a positive whole number")
+        raise GenerationError(f"turns={turns!r} must be a positive integer")
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
     layout = Layout()
     if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies

@@ -75,7 +75,7 @@ def init_cache(
     """
     for name, value in (("batch", batch), ("capacity", capacity)):
         if not isinstance(value, int) or value < 1:
-            raise GenerationError(f"{name}={value!r} must be a positive whole number")
+            raise GenerationError(f"{name}={value!r} must be a positive integer")
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
     if window is not None or sinks:

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import Backend
+from llama_jax.ops.cross_entropy import Constrain
 
-Constrain = Callable[[jax.Array, str], jax.Array]
 Attend = Callable[..., jax.Array]  # (queries, view, seen, *, scale, window), as `ops.attend`
 Remat = Literal["none", "dots", "full", "offload"]
 

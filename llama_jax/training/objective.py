@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
@@ -25,12 +26,19 @@ class LossOptions:
     Attributes:
       compute: of the forward pass: dtype, rematerialisation, attention.
       chunk: positions of each row whose logits are held at a time.
-      z_loss: see `ops.cross_entropy`; 1e-4 is usual.
+      z_loss: see `ops.LogitOptions`; 1e-4 is usual.
+
+    Raises:
+      ConfigError: a value that cannot be.
     """
 
     compute: Compute = Compute()
     chunk: int = CHUNK
     z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive_int("chunk", self.chunk)
+        require_number("z_loss", self.z_loss, minimum=0.0)
 
 
 def next_token_loss(
@@ -72,14 +80,6 @@ def total_loss(
     hidden, _ = forward(config, params, rows.tokens, places=places, compute=options.compute, layout=layout)
     with layout.context():
         hidden = layout.constrain(hidden, "hidden")
-        return ops.cross_entropy(
-            hidden,
-            head_of(config, params),
-            rows.targets,
-            rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32)),
-            chunk=options.chunk,
-            z_loss=options.z_loss,
-            vocab_size=config.vocab_size,
-            shares=layout.shares,
-            constrain=layout.constrain,
-        )
+        weights = rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        made = ops.LogitOptions(options.chunk, options.z_loss, config.vocab_size, layout.shares, layout.constrain)
+        return ops.cross_entropy(hidden, head_of(config, params), rows.targets, weights, made)

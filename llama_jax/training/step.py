@@ -14,6 +14,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
@@ -79,13 +80,22 @@ class StepOptions:
         alive; the gradients are summed in the parameters' dtype.
       clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
         0 leaves them.
-      ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
+      ema_decay: of the moving average that the state keeps; it is smaller in the first steps, (1 + n) / (10 + n).
+
+    Raises:
+      ConfigError: a value that cannot be.
     """
 
     loss: LossOptions = LossOptions()
     accumulate: int = 1
     clip_norm: float = 0.0
     ema_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive_int("accumulate", self.accumulate)
+        require_number("clip_norm", self.clip_norm, minimum=0.0)
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
 
 
 def train_step(
@@ -112,8 +122,12 @@ def train_step(
       as they are after the step.
 
     Raises:
-      ConfigError: rows that cannot be divided by `accumulate`.
+      ConfigError: rows that cannot be divided by `accumulate`; an `ema_decay` for a state without a moving average.
     """
+    if options.ema_decay and state.ema is None:
+        raise ConfigError(
+            f"ema_decay={options.ema_decay}, but the state keeps no average; make it with init_state(ema=True)"
+        )
     with layout.context():
         batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
         nll, gradients, count = _gradients(config, state.params, batch, options, layout, loss)
@@ -201,7 +215,7 @@ def _updated(
 def _parts(batch: Batch, parts: int) -> Batch:
     """[B, ...] as [parts, B / parts, ...], every part with rows of every device over which B may be split."""
     rows = batch.tokens.shape[0]
-    if parts < 1 or rows % parts:
+    if rows % parts:
         raise ConfigError(f"a batch of {rows} rows cannot be divided into accumulate={parts} equal parts; give a divisor")
     return jax.tree.map(lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 

@@ -10,6 +10,7 @@ from llama_jax.analysis.collectives import Collective, find_collectives
 from llama_jax.analysis.hardware import Hardware, named_hardware
 from llama_jax.analysis.memory import train_programs
 from llama_jax.analysis.roofline import (
+    OPTIMIZER_TRAFFIC,
     Exchange,
     Roofline,
     decoding_roofline,
@@ -43,6 +44,19 @@ def test_data_parallelism_sums_all_gradients_once():
     assert found.bytes == 4 * matrices(LARGE)
     assert found.bytes == pytest.approx(4 * parameter_count(LARGE), rel=1e-4)
     assert found.sent == 2 * 7 / 8 * found.bytes
+
+
+def test_all_experts_are_held_and_sent_whichever_a_token_is_given_to():
+    config = preset("mixtral-8x7b")
+    (found,) = least_traffic(config, MeshSizes(data=8), 8, 1024, "bfloat16")
+    assert found.bytes == pytest.approx(4 * parameter_count(config), rel=1e-4)
+    gathered = [one for one in least_traffic(config, MeshSizes(fsdp=8), 8, 1024, "bfloat16") if one.kind == "all-gather"]
+    held = parameter_count(config) - config.vocab_size * config.dim  # the embedding is looked up in parts
+    assert sum(one.count * one.bytes for one in gathered) == pytest.approx(2 * 2 * held, rel=0.01)
+    h200 = named_hardware("h200")
+    step = training_roofline(config, MeshSizes(), 1, 1, "bfloat16", "none", h200, [])
+    read = (3 * 2 * held + OPTIMIZER_TRAFFIC * parameter_count(config)) / h200.memory_bandwidth
+    assert step.memory == pytest.approx(read, rel=0.01)
 
 
 def test_fsdp_sends_half_more_than_data_parallelism():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training_options import loss_options
 
 import llama_jax
-from llama_jax.ops.cross_entropy import cross_entropy
+from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.objective import next_token_loss
 
@@ -205,7 +205,7 @@ def test_a_target_that_does_not_count_may_be_anything(models, target):
     weights = jnp.array([[1.0, 0.0, 1.0]])
 
     def loss(hidden, target):
-        return cross_entropy(hidden, params.embedding, jnp.array([[1, target, 2]]), weights, chunk=2).loss
+        return cross_entropy(hidden, params.embedding, jnp.array([[1, target, 2]]), weights, LogitOptions(chunk=2)).loss
 
     found, wanted = (jax.value_and_grad(loss)(hidden, x) for x in (target, 5))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)

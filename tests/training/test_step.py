@@ -133,6 +133,27 @@ def test_rows_that_cannot_be_divided():
         train_step(CONFIG, OPTIMIZER, start(), BATCH, options=step_options(accumulate=3))
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"accumulate": 0}, "accumulate=0 must be a positive integer"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 must be a finite number at least 0"),  # it climbed the loss
+        ({"clip_norm": np.nan}, "clip_norm=nan must be"),
+        ({"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
+        ({"chunk": 0}, "chunk=0 must be a positive integer"),
+        ({"z_loss": -1e-4}, "z_loss=-0.0001 must be a finite number at least 0"),
+    ],
+)
+def test_values_that_cannot_be(told, message):
+    with pytest.raises(llama_jax.ConfigError, match=message):
+        step_options(**told)
+
+
+def test_a_decay_without_an_average_is_not_ignored():
+    with pytest.raises(llama_jax.ConfigError, match=r"ema_decay=0.5, but the state keeps no average"):
+        train_step(CONFIG, OPTIMIZER, start(), BATCH, options=step_options(ema_decay=0.5))
+
+
 @pytest.fixture(scope="module")
 def averaging_step():
     return jax.jit(partial(train_step, CONFIG, OPTIMIZER, options=step_options(chunk=16, ema_decay=0.5)))

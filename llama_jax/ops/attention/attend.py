@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Literal, get_args
 
@@ -22,6 +22,7 @@ from llama_jax.ops.platform import lowering_device_kind, lowering_platform
 from llama_jax.ops.quantized import Quantized
 
 Backend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
+KERNELS: Mapping[str, Backend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
 # (experiments/bench_long_context.py); memory is a reason of its own.
 MANY_SCORES, MANY_QUERIES = 2**20, 64
@@ -88,7 +89,7 @@ def attend(
     return kernels.over_devices(partial(kernel, scale=scale, window=window), division)(queries, keys, values, seen)
 
 
-def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: str = "auto") -> tuple[Backend, str]:
+def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: Backend = "auto") -> tuple[Backend, str]:
     """The backend to take, never "auto", and the reason.
 
     Args:
@@ -103,15 +104,13 @@ def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: s
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(Backend))}")
     if problem.quantized and backend not in ("auto", "rows", "blockwise"):
         raise ConfigError(f"attention backend={backend!r} reads no quantized keys and values; rows and blockwise do")
-    if backend in ("reference", "rows", "blockwise"):
-        return backend, "as asked for"  # type: ignore[return-value]
     refusals = {"cudnn": kernels.refusal_of_cudnn, "splash": kernels.refusal_of_splash}
-    if backend in refusals:
-        if refusal := refusals[backend](platform, device_kind, problem):
+    if backend != "auto":
+        if backend in refusals and (refusal := refusals[backend](platform, device_kind, problem)):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
-        return backend, "as asked for"  # type: ignore[return-value]
+        return backend, "as asked for"
     plain, why = _without_kernel(platform, problem)
-    kernel: Backend | None = {"gpu": "cudnn", "tpu": "splash"}.get(platform)  # type: ignore[assignment]
+    kernel = KERNELS.get(platform)
     if kernel is None:
         return plain, why
     if problem.queries[2] == 1:
