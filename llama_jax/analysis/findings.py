@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from llama_jax.analysis.collectives import Collective, find_collectives
-from llama_jax.analysis.hlo import Text
+from llama_jax.analysis.hlo import ProgramText
 from llama_jax.analysis.memory import Memory, Program
 from llama_jax.analysis.programs import Copy, Token, custom_calls, find_copies, token_of
 from llama_jax.inference.generate import CHUNK
@@ -138,7 +138,7 @@ def look_at(
       attention: what `ops.attention.observed` found while the program was traced: ways to compute it, and why.
     """
     source = compiled.as_text() or ""
-    text = Text(source)
+    text = ProgramText(source)
     return Findings(
         name=program.name,
         memory=program.memory(compiled, accelerator=accelerator),

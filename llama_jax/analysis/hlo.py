@@ -60,7 +60,7 @@ class Instruction:
         return found[1] if found else ""
 
 
-class Text:
+class ProgramText:
     """A compiled program, computation by computation."""
 
     def __init__(self, text: str) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from llama_jax.analysis.collectives import Collective, Kind, ring_bytes
+from llama_jax.analysis.collectives import Collective, CollectiveKind, ring_bytes
 from llama_jax.analysis.hardware import Hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
@@ -44,7 +44,7 @@ class Exchange:
     """
 
     what: str
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     group: int
     bytes: float
@@ -127,7 +127,7 @@ def least_traffic(
     parts = tensor if length // sizes.context % tensor == 0 else 1  # of the residual stream along T
     found = []
 
-    def add(what: str, kind: Kind, axes: str | tuple[str, ...], size: float, count: int) -> None:
+    def add(what: str, kind: CollectiveKind, axes: str | tuple[str, ...], size: float, count: int) -> None:
         axes = (axes,) if isinstance(axes, str) else axes
         group = math.prod(getattr(sizes, axis) for axis in axes)
         if group > 1 and count:

@@ -35,8 +35,8 @@ class KVCache(struct.PyTreeNode):
         keys and values as whole rows, without a look at the slots. `forward` returns a cache that is not. It is part of
         the tree's structure, so that programs for the two differ; a loop must carry a cache that is not fresh.
 
-    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; what lies behind has
-    weight zero in every product. The capacity S is also what a step reads and pays for. It is therefore kept close to the
+    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; those after them have
+    weight zero in attention. The capacity S is also what a step reads and pays for. It is therefore kept close to the
     filled length and enlarged with `grow`: a window cut out of a larger cache would be copied before every product.
     """
 

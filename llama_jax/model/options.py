@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention import Backend
+from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.cross_entropy import Constrain
 
 Attend = Callable[..., jax.Array]  # (queries, view, seen, *, scale, window), as `ops.attend`
@@ -61,12 +61,12 @@ class Compute:
 
     dtype: Any = None
     remat: Remat = "none"
-    attention: Backend = "auto"
+    attention: AttentionBackend = "auto"
     attend: Attend | None = None
 
     def __post_init__(self) -> None:
-        if self.attention not in get_args(Backend):
-            raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(Backend))}")
+        if self.attention not in get_args(AttentionBackend):
+            raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.attend is not None and self.attention != "auto":
             raise ConfigError(f"attention={self.attention!r} is of the library's attention, and attend gives another")
 

@@ -51,9 +51,9 @@ def check_window(window: int | None, sinks: int, capacity: int | None = None) ->
 def ring_slots(length: jax.Array, new: int, capacity: int, sinks: int) -> jax.Array:
     """The slot of each of the next `new` tokens of rows of `length` int32[B] tokens: int32[B, T].
 
-    The slots of a cache with a window are a ring behind those of the sinks: the token at position p >= sinks is in slot
+    The slots of a cache with a window are a ring after those of the sinks: the token at position p >= sinks is in slot
     sinks + (p - sinks) mod (S - sinks). Nothing is ever moved; what is overwritten is out of every window to come, as long
-    as no more tokens are read at once than `init_cache` says. That is also true of the padding behind a row's last token.
+    as no more tokens are read at once than `init_cache` says. That is also true of the padding after a row's last token.
     """
     positions = length[:, None] + jnp.arange(new, dtype=jnp.int32)
     ring = sinks + (positions - sinks) % (capacity - sinks)

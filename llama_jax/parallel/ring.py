@@ -1,12 +1,12 @@
 """Attention over rows whose tokens lie on several devices: keys and values go around a ring (Liu et al. 2023, section 3).
 
-Each device has its queries. Keys and values come by, a device's after the other's; what the queries mix of each is joined by
-the denominators of the softmaxes, as the blocks of one device are (Dao et al. 2022, section 3.1). In the backward pass keys
-and values go around once more and their gradients with them, until they are home.
+Each device keeps its queries. Keys and values pass from device to device; the mixtures of the queries over each part are
+merged by the log-sum-exps of their scores, as the blocks of one device are (Dao et al. 2022, section 3.1). In the backward
+pass keys and values go around once more and their gradients with them, until they are back where they started.
 
 Of a causal triangle a device with the first tokens would have little to do and one with the last nearly everything. A row
-is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th and the i-th from behind, in
-"zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all have as many scores to compute.
+is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th chunk and the i-th from the
+end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all have as many scores to compute.
 
 To the rest of the model the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
 tokens, of which only attention knows that they belong together; so whatever divides rows divides them, and nothing else

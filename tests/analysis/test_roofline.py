@@ -167,7 +167,7 @@ def test_across_domains_every_device_takes_its_share_of_the_network():
     assert exchange_seconds([replace(both, kind="reduce-scatter", bytes=50)], sizes, TOY) == pytest.approx(300 / 2 / 10)
 
 
-def test_links_may_be_slower_than_the_network_behind_them():
+def test_links_may_be_slower_than_the_network_beyond_them():
     fast = replace(TOY, network_bandwidth=1e9)
     both = exchange("all-gather", 400, ("fsdp", "tensor"), 8)
     assert exchange_seconds([both], MeshSizes(fsdp=4, tensor=2), fast) == 200 / 100

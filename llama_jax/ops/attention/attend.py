@@ -21,8 +21,8 @@ from llama_jax.ops.attention.view import Seen, View
 from llama_jax.ops.platform import lowering_device_kind, lowering_platform
 from llama_jax.ops.quantized import Quantized
 
-Backend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
-KERNELS: Mapping[str, Backend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
+AttentionBackend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
+KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
 # (experiments/bench_long_context.py); memory is a reason of its own.
 MANY_SCORES, MANY_QUERIES = 2**20, 64
@@ -38,7 +38,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
-    backend: Backend = "auto",
+    backend: AttentionBackend = "auto",
     division: kernels.Division | None = None,
 ) -> jax.Array:
     """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
@@ -89,7 +89,9 @@ def attend(
     return kernels.over_devices(partial(kernel, scale=scale, window=window), division)(queries, keys, values, seen)
 
 
-def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: Backend = "auto") -> tuple[Backend, str]:
+def choose(
+    platform: str, device_kind: str, problem: kernels.Problem, backend: AttentionBackend = "auto"
+) -> tuple[AttentionBackend, str]:
     """The backend to take, never "auto", and the reason.
 
     Args:
@@ -100,8 +102,8 @@ def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: B
     Raises:
       ConfigError: a wish that does not exist, or cannot be fulfilled.
     """
-    if backend not in get_args(Backend):
-        raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    if backend not in get_args(AttentionBackend):
+        raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
     if problem.quantized and backend not in ("auto", "rows", "blockwise"):
         raise ConfigError(f"attention backend={backend!r} reads no quantized keys and values; rows and blockwise do")
     refusals = {"cudnn": kernels.refusal_of_cudnn, "splash": kernels.refusal_of_splash}
@@ -119,7 +121,7 @@ def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: B
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 
 
-def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[Backend, str]:
+def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[AttentionBackend, str]:
     new, slots = problem.queries[2], problem.keys[2]
     if problem.quantized and slots >= MANY_QUANTIZED:
         return "blockwise", f"{slots} quantized slots"
