@@ -107,7 +107,7 @@ def stream(
     compute: Compute = Compute(),
     turns: int = 1,
 ) -> Iterator[Piece]:
-    """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * `turns` at a time.
+    """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * min(`turns`, 64) at most.
 
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.

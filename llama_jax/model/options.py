@@ -56,7 +56,8 @@ class Compute:
         in its place. A cache with sinks is read by `ops.attend_with_sinks` whatever this is.
 
     Raises:
-      ConfigError: an attention of one's own and a way to compute the library's; a way that does not exist.
+      ConfigError: an attention of one's own and a way to compute the library's; a way, or a rematerialisation, that does not
+        exist.
     """
 
     dtype: Any = None
@@ -65,6 +66,8 @@ class Compute:
     attend: Attend | None = None
 
     def __post_init__(self) -> None:
+        if self.remat not in get_args(Remat):
+            raise ConfigError(f"remat={self.remat!r} must be one of {', '.join(get_args(Remat))}")
         if self.attention not in get_args(AttentionBackend):
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.attend is not None and self.attention != "auto":

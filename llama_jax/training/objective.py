@@ -72,7 +72,6 @@ def total_loss(
       layout: here `constrain` is told of "hidden" [B, T, D], what `forward` gave, and of what `ops.cross_entropy` tells it.
 
     Raises:
-      ConfigError: another rematerialisation than `Compute` has.
       GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
     """
     rows = layout.arrange(shift(batch))

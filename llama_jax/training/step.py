@@ -131,7 +131,8 @@ def train_step(
     with layout.context():
         batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
         nll, gradients, count = _gradients(config, state.params, batch, options, layout, loss)
-        norm = optax.tree.norm(gradients)
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+        norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
         state = _updated(optimizer, state, gradients, norm, finite, options)
     counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}

@@ -12,6 +12,7 @@ from training_options import step_options
 import llama_jax
 from llama_jax import preset
 from llama_jax.model.options import Layout
+from llama_jax.ops.cross_entropy import Surprise
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
@@ -81,6 +82,19 @@ def test_weights_of_16_bits_are_trained_in_float32(stored):
 def test_a_state_of_another_dtype_must_be_asked_for():
     kept = init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0), jnp.bfloat16), dtype="bfloat16")
     assert {leaf.dtype for leaf in jax.tree.leaves(kept.params)} == {jnp.dtype("bfloat16")}
+
+
+def test_the_norm_of_gradients_of_16_bits_is_taken_in_float32():
+    """Their squares overflow float16, and the step was skipped as if it were not finite."""
+
+    def loss(config, params, batch, options, layout):
+        return Surprise(300.0 * TOKENS[:, 1:].size * jnp.sum(params.final_norm.astype(jnp.float32)), jnp.float32(0))
+
+    state = init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0)), dtype=jnp.float16)
+    after, metrics = train_step(CONFIG, OPTIMIZER, state, BATCH, loss=loss)
+    assert metrics["grad_norm"].dtype == jnp.float32
+    np.testing.assert_allclose(metrics["grad_norm"], 300 * CONFIG.dim**0.5, rtol=1e-3)
+    assert int(after.skipped) == 0
 
 
 @pytest.mark.parametrize("master", [jnp.float32, jnp.bfloat16])
