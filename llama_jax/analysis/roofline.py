@@ -100,8 +100,8 @@ def least_traffic(
     - `data`: every gradient is summed once (Rajbhandari et al. 2020, section 7.1).
     - `fsdp`: the weights of a layer are gathered for the forward and for the backward pass, and gradients are summed so that
       each device gets its part (section 7.2.2): half more than `data` sends.
-    - `context`: keys and values go around the ring in each layer, without the last step home, and in the backward pass once
-      more, their gradients with them and home (Liu et al. 2023, section 3). Of weights and gradients it shares what `fsdp`
+    - `context`: keys and values go around the ring in each layer, without the last step back, and in the backward pass once
+      more, their gradients with them and back (Liu et al. 2023, section 3). Of weights and gradients it shares what `fsdp`
       does, and the two exchange them together.
     - `tensor`: a layer's attention and feed-forward need each the sum of [B, T, D] over the devices, forward and backward
       (Shoeybi et al. 2019, section 3); where the residual stream is split along T, each sum is a reduce-scatter and an

@@ -1,7 +1,6 @@
-"""Continuous batching: one state whose rows come and go, for who serves requests as they come.
+"""Continuous batching: one state whose rows are replaced while others go on, as a server of requests needs.
 
-Begin with a state of empty rows, `insert` a row whenever a request has been read, and `step` until it is done: rows are at
-different places, have settings and limits of their own, and do not know of each other.
+Begin with a state of empty rows, `insert` a row whenever a request has been read, and `step` until it is done.
 """
 
 from __future__ import annotations

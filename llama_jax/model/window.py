@@ -20,8 +20,8 @@ class CacheOptions:
       dtype: "int8" for a quarter of float32's bytes, each head and position with a factor of its own; None takes that of the
         parameters.
       window: tokens see only so many positions back, and the cache needs no more room however long the text becomes.
-      sinks: first tokens that are seen for ever, without which a model that was trained to see all loses its footing
-        (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
+      sinks: first tokens that stay visible, without which the loss of a model that was trained to see all tokens rises
+        sharply (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
 
     Raises:
       GenerationError: a value that cannot be.

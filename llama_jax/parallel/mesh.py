@@ -41,7 +41,7 @@ class MeshSizes:
                 raise MeshError(f"mesh axis {axis}={size!r} must be a positive integer")
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Axes and sizes in the mesh's order: neighbours along `tensor`, which talk most, are neighbouring devices."""
+        """Axes and sizes in the mesh's order: neighbours along `tensor`, which exchange most, are neighbouring devices."""
         return tuple((axis, getattr(self, axis)) for axis in AXES)
 
     @property

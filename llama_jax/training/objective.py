@@ -1,4 +1,4 @@
-"""The loss: how surprised the model is by each next token."""
+"""The loss: the negative log-likelihood of each next token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch, predicted, shift
 
 CHUNK = 64
@@ -62,7 +62,7 @@ def total_loss(
     batch: Batch,
     options: LossOptions = LossOptions(),
     layout: Layout = Layout(),
-) -> Surprise:
+) -> LossSums:
     """The sums over all predicted tokens: to be divided by their number, wherever the other rows of the batch are.
 
     The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` makes them by chunks. Gradients

@@ -18,12 +18,12 @@ from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.objective import LossOptions, total_loss
 
-Loss = Callable[[LlamaConfig, Llama, Batch, LossOptions, Layout], Surprise]
+Loss = Callable[[LlamaConfig, Llama, Batch, LossOptions, Layout], LossSums]
 Kept = tuple[Llama, Any, Llama | None]  # parameters, what the optimizer keeps, and the average
 
 

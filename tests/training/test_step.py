@@ -12,7 +12,7 @@ from training_options import step_options
 import llama_jax
 from llama_jax import preset
 from llama_jax.model.options import Layout
-from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
@@ -88,7 +88,7 @@ def test_the_norm_of_gradients_of_16_bits_is_taken_in_float32():
     """Their squares overflow float16, and the step was skipped as if it were not finite."""
 
     def loss(config, params, batch, options, layout):
-        return Surprise(300.0 * TOKENS[:, 1:].size * jnp.sum(params.final_norm.astype(jnp.float32)), jnp.float32(0))
+        return LossSums(300.0 * TOKENS[:, 1:].size * jnp.sum(params.final_norm.astype(jnp.float32)), jnp.float32(0))
 
     state = init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0)), dtype=jnp.float16)
     after, metrics = train_step(CONFIG, OPTIMIZER, state, BATCH, loss=loss)

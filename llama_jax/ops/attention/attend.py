@@ -178,7 +178,7 @@ def observed() -> Iterator[dict[str, str]]:
 
 
 def announce(name: str, why: str) -> None:
-    """Say which way of computing attention was taken, and why: to the log, and to who observes, where once."""
+    """Say which way of computing attention was taken, and why: to the log, but to an `observed` block once for each way."""
     taken = _OBSERVED.get()
     if taken is None or name not in taken:
         logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)
