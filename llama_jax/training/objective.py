@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.numbers import require_positive_int
+from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
@@ -38,7 +39,8 @@ class LossOptions:
 
     def __post_init__(self) -> None:
         require_positive_int("chunk", self.chunk)
-        require_number("z_loss", self.z_loss, minimum=0.0)
+        if not 0 <= self.z_loss < float("inf"):
+            raise ConfigError(f"z_loss={self.z_loss} must be at least 0")
 
 
 def next_token_loss(

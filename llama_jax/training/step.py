@@ -14,7 +14,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
@@ -93,7 +93,8 @@ class StepOptions:
 
     def __post_init__(self) -> None:
         require_positive_int("accumulate", self.accumulate)
-        require_number("clip_norm", self.clip_norm, minimum=0.0)
+        if not 0 <= self.clip_norm < float("inf"):
+            raise ConfigError(f"clip_norm={self.clip_norm} must be at least 0")
         if not 0 <= self.ema_decay < 1:
             raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
 
