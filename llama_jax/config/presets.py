@@ -76,29 +76,9 @@ def _llama3(
     )
 
 
-def _qwen2(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    hidden_dim: int,
-    *,
-    max_seq_len: int = 131_072,
-    norm_eps: float = 1e-5,
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=152_064,
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        hidden_dim=hidden_dim,
-        max_seq_len=max_seq_len,
-        norm_eps=norm_eps,
-        rope_theta=1_000_000.0,
-        tie_embeddings=False,
-        qkv_bias=True,
-    )
+def _qwen2(*sizes: int, max_seq_len: int = 131_072, norm_eps: float = 1e-5) -> LlamaConfig:
+    plain = _llama2(*sizes, max_seq_len=max_seq_len, norm_eps=norm_eps)
+    return replace(plain, vocab_size=152_064, rope_theta=1_000_000.0, qkv_bias=True)
 
 
 def _small_qwen2(*sizes: int, max_seq_len: int) -> LlamaConfig:
