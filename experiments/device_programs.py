@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.analysis.compilers import NAMES, attention_choices
+from llama_jax.analysis.compilers import NAMES
 from llama_jax.analysis.findings import look_at
 from llama_jax.analysis.hardware import BY_NAME, find_hardware
 from llama_jax.analysis.memory import Program
 from llama_jax.inference.state import CHUNK
+from llama_jax.ops.attention import observed
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 
 Case = compile_report.Case
@@ -71,9 +72,9 @@ def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
     """
     program = compile_report.program_of(case, make_mesh(MeshSizes(), [device]))
     started = time.perf_counter()
-    with attention_choices() as said:
+    with observed() as taken:
         compiled = program.compile(flags=False)  # with those that the process was started with
-    found = look_at(program, compiled, time.perf_counter() - started, said)
+    found = look_at(program, compiled, time.perf_counter() - started, taken)
     before = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     arguments, times = filled(case, program, repetitions), []
     for _ in range(repetitions + 1):
@@ -88,7 +89,7 @@ def measure(case: Case, device: jax.Device, repetitions: int) -> dict[str, Any]:
     if found.token is not None:
         row["read_gb_per_s"] = found.token.read / taken / 1e9
     raised = {"peak_gb": peak / 1e9} if peak > before else {}
-    return _summary(found.as_dict()) | row | raised | {"compile_s": found.seconds, "attention": "; ".join(said)}
+    return _summary(found.as_dict()) | row | raised | {"compile_s": found.seconds, "attention": "; ".join(found.attention)}
 
 
 def filled(case: Case, program: Program, repetitions: int) -> tuple[Any, ...]:

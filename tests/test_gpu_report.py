@@ -290,7 +290,7 @@ def test_training_has_its_share_of_the_time(report, monkeypatch, alone, share):
 
 
 @pytest.mark.slow
-def test_behind_a_candidate_that_does_not_fit_none_is_tried(report, monkeypatch):
+def test_after_a_candidate_that_does_not_fit_none_is_tried(report, monkeypatch):
     def measure(config, parameters, length, remat, batch, repetitions, rate):
         if remat == "broken":
             raise ValueError("no such policy")

@@ -1,4 +1,4 @@
-"""Imports only go down: a file may use the floors below its own, and files of its own room."""
+"""Imports only go down: a file may use the floors below its own, and files of its own room. Functions take few arguments."""
 
 import ast
 import subprocess
@@ -54,6 +54,31 @@ def test_imports_go_down(path):
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for used in imports(path) - {room}:
         assert FLOOR[used] < FLOOR[room], f"{room} (floor {FLOOR[room]}) uses {used}"
+
+
+CORE = ("ops", "model", "training", "inference", "parallel")
+MOST_ARGUMENTS = 7
+# What a user writes as keywords, where a bundle would only be one more name to import.
+MORE_ARGUMENTS = {
+    "inference/generate.py generate": 8,  # model, prompts, limit, and the bundles of sampling, cache and computation
+    "inference/generate.py stream": 9,  # those of generate, and turns
+    "model/cache.py init_cache": 8,  # three of its keywords are fields of the KVCache that it makes
+}
+
+
+def test_functions_of_the_core_take_few_arguments():
+    found = {}
+    for path in FILES:
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.split("/")[0] not in CORE:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                given = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                count = len(given) - (given[:1] in (["self"], ["cls"]))
+                if count > MOST_ARGUMENTS:
+                    found[f"{name} {getattr(node, 'name', 'lambda')}"] = count
+    assert found == MORE_ARGUMENTS
 
 
 def test_rooms_are_reached_from_the_package():

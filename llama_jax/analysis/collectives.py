@@ -22,10 +22,12 @@ from typing import Literal, cast, get_args
 from jax.sharding import AbstractMesh, Mesh
 
 from llama_jax.analysis.groups import axes_of, groups_of
-from llama_jax.analysis.hlo import ARRAY, Instruction, Text, array_bytes, tuple_elements
+from llama_jax.analysis.hlo import ARRAY, Instruction, ProgramText, array_bytes, tuple_elements
 from llama_jax.analysis.programs import is_overlapped, multiplies
 
-Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"]
+CollectiveKind = Literal[
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"
+]
 Phase = Literal["forward", "again", "backward", "rest"]
 
 
@@ -50,7 +52,7 @@ class Collective:
       stack: "file:line function" of that operation, the innermost last; empty where the program does not tell.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     group: int
     bytes: int
@@ -109,7 +111,7 @@ class Traffic:
       is_counted: whether the trips of all loops are known; otherwise the figures are those of one turn.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     instructions: int
     count: int
@@ -119,7 +121,7 @@ class Traffic:
     is_counted: bool
 
 
-def ring_bytes(kind: Kind, size: float, group: int) -> float:
+def ring_bytes(kind: CollectiveKind, size: float, group: int) -> float:
     """Bytes that each of `group` devices sends in rings, for a result of `size` bytes on each.
 
     Parts go around and everybody adds to them or copies them: no algorithm sends less (Patarasuk & Yuan 2009, theorem 1).
@@ -145,7 +147,7 @@ def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective
       program: the text of a compiled program, `compiled.as_text()`.
       mesh: over which it was compiled: devices count in its order.
     """
-    text = _Program(program)
+    text = _CollectivesOfText(program)
     shape = dict(mesh.shape)
     return [
         _read(text, computation, one, shape, loops, conditional)
@@ -157,7 +159,7 @@ def find_collectives(program: str, mesh: Mesh | AbstractMesh) -> list[Collective
 
 def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
     """The traffic by kind and axes, the most bytes first."""
-    groups: dict[tuple[Kind, tuple[str, ...]], list[Collective]] = {}
+    groups: dict[tuple[CollectiveKind, tuple[str, ...]], list[Collective]] = {}
     for found in collectives:
         groups.setdefault((found.kind, found.axes), []).append(found)
     traffic = [
@@ -176,15 +178,15 @@ def add_up(collectives: Iterable[Collective]) -> list[Traffic]:
     return sorted(traffic, key=lambda t: -t.sent)
 
 
-_COLLECTIVE = re.compile(rf" (?P<kind>{'|'.join(get_args(Kind))})(?P<start>-start)?\(")
+_COLLECTIVE = re.compile(rf" (?P<kind>{'|'.join(get_args(CollectiveKind))})(?P<start>-start)?\(")
 _TABLE = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
 
 
-class _Program:
+class _CollectivesOfText:
     """Where the collectives of a program are."""
 
     def __init__(self, text: str) -> None:
-        self.text = Text(text)
+        self.text = ProgramText(text)
         computations = self.text.computations
         self.collectives = {name: [x for x in lines if _collective(x)] for name, lines in computations.items()}
         self.calls = {name: list(_calls(self.text, name)) for name in computations}
@@ -272,7 +274,7 @@ def _users(name: str, lines: list[Instruction]) -> list[Instruction]:
     return [one for one in lines if name in one.operands]
 
 
-def _calls(text: Text, computation: str) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
+def _calls(text: ProgramText, computation: str) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
     """What a computation calls: its name, the trips of the loop if it is one's body, and whether it is a branch."""
     for one in text.computations[computation]:
         if "=%" not in one.line and "={%" not in one.line:
@@ -286,7 +288,7 @@ def _calls(text: Text, computation: str) -> Iterator[tuple[str, tuple[int | None
 
 
 def _walk(
-    text: _Program, name: str, loops: tuple[int | None, ...], conditional: bool
+    text: _CollectivesOfText, name: str, loops: tuple[int | None, ...], conditional: bool
 ) -> Iterator[tuple[str, tuple[int | None, ...], bool]]:
     """The computations with collectives that a program runs, each with the loops around it."""
     for called, loop, branch in text.calls.get(name, ()):
@@ -297,7 +299,7 @@ def _walk(
 
 
 def _read(
-    text: _Program,
+    text: _CollectivesOfText,
     computation: str,
     one: Instruction,
     mesh: dict[str, int],
@@ -309,7 +311,7 @@ def _read(
     result = one.type
     if found["start"] and found["kind"] != "all-reduce":
         result = tuple_elements(result)[1]  # what goes in, what comes out, and sometimes more
-    kind = cast(Kind, found["kind"])
+    kind = cast(CollectiveKind, found["kind"])
     if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):  # a TPU's name for it
         kind, result = "reduce-scatter", lines[-1].type
     arrays = [array[:4] for array in ARRAY.findall(result)]

@@ -19,7 +19,6 @@ needs (4.4 GB); cuDNN asks for cuBLAS, which its compiler does not read, and is 
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata, util
@@ -28,8 +27,6 @@ from typing import TYPE_CHECKING, Any
 from llama_jax.errors import MeshError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import jax
     from jax.sharding import Mesh
 
@@ -205,33 +202,3 @@ gpu_device_info {{
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{gpu.name}"
 """
-
-
-@contextmanager
-def attention_choices() -> Iterator[list[str]]:
-    """What attention says while programs are traced inside: "cudnn (on gpu)", each once, in order."""
-    import logging
-
-    from llama_jax.ops import attention as room
-
-    said: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage().removeprefix("attention: ")
-            if message not in said:
-                said.append(message)
-
-    # What it has said before it does not say again.
-    forget = getattr(getattr(room, "__globals__", {}).get("announce"), "cache_clear", None)
-    if forget is not None:
-        forget()
-    log, listener = logging.getLogger("llama_jax.attention"), Listener(logging.INFO)
-    level = log.level
-    log.addHandler(listener)
-    log.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        log.removeHandler(listener)
-        log.setLevel(level)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
 from llama_jax.analysis.collectives import Collective, find_collectives
-from llama_jax.analysis.compilers import attention_choices
-from llama_jax.analysis.hlo import Text
+from llama_jax.analysis.hlo import ProgramText
 from llama_jax.analysis.memory import Memory, Program
 from llama_jax.analysis.programs import Copy, Token, custom_calls, find_copies, token_of
 from llama_jax.inference.generate import CHUNK
+from llama_jax.ops.attention import observed
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Findings:
     Attributes:
       memory: as its compiler plans it.
       seconds: of tracing and compiling.
-      attention: what attention said while it was traced: which way was taken and why.
+      attention: which ways to compute it were taken, and why: "cudnn (on NVIDIA H200)".
       calls: kernels that are not the compiler's own, and how many places start them.
       collectives: in the order of the program.
       copies: of at least a mebibyte, that only move something.
@@ -119,26 +119,31 @@ def examine(program: Program, *, accelerator: bool = False, flags: bool = True) 
       accelerator, flags: see `Program.compile`.
     """
     started = time.perf_counter()
-    with attention_choices() as said:
+    with observed() as taken:
         compiled = program.compile(accelerator=accelerator, flags=flags)
-    return look_at(program, compiled, time.perf_counter() - started, said, accelerator=accelerator)
+    return look_at(program, compiled, time.perf_counter() - started, taken, accelerator=accelerator)
 
 
 def look_at(
-    program: Program, compiled: jax.stages.Compiled, seconds: float, attention: Sequence[str], *, accelerator: bool = False
+    program: Program,
+    compiled: jax.stages.Compiled,
+    seconds: float,
+    attention: Mapping[str, str],
+    *,
+    accelerator: bool = False,
 ) -> Findings:
     """What is known of a program that has been compiled, in so many seconds.
 
     Args:
-      attention: what was said of it while the program was traced.
+      attention: what `ops.attention.observed` found while the program was traced: ways to compute it, and why.
     """
     source = compiled.as_text() or ""
-    text = Text(source)
+    text = ProgramText(source)
     return Findings(
         name=program.name,
         memory=program.memory(compiled, accelerator=accelerator),
         seconds=seconds,
-        attention=tuple(attention),
+        attention=tuple(f"{name} ({why})" for name, why in attention.items()),
         calls=dict(custom_calls(text)),
         collectives=tuple(find_collectives(source, program.mesh)),
         copies=tuple(find_copies(text)),

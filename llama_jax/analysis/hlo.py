@@ -60,7 +60,7 @@ class Instruction:
         return found[1] if found else ""
 
 
-class Text:
+class ProgramText:
     """A compiled program, computation by computation."""
 
     def __init__(self, text: str) -> None:
@@ -141,7 +141,7 @@ class Text:
 
     def _elsewhere(self, layout: str) -> bool:
         found = re.search(r"S\((\d+)\)", layout)
-        return bool(found) and (self.is_tpu or found[1] == "5")  # type: ignore[index]
+        return found is not None and (self.is_tpu or found[1] == "5")
 
 
 def _whole_lines(text: str) -> Iterator[str]:

@@ -25,23 +25,15 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
-from llama_jax.ops.attention import Backend
+from llama_jax.model.trees import param_shapes
+from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.pmapped import pmap_over
 from llama_jax.parallel.prompts import prefill_over
-from llama_jax.parallel.ring import check_length
-from llama_jax.parallel.specs import (
-    BATCH,
-    batch_spec,
-    cache_specs,
-    param_shapes,
-    param_specs,
-    shardings,
-    step_over,
-    train_state_specs,
-)
+from llama_jax.parallel.ring import BATCH, check_length
+from llama_jax.parallel.specs import batch_spec, cache_specs, param_specs, shardings, step_over, train_state_specs
 from llama_jax.training.batch import Batch
 from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import adamw
@@ -165,7 +157,7 @@ def train_programs(
     remat: Remat = "full",
     packed: bool = False,
     accumulate: int = 1,
-    attention: Backend = "auto",
+    attention: AttentionBackend = "auto",
 ) -> list[Program]:
     """One step of training with AdamW: float32 parameters, the computation in `dtype`.
 
@@ -232,7 +224,7 @@ def decode_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     quantized: bool = False,
-    attention: Backend = "auto",
+    attention: AttentionBackend = "auto",
 ) -> list[Program]:
     """What `generate` runs to fill a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
 

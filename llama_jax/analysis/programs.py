@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from llama_jax.analysis.hlo import ARRAY, CONTROL, Instruction, Text, array_bytes, elements, tuple_elements
+from llama_jax.analysis.hlo import ARRAY, CONTROL, Instruction, ProgramText, array_bytes, elements, tuple_elements
 
 # They name a buffer, or wait for what was started before.
 _FREE = {
@@ -74,7 +74,7 @@ class Token:
     collectives: int
 
 
-def is_kernel(text: Text, one: Instruction) -> bool:
+def is_kernel(text: ProgramText, one: Instruction) -> bool:
     """Whether the device starts something for it. On a TPU copies between memories are none: they run beside."""
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.startswith(_COLLECTIVES) or one.opcode.endswith("-done"):
         return False
@@ -88,7 +88,7 @@ def is_kernel(text: Text, one: Instruction) -> bool:
     return one.opcode in started or one.opcode in _IN_PLACE
 
 
-def multiplies(text: Text, one: Instruction) -> bool:
+def multiplies(text: ProgramText, one: Instruction) -> bool:
     """Whether an instruction is a product of matrices or a kernel of its own, also inside of a fusion."""
     if one.opcode in ("dot", "convolution") or (one.opcode == "custom-call" and one.target not in _FREE_CALLS):
         return True
@@ -96,7 +96,7 @@ def multiplies(text: Text, one: Instruction) -> bool:
     return any(multiplies(text, inner) for inner in inside)
 
 
-def bytes_read(text: Text, computation: str, one: Instruction) -> int:
+def bytes_read(text: ProgramText, computation: str, one: Instruction) -> int:
     """Bytes of the device's memory that an instruction reads."""
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
         return 0
@@ -115,7 +115,7 @@ def bytes_read(text: Text, computation: str, one: Instruction) -> int:
     return sum(map(text.memory_bytes, types))
 
 
-def _share(text: Text, computation: str, index: int) -> float:
+def _share(text: ProgramText, computation: str, index: int) -> float:
     """Which part of its operand a fusion reads."""
     for one in text.computations[computation]:
         if one.opcode == "parameter" and one.rest.startswith(f"{index})"):
@@ -124,7 +124,7 @@ def _share(text: Text, computation: str, index: int) -> float:
     return 1.0
 
 
-def _used(text: Text, computation: str, name: str, in_place: bool = False) -> int:
+def _used(text: ProgramText, computation: str, name: str, in_place: bool = False) -> int:
     """Elements of an array that the instructions of a fusion read, at most all.
 
     Args:
@@ -154,7 +154,7 @@ def _used(text: Text, computation: str, name: str, in_place: bool = False) -> in
     return min(used, whole)
 
 
-def bytes_written(text: Text, one: Instruction) -> int:
+def bytes_written(text: ProgramText, one: Instruction) -> int:
     """Bytes of the device's memory that an instruction writes; what it updates in place counts by the update."""
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
         return 0
@@ -166,7 +166,7 @@ def bytes_written(text: Text, one: Instruction) -> int:
     return text.memory_bytes(one.type)
 
 
-def _written_by(text: Text, computation: str, type: str) -> int:
+def _written_by(text: ProgramText, computation: str, type: str) -> int:
     named = text.named(computation)
     root = text.computations[computation][-1]
     results = [named[name] for name in root.operands] if root.opcode == "tuple" else [root]
@@ -183,7 +183,7 @@ def _written_by(text: Text, computation: str, type: str) -> int:
     return total
 
 
-def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: Text) -> bool:
+def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: ProgramText) -> bool:
     """Whether a device multiplies matrices, or calls a kernel or a loop, between an instruction's start and its end."""
     lines = list(computation)
     for one in lines[lines.index(start) + 1 :]:
@@ -194,7 +194,7 @@ def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: 
     return True  # it ends in the next turn of the loop
 
 
-def custom_calls(text: Text) -> Counter[str]:
+def custom_calls(text: ProgramText) -> Counter[str]:
     """Kernels that are not the compiler's own, by what they are called, and how many places of the program start them."""
     found: Counter[str] = Counter()
     for computation in text.computations.values():
@@ -209,7 +209,7 @@ def custom_calls(text: Text) -> Counter[str]:
     return found
 
 
-def find_copies(text: Text, at_least: int = 1 << 20) -> list[Copy]:
+def find_copies(text: ProgramText, at_least: int = 1 << 20) -> list[Copy]:
     """Instructions that write so many bytes and do nothing but move them: the same array, or slices, in another layout."""
     found = []
     for _, one, times, in_loop in text.run(text.entry):
@@ -223,7 +223,7 @@ def find_copies(text: Text, at_least: int = 1 << 20) -> list[Copy]:
     return found
 
 
-def _only_moves(text: Text, one: Instruction) -> bool:
+def _only_moves(text: ProgramText, one: Instruction) -> bool:
     if one.opcode in ("copy", "transpose", "copy-start"):
         return True
     if one.opcode != "fusion" or not one.called or one.called[0] not in text.computations:
@@ -232,7 +232,7 @@ def _only_moves(text: Text, one: Instruction) -> bool:
     return all(x.opcode in _MOVES for x in inside) and any(x.opcode in ("copy", "transpose") for x in inside)
 
 
-def token_of(text: Text, n_layers: int, chunk: int) -> Token:
+def token_of(text: ProgramText, n_layers: int, chunk: int) -> Token:
     """One turn of the decoding loop of a program: of branches the cheapest is counted, as greedy sampling takes it.
 
     Args:
@@ -262,5 +262,5 @@ def token_of(text: Text, n_layers: int, chunk: int) -> Token:
     return Token(read, written, sum(kernels.values()), layered, collectives)
 
 
-def _reads(text: Text, computation: str) -> int:
+def _reads(text: ProgramText, computation: str) -> int:
     return sum(bytes_read(text, where, one) * times for where, one, times, _ in text.run(computation, cheapest=True))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from llama_jax.analysis.collectives import Collective, Kind, ring_bytes
+from llama_jax.analysis.collectives import Collective, CollectiveKind, ring_bytes
 from llama_jax.analysis.hardware import Hardware
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
@@ -44,7 +44,7 @@ class Exchange:
     """
 
     what: str
-    kind: Kind
+    kind: CollectiveKind
     axes: tuple[str, ...]
     group: int
     bytes: float
@@ -100,8 +100,8 @@ def least_traffic(
     - `data`: every gradient is summed once (Rajbhandari et al. 2020, section 7.1).
     - `fsdp`: the weights of a layer are gathered for the forward and for the backward pass, and gradients are summed so that
       each device gets its part (section 7.2.2): half more than `data` sends.
-    - `context`: keys and values go around the ring in each layer, without the last step home, and in the backward pass once
-      more, their gradients with them and home (Liu et al. 2023, section 3). Of weights and gradients it shares what `fsdp`
+    - `context`: keys and values go around the ring in each layer, without the last step back, and in the backward pass once
+      more, their gradients with them and back (Liu et al. 2023, section 3). Of weights and gradients it shares what `fsdp`
       does, and the two exchange them together.
     - `tensor`: a layer's attention and feed-forward need each the sum of [B, T, D] over the devices, forward and backward
       (Shoeybi et al. 2019, section 3); where the residual stream is split along T, each sum is a reduce-scatter and an
@@ -119,7 +119,7 @@ def least_traffic(
     columns, tensor = sizes.columns, sizes.tensor
     held = tuple(axis for axis in ("fsdp", "context") if getattr(sizes, axis) > 1)  # hold the parameters together
     vocabulary = c.vocab_size * c.dim / tensor
-    layer = (matrix_parameters(c) - c.vocab_size * c.dim) / c.n_layers / tensor
+    layer = (matrix_parameters(c, all_experts=True) - c.vocab_size * c.dim) / c.n_layers / tensor
     tables = 1 if c.tie_embeddings else 2
     shared = c.n_layers * layer + tables * vocabulary  # parameters on the devices of one `tensor` part together
     tokens = batch / sizes.rows * length / sizes.context
@@ -127,7 +127,7 @@ def least_traffic(
     parts = tensor if length // sizes.context % tensor == 0 else 1  # of the residual stream along T
     found = []
 
-    def add(what: str, kind: Kind, axes: str | tuple[str, ...], size: float, count: int) -> None:
+    def add(what: str, kind: CollectiveKind, axes: str | tuple[str, ...], size: float, count: int) -> None:
         axes = (axes,) if isinstance(axes, str) else axes
         group = math.prod(getattr(sizes, axis) for axis in axes)
         if group > 1 and count:
@@ -189,14 +189,14 @@ def training_roofline(
     c, wide = config, jnp.dtype(dtype).itemsize
     needed = step_flops(c, batch, length)
     passes = 4 if remat in ("full", "offload") else 3  # forward; again; and backward, with two products for each
-    weights = matrix_parameters(c) / sizes.tensor * wide
+    held = matrix_parameters(c, all_experts=True) / sizes.tensor
     tokens = batch / sizes.rows * length / sizes.context
     queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     # Written by the product of queries, keys and values and read by attention, written by it and read by the next product.
     heads = 2 * (queries + 2 * keys) + 2 * queries
     activations = c.n_layers * tokens * wide * (4 * c.dim + (heads + 3 * c.hidden_dim) / sizes.tensor)
-    share = (matrix_parameters(c) + (0 if c.tie_embeddings else c.vocab_size * c.dim)) / sizes.tensor / sizes.columns
-    memory = passes * (weights + activations) + share * OPTIMIZER_TRAFFIC
+    share = (held + (0 if c.tie_embeddings else c.vocab_size * c.dim / sizes.tensor)) / sizes.columns
+    memory = passes * (held * wide + activations) + share * OPTIMIZER_TRAFFIC
     useful = needed / (sizes.devices * hardware.flops)
     return Roofline(
         compute=useful * passes / 3,

@@ -169,7 +169,7 @@ def sharpening(config: LlamaConfig, scaling: RopeScaling) -> float:
 
 def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
     plain = inverse_frequencies(config.head_dim, config.rope_theta)
-    frequencies, factor = SCALINGS[scaling.kind](plain, theta=config.rope_theta, length=None, **scaling.settings)
+    frequencies, factor = SCALINGS[scaling.kind](plain, config.rope_theta, None, scaling)
     return np.asarray(frequencies), factor
 
 

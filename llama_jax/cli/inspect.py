@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from llama_jax.cli.page import columns, printable, size
-from llama_jax.config import PRESETS, LlamaConfig
+from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints.tensors import Described, Opened
     from llama_jax.tokenizers import Tokenizer
 
-SIZES: tuple[str, ...] = (
-    "vocab_size",
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "hidden_dim",
-    "tie_embeddings",
-    "qkv_bias",
-    "qk_norm",
-    "experts",
-)
 CACHE_DTYPES = ("bfloat16", "float32")
 
 
@@ -196,7 +183,8 @@ def _presets(config: LlamaConfig) -> list[dict[str, Any]]:
         name: [f.name for f in fields(LlamaConfig) if getattr(config, f.name) != getattr(preset, f.name)]
         for name, preset in PRESETS.items()
     }
-    least = [] if [] in differing.values() else [name for name in differing if not set(SIZES) & set(differing[name])]
+    sizes = {*SHAPE_FIELDS, "tie_embeddings"}
+    least = [] if [] in differing.values() else [name for name in differing if sizes.isdisjoint(differing[name])]
     return [{"name": name, "differs": differs} for name, differs in differing.items() if not differs or name in least]
 
 

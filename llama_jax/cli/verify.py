@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints.tensors import Opened
     from llama_jax.config import LlamaConfig
     from llama_jax.tokenizers import Tokenizer
-    from llama_jax.verify.compare import Comparison, Part, Settings
+    from llama_jax.verify.compare import ComparedPart, Comparison, Differences
     from llama_jax.verify.trace import Origin, Trace
 
 TOKENS = 64
@@ -240,11 +240,11 @@ def _origin_facts(origin: Origin) -> dict[str, Any]:
     return {"name": origin.name, "kinds": origin.kinds, "dtype": origin.dtype, "versions": origin.versions}
 
 
-def _settings(settings: Settings) -> dict[str, list[Any]]:
+def _settings(settings: Differences) -> dict[str, list[Any]]:
     return {name: [asdict(value) if isinstance(value, RopeScaling) else value for value in pair] for name, *pair in settings}
 
 
-def _table(parts: tuple[Part, ...]) -> str:
+def _table(parts: tuple[ComparedPart, ...]) -> str:
     rows = [["", "max abs", "relative", "own", "roundings"]]
     rows += [[p.name, f"{p.max_abs:.2g}", f"{p.relative:.2g}", f"{p.own:.2g}", f"{p.roundings:,.1f}"] for p in parts]
     legend = """

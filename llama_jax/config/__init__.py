@@ -1,7 +1,7 @@
 """What a Llama is: its sizes, checked once, and the sizes that were published."""
 
 from llama_jax.config.kinds import KINDS, Kind
-from llama_jax.config.llama import LlamaConfig
+from llama_jax.config.llama import SHAPE_FIELDS, LlamaConfig
 from llama_jax.config.presets import PRESETS, ffn_hidden_dim, preset
 from llama_jax.config.rope import NEEDED, ROPE_FIELDS, RopeScaling, RopeScalingKind
 
@@ -10,6 +10,7 @@ __all__ = [
     "NEEDED",
     "PRESETS",
     "ROPE_FIELDS",
+    "SHAPE_FIELDS",
     "Kind",
     "LlamaConfig",
     "RopeScaling",

@@ -20,22 +20,16 @@ def ffn_hidden_dim(dim: int, *, multiple_of: int = 256, ffn_dim_multiplier: floa
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
 
 
-def _llama1(dim: int, n_layers: int, n_heads: int, norm_eps: float = 1e-6) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=32_000,
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_heads,
-        hidden_dim=ffn_hidden_dim(dim),
-        max_seq_len=2048,
-        norm_eps=norm_eps,
-        rope_theta=10_000.0,
-        tie_embeddings=False,
-    )
-
-
-def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int) -> LlamaConfig:
+def _llama2(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    hidden_dim: int,
+    *,
+    max_seq_len: int = 4096,
+    norm_eps: float = 1e-5,
+) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=32_000,
         dim=dim,
@@ -43,11 +37,15 @@ def _llama2(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: 
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         hidden_dim=hidden_dim,
-        max_seq_len=4096,
-        norm_eps=1e-5,
+        max_seq_len=max_seq_len,
+        norm_eps=norm_eps,
         rope_theta=10_000.0,
         tie_embeddings=False,
     )
+
+
+def _llama1(dim: int, n_layers: int, n_heads: int, norm_eps: float = 1e-6) -> LlamaConfig:
+    return _llama2(dim, n_layers, n_heads, n_heads, ffn_hidden_dim(dim), max_seq_len=2048, norm_eps=norm_eps)
 
 
 def _codellama(base: LlamaConfig, vocab_size: int) -> LlamaConfig:
@@ -78,30 +76,14 @@ def _llama3(
     )
 
 
-def _qwen2(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    hidden_dim: int,
-    *,
-    max_seq_len: int = 131_072,
-    norm_eps: float = 1e-5,
-    small: bool = False,
-) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=151_936 if small else 152_064,
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        hidden_dim=hidden_dim,
-        max_seq_len=max_seq_len,
-        norm_eps=1e-6 if small else norm_eps,
-        rope_theta=1_000_000.0,
-        tie_embeddings=small,
-        qkv_bias=True,
-    )
+def _qwen2(*sizes: int, max_seq_len: int = 131_072, norm_eps: float = 1e-5) -> LlamaConfig:
+    plain = _llama2(*sizes, max_seq_len=max_seq_len, norm_eps=norm_eps)
+    return replace(plain, vocab_size=152_064, rope_theta=1_000_000.0, qkv_bias=True)
+
+
+def _small_qwen2(*sizes: int, max_seq_len: int) -> LlamaConfig:
+    large = _qwen2(*sizes, max_seq_len=max_seq_len, norm_eps=1e-6)
+    return replace(large, vocab_size=151_936, tie_embeddings=True)
 
 
 def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, *, tie_embeddings: bool = False) -> LlamaConfig:
@@ -121,38 +103,15 @@ def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, *, tie_embedd
     )
 
 
-_MISTRAL = LlamaConfig(
-    vocab_size=32_000,
-    dim=4096,
-    n_layers=32,
-    n_heads=32,
-    n_kv_heads=8,
-    hidden_dim=14_336,
-    max_seq_len=32_768,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=False,
-    window=4096,
-)
-
-
+_MISTRAL = replace(_llama2(4096, 32, 32, 8, 14_336, max_seq_len=32_768), window=4096)
 _MIXTRAL = replace(_MISTRAL, window=None, rope_theta=1_000_000.0, experts=8, experts_per_token=2)
 
 
 def _stories(dim: int, n_layers: int, n_heads: int, max_seq_len: int, n_kv_heads: int, vocab_size: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocab_size,
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        # llama2.c rounds to 32 in its training script; the 260K model was made with 4.
-        hidden_dim=ffn_hidden_dim(dim, multiple_of=32 if dim > 64 else 4),
-        max_seq_len=max_seq_len,
-        norm_eps=1e-5,
-        rope_theta=10_000.0,
-        tie_embeddings=True,
-    )
+    # llama2.c rounds to 32 in its training script; the 260K model was made with 4.
+    hidden_dim = ffn_hidden_dim(dim, multiple_of=32 if dim > 64 else 4)
+    shape = _llama2(dim, n_layers, n_heads, n_kv_heads, hidden_dim, max_seq_len=max_seq_len)
+    return replace(shape, vocab_size=vocab_size, tie_embeddings=True)
 
 
 # Sizes as published: Llama 1 (Touvron et al. 2023a, table 2), Llama 2 (2023b, table 1), Llama 3 (Grattafiori et al. 2024,
@@ -181,38 +140,16 @@ PRESETS: dict[str, LlamaConfig] = {
     "llama-3.2-1b": _llama3(2048, 16, 32, 8192, rope_factor=32.0, tie_embeddings=True),
     "llama-3.2-3b": _llama3(3072, 28, 24, 8192, rope_factor=32.0, tie_embeddings=True),
     "llama-3.3-70b": _llama3(8192, 80, 64, 28_672, rope_factor=8.0),
-    "tinyllama-1.1b": LlamaConfig(
-        vocab_size=32_000,
-        dim=2048,
-        n_layers=22,
-        n_heads=32,
-        n_kv_heads=4,
-        hidden_dim=5632,
-        max_seq_len=2048,
-        norm_eps=1e-5,
-        rope_theta=10_000.0,
-        tie_embeddings=False,
-    ),
+    "tinyllama-1.1b": _llama2(2048, 22, 32, 4, 5632, max_seq_len=2048),
     # 32 heads of 100 features: the published size whose head_dim is not a power of two.
-    "open-llama-3b": LlamaConfig(
-        vocab_size=32_000,
-        dim=3200,
-        n_layers=26,
-        n_heads=32,
-        n_kv_heads=32,
-        hidden_dim=8640,
-        max_seq_len=2048,
-        norm_eps=1e-6,
-        rope_theta=10_000.0,
-        tie_embeddings=False,
-    ),
+    "open-llama-3b": _llama2(3200, 26, 32, 32, 8640, max_seq_len=2048, norm_eps=1e-6),
     "mistral-7b": _MISTRAL,
     "mistral-7b-v0.3": replace(_MISTRAL, vocab_size=32_768, window=None, rope_theta=1_000_000.0),
     "mixtral-8x7b": _MIXTRAL,
     "mixtral-8x22b": replace(_MIXTRAL, dim=6144, n_layers=56, n_heads=48, hidden_dim=16_384, max_seq_len=65_536),
-    "qwen2.5-0.5b": _qwen2(896, 24, 14, 2, 4864, max_seq_len=32_768, small=True),
-    "qwen2.5-1.5b": _qwen2(1536, 28, 12, 2, 8960, small=True),
-    "qwen2.5-3b": _qwen2(2048, 36, 16, 2, 11_008, max_seq_len=32_768, small=True),
+    "qwen2.5-0.5b": _small_qwen2(896, 24, 14, 2, 4864, max_seq_len=32_768),
+    "qwen2.5-1.5b": _small_qwen2(1536, 28, 12, 2, 8960, max_seq_len=131_072),
+    "qwen2.5-3b": _small_qwen2(2048, 36, 16, 2, 11_008, max_seq_len=32_768),
     "qwen2.5-7b": _qwen2(3584, 28, 28, 4, 18_944, norm_eps=1e-6),
     "qwen2.5-14b": _qwen2(5120, 48, 40, 8, 13_824),
     "qwen2.5-32b": _qwen2(5120, 64, 40, 8, 27_648),

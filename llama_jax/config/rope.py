@@ -103,7 +103,7 @@ class RopeScaling:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the kind reads, by name: the arguments of its function in `ops.rope_scaling.SCALINGS`."""
+        """What the kind reads, by name."""
         return {"factor": self.factor} | {name: getattr(self, name) for name in ROPE_FIELDS[self.kind]}
 
 

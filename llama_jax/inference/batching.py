@@ -1,7 +1,6 @@
-"""Continuous batching: one state whose rows come and go, for who serves requests as they come.
+"""Continuous batching: one state whose rows are replaced while others go on, as a server of requests needs.
 
-Begin with a state of empty rows, `insert` a row whenever a request has been read, and `step` until it is done: rows are at
-different places, have settings and limits of their own, and do not know of each other.
+Begin with a state of empty rows, `insert` a row whenever a request has been read, and `step` until it is done.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError
 from llama_jax.inference.state import Piece, Reading, Request, State, advance, lay_out
 from llama_jax.model.forward import head_of
 from llama_jax.model.options import Compute, Layout
@@ -36,7 +36,18 @@ def insert(state: State, row: jax.Array, one: State) -> State:
     Args:
       row: int32[].
       one: a state of a single row, whose cache has at most as many slots; with a window, as many.
+
+    Raises:
+      GenerationError: the row has more stop tokens than the state has places for.
     """
+    places, stops = state.request.stop.shape[1], one.request.stop.shape[1]
+    if stops > places:
+        raise GenerationError(
+            f"a row with {stops} places for stop tokens does not fit into a state with {places}; make it wider"
+        )
+    # All places of the row are written: what it held before ends no other request.
+    stop = jnp.pad(one.request.stop, [(0, 0), (0, places - stops)], constant_values=-1)
+    one = one.replace(request=one.request.replace(stop=stop))
 
     def put(whole: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:
         start = [jnp.zeros((), jnp.int32)] * whole.ndim

@@ -107,13 +107,13 @@ def stream(
     compute: Compute = Compute(),
     turns: int = 1,
 ) -> Iterator[Piece]:
-    """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * `turns` at a time.
+    """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * min(`turns`, 64) at most.
 
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.
     """
     if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:
-        raise GenerationError(f"turns={turns!r} must be a positive whole number")
+        raise GenerationError(f"turns={turns!r} must be a positive integer")
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
     layout = Layout()
     if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies

@@ -111,5 +111,6 @@ def check_rows(layout: Layout, batch: int) -> None:
 
 def _axes(array: jax.Array, axis: int) -> Axes:
     """The axes of the mesh that cut an axis of an array."""
-    spec = (*array.sharding.spec, *[None] * array.ndim)[axis]  # type: ignore[attr-defined]
+    assert isinstance(array.sharding, NamedSharding)
+    spec = (*array.sharding.spec, *[None] * array.ndim)[axis]
     return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)

@@ -66,7 +66,7 @@ def _limits(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
         each = list(max_new_tokens)
     for limit in each:
         if isinstance(limit, bool) or not isinstance(limit, int | np.integer) or not 1 <= limit < 2**31:
-            raise GenerationError(f"max_new_tokens={limit!r} must be a positive whole number")
+            raise GenerationError(f"max_new_tokens={limit!r} must be a positive integer")
     if len(each) not in (1, batch):
         raise GenerationError(f"max_new_tokens has {len(each)} values for a batch of {batch}: give one, or one per row")
     return np.broadcast_to(np.array(each, np.int32), batch).copy()

@@ -75,7 +75,7 @@ class Sampling(struct.PyTreeNode):
 
         return Sampling(
             temperature=rows("temperature", np.float32, "0 (greedy) or more", lambda x: x >= 0),
-            top_k=rows("top_k", np.int32, "0 (off) or a positive whole number", lambda x: (x >= 0) & (x < 2**31) & whole(x)),
+            top_k=rows("top_k", np.int32, "0 (off) or a positive integer", lambda x: (x >= 0) & (x < 2**31) & whole(x)),
             top_p=rows("top_p", np.float32, "above 0 and at most 1 (off)", lambda x: (x > 0) & (x <= 1)),
             min_p=rows("min_p", np.float32, "between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
             repetition_penalty=rows("repetition_penalty", np.float32, "above 0; 1 is off", lambda x: x > 0),

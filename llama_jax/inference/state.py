@@ -1,9 +1,9 @@
 """The state of a generation, and the pure functions from one to the next: read prompts, start, decode.
 
-A `State` has a row for every sequence that is being generated; rows are at different places, have settings and limits of
-their own, and do not know of each other. `inference.generate` reads a batch of prompts, starts it and steps until all rows
-are done; who serves requests as they come inserts rows into a state (`inference.batching`). All of it runs under `jax.jit`;
-with the state donated the cache is never copied.
+A `State` has a row for every sequence that is being generated. Rows are independent: each has its own position, settings
+and limit. `inference.generate` reads a batch of prompts, starts it and steps until all rows are done; a server inserts rows
+into a state as requests arrive (`inference.batching`). All of it runs under `jax.jit`; with the state donated the cache is
+never copied.
 """
 
 from __future__ import annotations

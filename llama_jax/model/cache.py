@@ -30,13 +30,13 @@ class KVCache(struct.PyTreeNode):
         `Quantized` ones for a cache of int8. Head-major, so that the product with a query reads it as it lies.
       length: int32[B], tokens that each row has read. Rows may have different lengths.
       window: how many positions back a token sees, or None for all. Then the slots are a ring: see `ring_slots`.
-      sinks: with a window, the first so many tokens are seen for ever (Xiao et al. 2023, section 3.2, attention sinks).
-      fresh: nothing has been read, and who made the cache says so for certain: the first tokens then attend to their own
-        keys and values as whole rows, without a look at the slots. `forward` returns a cache that is not. It is part of
+      sinks: with a window, the first so many tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
+      fresh: nothing has been read, which is known when the program is traced: the first tokens then attend to their own
+        keys and values as whole rows, and the slots are not read. `forward` returns a cache that is not. It is part of
         the tree's structure, so that programs for the two differ; a loop must carry a cache that is not fresh.
 
-    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; what lies behind has
-    weight zero in every product. The capacity S is also what a step reads and pays for. It is therefore kept close to the
+    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; those after them have
+    weight zero in attention. The capacity S is also what a step reads and pays for. It is therefore kept close to the
     filled length and enlarged with `grow`: a window cut out of a larger cache would be copied before every product.
     """
 
@@ -75,7 +75,7 @@ def init_cache(
     """
     for name, value in (("batch", batch), ("capacity", capacity)):
         if not isinstance(value, int) or value < 1:
-            raise GenerationError(f"{name}={value!r} must be a positive whole number")
+            raise GenerationError(f"{name}={value!r} must be a positive integer")
     if not jnp.issubdtype(dtype, jnp.floating) and dtype != jnp.int8:
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
     if window is not None or sinks:
@@ -181,8 +181,8 @@ def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array |
             places = buffer.at[rows, heads, slots.reshape(-1, 1)]
             return places.set(new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
-        # Over devices both axes are the scatter's own and no indices, so that who holds parts of them exchanges nothing. Of
-        # more than one head on a device a TPU would then want the heads first and copy the cache.
+        # Over devices both axes are the scatter's own and no indices, so that devices with parts of them exchange nothing.
+        # Of more than one head on a device a TPU would then want the heads first and copy the cache.
         def put_head(head: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:  # [S, ...], [...], []
             return head.at[slot].set(new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 

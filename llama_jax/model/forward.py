@@ -127,7 +127,7 @@ def run(
             hidden, buffers, taken = layer_step(layer[0], *carry, step, layer[1])
             return (hidden, buffers), taken
 
-        # The cache rides in the carry: as input and output of the scan it would be copied whole at every call.
+        # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
         (hidden, buffers), taken = lax.scan(scan_layer, (hidden, buffers), (params.blocks, jnp.arange(config.n_layers)))
     else:
         layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))

@@ -11,9 +11,9 @@ import jax
 from jax.sharding import AbstractMesh
 
 from llama_jax.errors import ConfigError
-from llama_jax.ops.attention import Backend
+from llama_jax.ops.attention import AttentionBackend
+from llama_jax.ops.cross_entropy import Constrain
 
-Constrain = Callable[[jax.Array, str], jax.Array]
 Attend = Callable[..., jax.Array]  # (queries, view, seen, *, scale, window), as `ops.attend`
 Remat = Literal["none", "dots", "full", "offload"]
 
@@ -56,17 +56,20 @@ class Compute:
         in its place. A cache with sinks is read by `ops.attend_with_sinks` whatever this is.
 
     Raises:
-      ConfigError: an attention of one's own and a way to compute the library's; a way that does not exist.
+      ConfigError: an attention of one's own and a way to compute the library's; a way, or a rematerialisation, that does not
+        exist.
     """
 
     dtype: Any = None
     remat: Remat = "none"
-    attention: Backend = "auto"
+    attention: AttentionBackend = "auto"
     attend: Attend | None = None
 
     def __post_init__(self) -> None:
-        if self.attention not in get_args(Backend):
-            raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(Backend))}")
+        if self.remat not in get_args(Remat):
+            raise ConfigError(f"remat={self.remat!r} must be one of {', '.join(get_args(Remat))}")
+        if self.attention not in get_args(AttentionBackend):
+            raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.attend is not None and self.attention != "auto":
             raise ConfigError(f"attention={self.attention!r} is of the library's attention, and attend gives another")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from llama_jax.errors import ConfigError
 from llama_jax.model.options import Remat
 from llama_jax.ops.attention.rows import MIXED
 from llama_jax.ops.layers import PRODUCT
@@ -18,13 +17,7 @@ LAYER_INPUT = "layer_input"
 
 
 def rematerialise(remat: Remat, layer: Callable[..., Any], *, stacked: bool) -> Callable[..., Any]:
-    """The function of one layer, whose first two arguments are its parameters and the residual stream.
-
-    Raises:
-      ConfigError: another `remat`, see `Compute`.
-    """
-    if remat not in get_args(Remat):
-        raise ConfigError(f"remat={remat!r} must be one of {', '.join(get_args(Remat))}")
+    """The function of one layer, whose first two arguments are its parameters and the residual stream."""
     policies = jax.checkpoint_policies
     policy = {
         # Attention by blocks takes longest of all where rows are long, and what is saved of it is no more than one matmul.

@@ -29,8 +29,7 @@ def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Freq
     plain, scaling = ops.inverse_frequencies(config.head_dim, config.rope_theta), config.rope_scaling
     if scaling is None:
         return plain.astype(np.float32), 1.0
-    scale = SCALINGS[scaling.kind]
-    frequencies, attention_factor = scale(plain, theta=config.rope_theta, length=length, **scaling.settings)
+    frequencies, attention_factor = SCALINGS[scaling.kind](plain, config.rope_theta, length, scaling)
     return frequencies.astype(np.float32), attention_factor
 
 
@@ -40,6 +39,6 @@ def scaled_frequencies(config: LlamaConfig, slots: jax.Array, places: Places) ->
     if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and lengths is None:
         lengths = lengths_of(slots, places.lengths, places.positions, places.segment_ids)
     frequencies, attention_factor = rotary_frequencies(config, lengths)
-    return frequencies[
-        :, None
-    ] if frequencies.ndim == 2 else frequencies, attention_factor  # of a row, for all its positions
+    if frequencies.ndim == 2:  # of each row, for all its positions
+        frequencies = frequencies[:, None]
+    return frequencies, attention_factor

@@ -20,8 +20,8 @@ class CacheOptions:
       dtype: "int8" for a quarter of float32's bytes, each head and position with a factor of its own; None takes that of the
         parameters.
       window: tokens see only so many positions back, and the cache needs no more room however long the text becomes.
-      sinks: first tokens that are seen for ever, without which a model that was trained to see all loses its footing
-        (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
+      sinks: first tokens that stay visible, without which the loss of a model that was trained to see all tokens rises
+        sharply (Xiao et al. 2023, section 3.1); 4 are usual. With a window only.
 
     Raises:
       GenerationError: a value that cannot be.
@@ -51,9 +51,9 @@ def check_window(window: int | None, sinks: int, capacity: int | None = None) ->
 def ring_slots(length: jax.Array, new: int, capacity: int, sinks: int) -> jax.Array:
     """The slot of each of the next `new` tokens of rows of `length` int32[B] tokens: int32[B, T].
 
-    The slots of a cache with a window are a ring behind those of the sinks: the token at position p >= sinks is in slot
+    The slots of a cache with a window are a ring after those of the sinks: the token at position p >= sinks is in slot
     sinks + (p - sinks) mod (S - sinks). Nothing is ever moved; what is overwritten is out of every window to come, as long
-    as no more tokens are read at once than `init_cache` says. That is also true of the padding behind a row's last token.
+    as no more tokens are read at once than `init_cache` says. That is also true of the padding after a row's last token.
     """
     positions = length[:, None] + jnp.arange(new, dtype=jnp.int32)
     ring = sinks + (positions - sinks) % (capacity - sinks)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def for_cpu(variant: Callable[..., Any], *, to_plan: bool = False) -> Callable[[
         def chosen(*args: Any, **options: Any) -> Any:
             return variant(plain, *args, **options) if lowering_platform() in platforms else plain(*args, **options)
 
-        return chosen  # type: ignore[return-value]
+        return cast(F, chosen)
 
     return decorate
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,11 +13,10 @@ from jax import lax
 
 from llama_jax.ops.layers import project, sum_of_outer
 
-Lay = Callable[[jax.Array, str], jax.Array]
-Settings = tuple[int, float, int, int, Lay]  # chunk, z_loss, vocab_size, shares, constrain
+Constrain = Callable[[jax.Array, str], jax.Array]  # told what an array is, lays it out over devices
 
 
-class Surprise(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over the weighted tokens, float32[] or float64[].
 
     Attributes:
@@ -28,59 +28,65 @@ class Surprise(NamedTuple):
     nll: jax.Array
 
 
+@dataclass(frozen=True)
+class LogitOptions:
+    """How logits are made, and what is made of them.
+
+    Attributes:
+      chunk: positions of each row whose logits exist at a time.
+      z_loss: keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
+      vocab_size: rows of the head that are tokens, if not all: the others are padding and have no probability.
+      shares: parts of B that lie on different devices. The head's gradient is summed for each of them apart, and over all
+        of them once in the end: else XLA sums it over the devices for every chunk.
+      constrain: told what it is, lays out an array over devices: "head_shares" and "head" [V, D], which are gathered between
+        the two, "logits" [B, chunk, V], "head_gradient" [shares, D, V].
+    """
+
+    chunk: int
+    z_loss: float = 0.0
+    vocab_size: int | None = None
+    shares: int = 1
+    constrain: Constrain = lambda x, where: x
+
+
 def cross_entropy(
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    *,
-    chunk: int,
-    z_loss: float = 0.0,
-    vocab_size: int | None = None,
-    shares: int = 1,
-    constrain: Lay = lambda x, where: x,
-) -> Surprise:
-    """How surprising `targets` are under the logits ``hidden @ head.T``, which exist for `chunk` positions at a time.
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, options: LogitOptions
+) -> LossSums:
+    """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, made chunk by chunk.
 
     The result is a sum whose derivative is known as soon as the logits are, so the gradient is computed together with the
-    value and the backward pass only scales it. To make the logits there once more would cost a third on top.
+    value and the backward pass only scales it. Computing the logits again in the backward pass would cost a third more.
 
     Args:
       hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
       head: [V, D]. The chunks' gradients are summed in its dtype.
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
-      z_loss: keeps the softmax's denominator near 1 (Chowdhery et al. 2022, section 5).
-      vocab_size: rows of `head` that are tokens, if not all: the others fill it up and have no probability.
-      shares: parts of B that lie on different devices. The head's gradient is summed for each of them apart, and over all
-        of them once in the end: else XLA sums it over the devices for every chunk.
-      constrain: told what it is, lays out an array over devices: "head_shares" and "head"
-        [V, D], which are gathered between the two, "logits" [B, chunk, V], "head_gradient"
-        [shares, D, V].
     """
-    settings = (chunk, z_loss, vocab_size or head.shape[0], shares, constrain)
-    found = _sums(settings, hidden, head, targets, weights)
-    return Surprise(found.loss, lax.stop_gradient(found.nll))
+    found = _sums(options, hidden, head, targets, weights)
+    return LossSums(found.loss, lax.stop_gradient(found.nll))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _sums(settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> Surprise:
-    cast = _gathered(head, hidden.dtype, settings[-1])
+def _sums(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> LossSums:
+    cast = _gathered(head, hidden.dtype, options.constrain)
 
-    def add(total: Surprise, part: tuple[jax.Array, ...]) -> tuple[Surprise, None]:
-        sums, _ = _chunk_sums(settings, cast, *part)
-        return Surprise(*map(jnp.add, total, sums)), None
+    def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        sums, _ = _chunk_sums(options, cast, *part)
+        return LossSums(*map(jnp.add, total, sums)), None
 
-    found, _ = lax.scan(add, _zeros(hidden), _chunks(settings[0], hidden, targets, weights))
-    return Surprise(*map(jnp.sum, found))
+    found, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, found))
 
 
 @_sums.defjvp
-def _sums_and_tangents(settings: Settings, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Surprise, Surprise]:
+def _sums_and_tangents(
+    options: LogitOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[LossSums, LossSums]:
     """The loss changes by the inner products of its gradients with the tangents, of which reverse mode is the transpose."""
-    found, gradients = _sums_and_gradients(settings, *primals)
+    found, gradients = _sums_and_gradients(options, *primals)
     change = _inner(gradients[0], tangents[0]) + _inner(gradients[1], tangents[1])
-    return found, Surprise(change, jnp.zeros_like(found.nll))  # the likelihood has no gradient, see `cross_entropy`
+    return found, LossSums(change, jnp.zeros_like(found.nll))  # the likelihood has no gradient, see `cross_entropy`
 
 
 def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
@@ -88,61 +94,61 @@ def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
 
 
 def _sums_and_gradients(
-    settings: Settings, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[Surprise, tuple[jax.Array, jax.Array]]:
-    chunk, _, _, shares, constrain = settings
+    options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
+    shares, constrain = options.shares, options.constrain
     cast = _gathered(head, hidden.dtype, constrain)
 
-    def add(carry: tuple[Surprise, jax.Array], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+    def add(carry: tuple[LossSums, jax.Array], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         total, of_head = carry
-        sums, of_logits = _chunk_sums(settings, cast, *part)
+        sums, of_logits = _chunk_sums(options, cast, *part)
         of_logits = of_logits.astype(cast.dtype)
         rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
         of_head = constrain(of_head + sum_of_outer(rows, of_rows, of_head.dtype), "head_gradient")
         of_hidden = project(of_logits, cast.T)
-        return (Surprise(*map(jnp.add, total, sums)), of_head), of_hidden
+        return (LossSums(*map(jnp.add, total, sums)), of_head), of_hidden
 
     # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
     start = _zeros(hidden), constrain(jnp.zeros_like(head, shape=(shares, *head.shape[::-1])), "head_gradient")
-    (total, of_head), of_hidden = lax.scan(add, start, _chunks(chunk, hidden, targets, weights))
+    (total, of_head), of_hidden = lax.scan(add, start, _chunks(options.chunk, hidden, targets, weights))
     batch, length = targets.shape
     of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return Surprise(*map(jnp.sum, total)), (of_hidden, jnp.sum(of_head, axis=0).T)
+    return LossSums(*map(jnp.sum, total)), (of_hidden, jnp.sum(of_head, axis=0).T)
 
 
-def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Lay) -> jax.Array:
+def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Constrain) -> jax.Array:
     return constrain(constrain(head.astype(dtype), "head_shares"), "head")
 
 
 def _chunk_sums(
-    settings: Settings, head: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[Surprise, jax.Array]:
+    options: LogitOptions, head: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[LossSums, jax.Array]:
     """The sums of one chunk for each row, [B], and the gradient of its loss with respect to its logits [B, chunk, V]."""
-    _, z_loss, vocab_size, _, constrain = settings
+    z_loss, vocab_size = options.z_loss, options.vocab_size
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = constrain(project(hidden, head, out_dtype=wide), "logits")
+    logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
     columns = jnp.arange(head.shape[0], dtype=targets.dtype)
     targets = jnp.where(weights != 0, targets, 0)  # what does not count may be anything, -100 say
-    if vocab_size < head.shape[0]:
+    if vocab_size is not None and vocab_size < head.shape[0]:
         logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
     chosen = columns == targets[..., None]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     # Of logits whose vocabulary lies on several devices XLA gathers where they are. A masked sum would read them all again.
     nll = weights * (normalizer - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
-    sums = Surprise(jnp.sum(nll + z_loss * weights * normalizer**2, axis=-1), jnp.sum(nll, axis=-1))
+    sums = LossSums(jnp.sum(nll + z_loss * weights * normalizer**2, axis=-1), jnp.sum(nll, axis=-1))
     probabilities = jnp.exp(logits - normalizer[..., None])
     slope = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - chosen
     return sums, weights[..., None] * slope
 
 
-def _zeros(hidden: jax.Array) -> Surprise:
+def _zeros(hidden: jax.Array) -> LossSums:
     # Like `hidden`, so that under a `shard_map` that checks it they vary over the devices as the sums will.
     zeros = jnp.zeros_like(hidden, jnp.promote_types(hidden.dtype, jnp.float32), shape=hidden.shape[:1])
-    return Surprise(zeros, zeros)
+    return LossSums(zeros, zeros)
 
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] as [chunks, B, chunk, ...] each, filled up with zeros; devices may share B, so it stays an axis."""
+    """[B, T, ...] as [chunks, B, chunk, ...] each, padded with zeros; devices may share B, so it stays an axis."""
     length = arrays[0].shape[1]
     chunk = min(chunk, length)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def recomputed(function: F) -> F:
         return cpu.recomputed(function)(*args) if cpu.is_short(*jax.tree.leaves(args)) else plain(*args)
 
     # No common subexpressions to be kept apart: layers are scanned where they are trained.
-    return for_cpu(variant)(jax.checkpoint(function, prevent_cse=False))  # type: ignore[return-value]
+    return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

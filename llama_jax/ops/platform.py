@@ -42,7 +42,7 @@ def lowering_platform() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     platform = getattr(device, "platform", None)
     if platform is None:
-        default = jax.config.jax_default_device  # type: ignore[attr-defined]
+        default = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX makes its settings when it is imported
         platform = default if isinstance(default, str) else getattr(default, "platform", None)
     found = platform or jax.default_backend()
     return "gpu" if found in ("cuda", "rocm") else found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,23 @@ import numpy as np
 from llama_jax.ops.rotary import Frequencies
 
 Length: TypeAlias = int | np.ndarray | jax.Array | None
+Scaling: TypeAlias = Any  # a `config.RopeScaling`, of which each kind reads `factor` and its own `config.ROPE_FIELDS`
 
 
-def scale_linear(plain: np.ndarray, *, theta: float, length: Length, factor: float) -> tuple[np.ndarray, float]:
+def scale_linear(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
     """Every pair slower by `factor`: position interpolation (Chen et al. 2023, section 3.2)."""
-    return plain / factor, 1.0
+    return plain / scaling.factor, 1.0
 
 
-def scale_ntk(plain: np.ndarray, *, theta: float, length: Length, factor: float) -> tuple[np.ndarray, float]:
+def scale_ntk(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
     """The slowest pair slower by `factor`, the fastest as it was (Peng et al. 2023, section 3.1).
 
     It is what theta * factor ** (H / (H - 2)) gives in the place of theta.
     """
-    return plain * factor ** -_share(len(plain)), 1.0
+    return plain * scaling.factor ** -_share(len(plain)), 1.0
 
 
-def scale_dynamic(
-    plain: np.ndarray, *, theta: float, length: Length, factor: float, original_max_seq_len: int
-) -> tuple[Frequencies, float]:
+def scale_dynamic(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
     """`scale_ntk` by what a sequence of this length needs, and not at all within the original context.
 
     Peng et al. 2023, section 3.3, have length / original there; this is transformers' factor * length / original -
@@ -42,24 +41,14 @@ def scale_dynamic(
     that of the original context.
     """
     if isinstance(length, jax.Array):
-        longer_by = jnp.maximum(length.astype(jnp.float32) / original_max_seq_len, 1.0)[..., None]
+        longer_by = jnp.maximum(length.astype(jnp.float32) / scaling.original_max_seq_len, 1.0)[..., None]
         share = _share(len(plain)).astype(np.float32)
-        return plain.astype(np.float32) * (1 + factor * (longer_by - 1)) ** -share, 1.0
-    longer = np.maximum(np.asarray(0 if length is None else length) / original_max_seq_len, 1.0)[..., None]
-    return plain * (1 + factor * (longer - 1)) ** -_share(len(plain)), 1.0
+        return plain.astype(np.float32) * (1 + scaling.factor * (longer_by - 1)) ** -share, 1.0
+    longer = np.maximum(np.asarray(0 if length is None else length) / scaling.original_max_seq_len, 1.0)[..., None]
+    return plain * (1 + scaling.factor * (longer - 1)) ** -_share(len(plain)), 1.0
 
 
-def scale_by_parts(
-    plain: np.ndarray,
-    *,
-    theta: float,
-    length: Length,
-    factor: float,
-    original_max_seq_len: int,
-    beta_fast: float,
-    beta_slow: float,
-    truncate: bool,
-) -> tuple[np.ndarray, float]:
+def scale_by_parts(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
     """Pairs that turn often stay, those that turn seldom are slowed by `factor` (Peng et al. 2023, section 3.2).
 
     Pairs of `beta_fast` turns within the original context and more stay, those of `beta_slow` and less are slowed. Between
@@ -69,45 +58,24 @@ def scale_by_parts(
     pairs = len(plain)
 
     def pair_of(turns: float) -> float:
-        return pairs * math.log(original_max_seq_len / (2 * math.pi * turns)) / math.log(theta)
+        return pairs * math.log(scaling.original_max_seq_len / (2 * math.pi * turns)) / math.log(theta)
 
-    low, high = pair_of(beta_fast), pair_of(beta_slow)
-    if truncate:
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)  # the authors' bound is the features, not the pairs
     if low == high:
         high += 0.001
     slowed = np.clip((np.arange(pairs) - low) / (high - low), 0.0, 1.0)
-    return plain * (1 - slowed) + plain / factor * slowed, 1.0
+    return plain * (1 - slowed) + plain / scaling.factor * slowed, 1.0
 
 
-def scale_yarn(
-    plain: np.ndarray,
-    *,
-    theta: float,
-    length: Length,
-    factor: float,
-    original_max_seq_len: int,
-    beta_fast: float,
-    beta_slow: float,
-    truncate: bool,
-    attention_factor: float | None,
-    mscale: float | None,
-    mscale_all_dim: float | None,
-) -> tuple[np.ndarray, float]:
+def scale_yarn(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
     """`scale_by_parts`, with sharper attention over more positions (Peng et al. 2023, section 3.4)."""
-    frequencies, _ = scale_by_parts(
-        plain,
-        theta=theta,
-        length=length,
-        factor=factor,
-        original_max_seq_len=original_max_seq_len,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
-        truncate=truncate,
-    )
-    if attention_factor is not None:
-        return frequencies, attention_factor
+    frequencies, _ = scale_by_parts(plain, theta, length, scaling)
+    factor, mscale, mscale_all_dim = scaling.factor, scaling.mscale, scaling.mscale_all_dim
+    if scaling.attention_factor is not None:
+        return frequencies, scaling.attention_factor
     if mscale is None or mscale_all_dim is None:
         return frequencies, yarn_attention_factor(factor)
     return frequencies, yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
@@ -118,48 +86,31 @@ def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
-def scale_llama3(
-    plain: np.ndarray,
-    *,
-    theta: float,
-    length: Length,
-    factor: float,
-    low_freq_factor: float,
-    high_freq_factor: float,
-    original_max_seq_len: int,
-) -> tuple[np.ndarray, float]:
+def scale_llama3(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[np.ndarray, float]:
     """Stretch the frequencies as Llama 3.1 does (reference code, ``apply_scaling``).
 
     Pairs that turn more than `high_freq_factor` times within the original context stay, those that turn less than
     `low_freq_factor` times are slowed by `factor`, and the ones between blend linearly in the number of turns.
     """
-    turns = original_max_seq_len * plain / (2 * np.pi)
-    keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
-    return plain * (keep + (1 - keep) / factor), 1.0
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_seq_len * plain / (2 * np.pi)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return plain * (keep + (1 - keep) / scaling.factor), 1.0
 
 
-def scale_longrope(
-    plain: np.ndarray,
-    *,
-    theta: float,
-    length: Length,
-    factor: float,
-    original_max_seq_len: int,
-    short_factor: tuple[float, ...],
-    long_factor: tuple[float, ...],
-    attention_factor: float | None,
-) -> tuple[Frequencies, float]:
+def scale_longrope(plain: np.ndarray, theta: float, length: Length, scaling: Scaling) -> tuple[Frequencies, float]:
     """Each pair by a number of its own, found by search: one list within the original context, another beyond it.
 
     Ding et al. 2024, section 3, as in transformers. Without a length it is that of the original context.
     """
+    original, attention_factor = scaling.original_max_seq_len, scaling.attention_factor
     if attention_factor is None:
-        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max_seq_len))
-    short, long = plain / np.array(short_factor), plain / np.array(long_factor)
+        attention_factor = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
+    short, long = plain / np.array(scaling.short_factor), plain / np.array(scaling.long_factor)
     if isinstance(length, jax.Array):
-        at = (length > original_max_seq_len)[..., None]
+        at = (length > original)[..., None]
         return jnp.where(at, long.astype(np.float32), short.astype(np.float32)), attention_factor
-    beyond = np.asarray(0 if length is None else length)[..., None] > original_max_seq_len
+    beyond = np.asarray(0 if length is None else length)[..., None] > original
     return np.where(beyond, long, short), attention_factor
 
 
@@ -169,9 +120,9 @@ def _share(pairs: int) -> np.ndarray:
 
 
 # The function of each kind of `config.RopeScaling`. It takes the frequencies float64[H/2] that theta gives, theta, the
-# length, and what `config.ROPE_FIELDS` says that the kind reads; it gives the scaled ones and what cosine and sine are
-# multiplied by. Those that depend on the length give float32[..., H/2] for an array int[...] of lengths.
-SCALINGS: dict[str, Callable[..., tuple[Frequencies, float]]] = {
+# length, and the scaling; it gives the scaled ones and what cosine and sine are multiplied by. Those that depend on the
+# length give float32[..., H/2] for an array int[...] of lengths.
+SCALINGS: dict[str, Callable[[np.ndarray, float, Length, Scaling], tuple[Frequencies, float]]] = {
     "linear": scale_linear,
     "ntk": scale_ntk,
     "dynamic": scale_dynamic,

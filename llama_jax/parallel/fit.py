@@ -123,7 +123,7 @@ def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
 
 
 def pad_rows(table: Any, *, rows: int) -> Any:
-    """[V, D] with zeros behind it: [rows, D]."""
+    """[V, D] padded with rows of zeros at the end: [rows, D]."""
     missing = rows - table.shape[0]
     return _module_of(table).pad(table, ((0, missing), (0, 0))) if missing else table
 

@@ -27,7 +27,7 @@ class MeshSizes:
         `parallel.ring`). As those of `fsdp` their devices keep the parameters together, each a part.
 
     Raises:
-      MeshError: a size that is not a positive whole number.
+      MeshError: a size that is not a positive integer.
     """
 
     data: int = 1
@@ -38,10 +38,10 @@ class MeshSizes:
     def __post_init__(self) -> None:
         for axis, size in self.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise MeshError(f"mesh axis {axis}={size!r} must be a positive whole number")
+                raise MeshError(f"mesh axis {axis}={size!r} must be a positive integer")
 
     def items(self) -> tuple[tuple[str, int], ...]:
-        """Axes and sizes in the mesh's order: neighbours along `tensor`, which talk most, are neighbouring devices."""
+        """Axes and sizes in the mesh's order: neighbours along `tensor`, which exchange most, are neighbouring devices."""
         return tuple((axis, getattr(self, axis)) for axis in AXES)
 
     @property

@@ -34,7 +34,6 @@ from llama_jax.training.step import TrainState
 
 AXIS = "data"
 Tree = TypeVar("Tree")
-Metrics = dict[str, jax.Array]
 
 
 def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
@@ -50,8 +49,8 @@ def replicate(tree: Tree, devices: Sequence[jax.Device]) -> Tree:
 
 
 def pmap_step(
-    step: Callable[..., tuple[TrainState, Metrics]], devices: Sequence[jax.Device]
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devices: Sequence[jax.Device]
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """`train_step` on all devices at once, each with its share of the rows; the state is donated.
 
     Must not be called inside `jax.set_mesh` of another mesh, which JAX refuses.
@@ -72,14 +71,14 @@ def pmap_step(
     everywhere, shares = _placements(devices)
     mapped = pmap_over(step, devices)
 
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def run(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         _check_replicated("a state", state, everywhere)
         return mapped(state, jax.device_put(_split(batch, len(batch.tokens), len(devices)), shares))
 
     return run
 
 
-def pmap_over(step: Callable[..., tuple[TrainState, Metrics]], devices: Sequence[jax.Device]) -> Any:
+def pmap_over(step: Callable[..., tuple[TrainState, dict[str, jax.Array]]], devices: Sequence[jax.Device]) -> Any:
     """The `jax.pmap` of a step over devices: of the state, and of rows [devices, B / devices, ...]."""
     return jax.pmap(
         partial(step, layout=Layout(axis_name=AXIS)),
@@ -98,7 +97,8 @@ def pmap_generate(config: LlamaConfig, devices: Sequence[jax.Device]) -> Callabl
       devices: of this process.
 
     Returns:
-      A function of parameters that `replicate` made and of the other arguments of `generate`. It gives the same tokens.
+      A function of parameters that `replicate` made, and of prompts, `max_new_tokens`, `sampling` and `stop_tokens` as
+      `generate` takes them; the cache keeps all, in the parameters' dtype. It gives the same tokens.
 
     Raises:
       MeshError: several processes; prompts that cannot be divided by the number of devices, or parameters that do not lie on

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 
 from llama_jax.errors import MeshError, UserError
-from llama_jax.parallel.roll_call import Member, Message, Place, answer_roll, call_roll, keep_alive
+from llama_jax.parallel.roll_call import Member, Packet, Rank, answer_roll, call_roll, keep_alive
 
 OTHER_DIED = 75  # exit code of a process that ends because another is gone: EX_TEMPFAIL, starting again helps
 START_TIMEOUT = 300.0  # seconds
@@ -47,7 +47,7 @@ class Processes:
         self._links = dict(links)
         self._lock = threading.Lock()
         self._waiting: dict[str, dict[int, Mapping[str, Any]]] = {}
-        self._answers: queue.Queue[Message] = queue.Queue()
+        self._answers: queue.Queue[Packet] = queue.Queue()
         self._ended = not links
         self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
         if links:
@@ -92,11 +92,11 @@ class Processes:
         if not ended:
             self._tell_all({"failed": reason, "code": code})
 
-    def _tell_all(self, message: Message) -> None:
+    def _tell_all(self, message: Packet) -> None:
         for index in self._links:
             self._send(index, message)
 
-    def _send(self, index: int, message: Message) -> None:
+    def _send(self, index: int, message: Packet) -> None:
         with suppress(OSError):  # of a broken connection the thread hears as well, and ends the process
             self._links[index].sendall(json.dumps(message).encode() + b"\n")
 
@@ -120,7 +120,7 @@ class Processes:
                     for line in lines:
                         self._hear(index, json.loads(line))
 
-    def _hear(self, index: int, message: Message) -> None:
+    def _hear(self, index: int, message: Packet) -> None:
         if "failed" in message:
             self._end_with(message["failed"], message["code"])
         elif "at" in message:
@@ -129,7 +129,7 @@ class Processes:
             self._ended |= message["go"] == END
             self._answers.put(message)
 
-    def _arrived(self, index: int, message: Message) -> None:
+    def _arrived(self, index: int, message: Packet) -> None:
         """In process 0: note that a process waits, and let all go on when it was the last."""
         what = message["at"]
         with self._lock:
@@ -200,11 +200,11 @@ def start(
       MeshError: values that are missing or cannot be, a cluster that cannot be found, an address that cannot be bound or
         reached, processes that were started otherwise or that did not come: the message names them.
     """
-    place = _place(coordinator, processes, process_id, detect, timeout)
-    if place is None or place.processes == 1:
+    rank = _find_rank(coordinator, processes, process_id, detect, timeout)
+    if rank is None or rank.processes == 1:
         yield Processes()
         return
-    joined = _join(place, time.monotonic() + timeout)
+    joined = _join(rank, time.monotonic() + timeout)
     try:
         yield joined
         joined.close()
@@ -232,9 +232,9 @@ def _leave(joined: Processes, error: BaseException) -> None:
     os._exit(code)
 
 
-def _place(
+def _find_rank(
     coordinator: str | None, processes: int | None, process_id: int | None, detect: bool, timeout: float
-) -> Place | None:
+) -> Rank | None:
     if not 0 < timeout <= 1e7:
         raise MeshError(f"--start-timeout {timeout} must be above 0 and at most 1e7 seconds")
     local_devices = None
@@ -259,7 +259,7 @@ def _place(
         raise MeshError(f"--processes {processes} must be at least 1")
     if not 0 <= process_id < processes:
         raise MeshError(f"--process-id {process_id} must be at least 0 and below --processes {processes}")
-    return Place(found[1], int(found[2]), processes, process_id, local_devices)
+    return Rank(found[1], int(found[2]), processes, process_id, local_devices)
 
 
 def _detect(
@@ -284,22 +284,22 @@ def _detect(
     return found[0], found[1], found[2], None if found[3] is None else list(found[3])
 
 
-def _join(place: Place, deadline: float) -> Processes:
+def _join(rank: Rank, deadline: float) -> Processes:
     """Answer the roll call, then start JAX's own service and connections, whose messages name nobody."""
-    me = Member(place.process_id, platform.node(), os.getpid())
-    members, links = call_roll(place, me, deadline) if place.process_id == 0 else answer_roll(place, me, deadline)
+    me = Member(rank.process_id, platform.node(), os.getpid())
+    members, links = call_roll(rank, me, deadline) if rank.process_id == 0 else answer_roll(rank, me, deadline)
     for link in links.values():
         keep_alive(link)
-    joined = Processes(place.process_id, members, links)
+    joined = Processes(rank.process_id, members, links)
     # It would take SIGTERM for itself; `StopVote` agrees on a step also after Ctrl-C.
     with suppress(AttributeError):  # a later JAX may have none
         jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            place.coordinator,
-            place.processes,
-            place.process_id,
-            place.local_devices,
+            rank.coordinator,
+            rank.processes,
+            rank.process_id,
+            rank.local_devices,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
             heartbeat_timeout_seconds=STUCK,

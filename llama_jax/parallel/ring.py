@@ -1,12 +1,12 @@
 """Attention over rows whose tokens lie on several devices: keys and values go around a ring (Liu et al. 2023, section 3).
 
-Each device has its queries. Keys and values come by, a device's after the other's; what the queries mix of each is joined by
-the denominators of the softmaxes, as the blocks of one device are (Dao et al. 2022, section 3.1). In the backward pass keys
-and values go around once more and their gradients with them, until they are home.
+Each device keeps its queries. Keys and values pass from device to device; the mixtures of the queries over each part are
+merged by the log-sum-exps of their scores, as the blocks of one device are (Dao et al. 2022, section 3.1). In the backward
+pass keys and values go around once more and their gradients with them, until they are back where they started.
 
 Of a causal triangle a device with the first tokens would have little to do and one with the last nearly everything. A row
-is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th and the i-th from behind, in
-"zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all have as many scores to compute.
+is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th chunk and the i-th from the
+end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all have as many scores to compute.
 
 To the rest of the model the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
 tokens, of which only attention knows that they belong together; so whatever divides rows divides them, and nothing else
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.errors import MeshError
 from llama_jax.model.options import Attend
 from llama_jax.ops.attention import Seen, View, announce
-from llama_jax.ops.attention.blockwise import backward_part, forward_part, mean_of, merge
+from llama_jax.ops.attention.blockwise import OfQueries, backward_part, forward_part, merge
 from llama_jax.ops.attention.rows import MIXED
 from llama_jax.ops.cpu import keep, restore
 from llama_jax.ops.rope_scaling import lengths_of
@@ -39,8 +39,21 @@ from llama_jax.training.batch import Shifted
 AXIS = "context"
 BATCH = ("data", "fsdp")  # what cuts the rows of a batch
 PARTS = (*BATCH, AXIS)  # what cuts the n * B rows that `divide` gives
-Settings = tuple[Mesh, float, int | None]  # mesh, scale, window
+Segments = tuple[jax.Array, jax.Array]  # of the queries and of the keys of a device
 Travelling = tuple[Any, Any, jax.Array | None]  # keys and values, as `keep` gives them, and their segments
+
+
+class _Ring(NamedTuple):
+    """What is the same for all devices and turns."""
+
+    mesh: Mesh
+    scale: float
+    window: int | None
+
+    @property
+    def devices(self) -> int:
+        """How many are in it."""
+        return self.mesh.shape[AXIS]
 
 
 def check_length(sizes: MeshSizes, length: int) -> None:
@@ -132,114 +145,84 @@ def ring_attention(mesh: Mesh) -> Attend:
         segments = None if seen.query_segments is None else (seen.query_segments, seen.key_segments)
         keys, values = view.read()
         announce("ring", f"over context={mesh.shape[AXIS]}, each part by blocks")
-        return _ring((mesh, scale, window), queries, keys, values, segments)
+        return _mix(_Ring(mesh, scale, window), queries, keys, values, segments)
 
     return attend
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(
-    settings: Settings,
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    segments: tuple[jax.Array, jax.Array] | None,
-) -> jax.Array:
-    return _forward(settings, queries, keys, values, segments)[0]
+def _mix(ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None) -> jax.Array:
+    return _forward(ring, queries, keys, values, segments)[0]
 
 
-def _forward_and_kept(settings, queries, keys, values, segments):
-    mixed, normalizer = (checkpoint_name(x, MIXED) for x in _forward(settings, queries, keys, values, segments))
+def _forward_and_kept(ring, queries, keys, values, segments):
+    mixed, normalizer = (checkpoint_name(x, MIXED) for x in _forward(ring, queries, keys, values, segments))
     return mixed, (keep((queries, keys, values, mixed)), normalizer, segments)
 
 
-def _backward(settings: Settings, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
+def _backward(ring: _Ring, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
     arrays, normalizer, segments = kept
     queries, keys, values, mixed = restore(arrays)
-    mean = mean_of(of_mixed, mixed, normalizer.dtype)
-    run = _per_device(_gradients_of_device, settings, results=3)
-    found = run(queries, keys, values, segments, normalizer, mean, of_mixed)
+    run = _per_device(_gradients_of_device, ring, results=3)
+    found = run(OfQueries.of(queries, normalizer, mixed, of_mixed), keys, values, segments)
     return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
 
 
-_ring.defvjp(_forward_and_kept, _backward)
+_mix.defvjp(_forward_and_kept, _backward)
 
 
-def _forward(settings: Settings, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+def _forward(ring: _Ring, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """What is mixed [n * B, K, T / n, G, H], and the log-sum-exp of each query's scores [n * B, K, T / n, G, 1]."""
-    return _per_device(_mixed_of_device, settings, results=2)(*arrays)
+    return _per_device(_mixed_of_device, ring, results=2)(*arrays)
 
 
-def _per_device(function: Callable, settings: Settings, *, results: int) -> Callable:
-    """A function of what each device has, over the mesh: rows over `PARTS`, heads over `tensor`."""
-    mesh, scale, window = settings
-    run = partial(function, mesh.shape[AXIS], scale, window)
-
-    def mapped(queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Any, *rest: jax.Array) -> Any:
-        heads, rows = P(PARTS, "tensor"), P(PARTS)
-        specs = (heads, heads, heads, rows, *(heads for _ in rest))
-        # Not checked: a branch that skips blocks is taken by some devices and not by others, and there is nothing to sum.
-        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(heads,) * results, check_vma=False)(
-            queries, keys, values, segments, *rest
-        )
-
-    return mapped
+def _per_device(function: Callable, ring: _Ring, *, results: int) -> Callable:
+    """A function of what each device has of queries, keys, values and segments: rows over `PARTS`, heads over `tensor`."""
+    heads, rows = P(PARTS, "tensor"), P(PARTS)
+    run, specs = partial(function, ring), (heads, heads, heads, rows)
+    # Not checked: a branch that skips blocks is taken by some devices and not by others, and there is nothing to sum.
+    return jax.shard_map(run, mesh=ring.mesh, in_specs=specs, out_specs=(heads,) * results, check_vma=False)
 
 
 def _mixed_of_device(
-    devices: int,
-    scale: float,
-    window: int | None,
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    segments: tuple[jax.Array, jax.Array] | None,
+    ring: _Ring, queries: jax.Array, keys: jax.Array, values: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array]:
     def mix(turn: jax.Array | int, travelling: Travelling, found: Any) -> Any:
-        keys, values, seen = _arrived(devices, turn, travelling, segments, queries.shape[-3])
-        return merge(found, forward_part(queries, keys, values, seen, scale=scale, window=window))
+        keys, values, seen = _arrived(ring.devices, turn, travelling, segments, queries.shape[-3])
+        return merge(found, forward_part(queries, keys, values, seen, scale=ring.scale, window=ring.window))
 
     def one_turn(carry: tuple[Travelling, Any], turn: jax.Array) -> tuple[tuple[Travelling, Any], None]:
         travelling, found = carry
-        return (_sent(devices, travelling), mix(turn, travelling, found)), None  # neither waits for the other
+        return (_sent(ring.devices, travelling), mix(turn, travelling, found)), None  # neither waits for the other
 
     precise = jnp.promote_types(queries.dtype, jnp.float32)
     nothing = jnp.zeros(queries.shape, precise), jnp.full((*queries.shape[:-1], 1), -jnp.inf, precise)
     start = _departing(keys, values, segments), nothing
-    (travelling, found), _ = lax.scan(one_turn, start, jnp.arange(devices - 1))
-    mixed, normalizer = mix(devices - 1, travelling, found)
+    (travelling, found), _ = lax.scan(one_turn, start, jnp.arange(ring.devices - 1))
+    mixed, normalizer = mix(ring.devices - 1, travelling, found)
     return mixed.astype(queries.dtype), normalizer
 
 
 def _gradients_of_device(
-    devices: int,
-    scale: float,
-    window: int | None,
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    segments: tuple[jax.Array, jax.Array] | None,
-    normalizer: jax.Array,
-    mean: jax.Array,
-    of_mixed: jax.Array,
+    ring: _Ring, of_queries: OfQueries, keys: jax.Array, values: jax.Array, segments: Segments | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def add(turn: jax.Array | int, travelling: Travelling, sums: Any) -> Any:
-        keys, values, seen = _arrived(devices, turn, travelling, segments, queries.shape[-3])
-        found = backward_part(queries, keys, values, seen, normalizer, mean, of_mixed, scale=scale, window=window)
-        of_queries, *of_travelling = map(jnp.add, sums, found)
-        return of_queries, *_sent(devices, of_travelling)
+        keys, values, seen = _arrived(ring.devices, turn, travelling, segments, of_queries.queries.shape[-3])
+        found = backward_part(of_queries, keys, values, seen, scale=ring.scale, window=ring.window)
+        sum_of_queries, *of_travelling = map(jnp.add, sums, found)
+        return sum_of_queries, *_sent(ring.devices, of_travelling)
 
     def one_turn(carry: tuple[Travelling, Any], turn: jax.Array) -> tuple[tuple[Travelling, Any], None]:
         travelling, sums = carry
-        return (_sent(devices, travelling), add(turn, travelling, sums)), None
+        return (_sent(ring.devices, travelling), add(turn, travelling, sums)), None
 
-    zeros = tuple(jnp.zeros(x.shape, normalizer.dtype) for x in (queries, keys, values))
+    zeros = tuple(jnp.zeros(x.shape, of_queries.normalizer.dtype) for x in (of_queries.queries, keys, values))
     start = _departing(keys, values, segments), zeros
-    (travelling, sums), _ = lax.scan(one_turn, start, jnp.arange(devices - 1))
-    return add(devices - 1, travelling, sums)  # sent once more, the sums are where their keys and values come from
+    (travelling, sums), _ = lax.scan(one_turn, start, jnp.arange(ring.devices - 1))
+    return add(ring.devices - 1, travelling, sums)  # sent once more, the sums are where their keys and values come from
 
 
-def _departing(keys: jax.Array, values: jax.Array, segments: tuple[jax.Array, jax.Array] | None) -> Travelling:
+def _departing(keys: jax.Array, values: jax.Array, segments: Segments | None) -> Travelling:
     """Keys and values as bits: of 16-bit numbers XLA for CPU would send a float32 copy."""
     return keep(keys), keep(values), None if segments is None else segments[1]
 
@@ -248,7 +231,7 @@ def _arrived(
     devices: int,
     turn: jax.Array | int,
     travelling: Travelling,
-    segments: tuple[jax.Array, jax.Array] | None,
+    segments: Segments | None,
     length: int,
 ) -> tuple[jax.Array, jax.Array, Seen]:
     """Keys and values that are here at a turn, from as many devices before, and what stands where."""

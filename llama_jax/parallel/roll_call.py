@@ -13,7 +13,7 @@ from typing import Any
 from llama_jax.errors import MeshError
 
 SILENCE = 30  # seconds without a word from a host until it is given up
-Message = dict[str, Any]
+Packet = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Place:
+class Rank:
     """Where a process stands in its job."""
 
     host: str
@@ -43,7 +43,7 @@ class Place:
         return f"{self.host}:{self.port}"
 
 
-def call_roll(place: Place, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
+def call_roll(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
     """In process 0: wait for the others, and say to all who is there, or what is wrong."""
     present: dict[int, tuple[Member, socket.socket]] = {}
     strangers: list[socket.socket] = []
@@ -54,15 +54,15 @@ def call_roll(place: Place, me: Member, deadline: float) -> tuple[tuple[Member, 
                 link.sendall(json.dumps({"refused": reason}).encode() + b"\n")
         return MeshError(reason)
 
-    with _listen(place) as listener:
-        while len(present) < place.processes - 1:
+    with _listen(rank) as listener:
+        while len(present) < rank.processes - 1:
             listener.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 link, _ = listener.accept()
             except TimeoutError:
-                absent = [index for index in range(1, place.processes) if index not in present]
+                absent = [index for index in range(1, rank.processes) if index not in present]
                 raise refuse(
-                    f"of {place.processes} processes {len(absent)} did not come to {place.coordinator} in time:"
+                    f"of {rank.processes} processes {len(absent)} did not come to {rank.coordinator} in time:"
                     f" {_in_words(absent)}; start them, or look at their output, or give a longer --start-timeout"
                 ) from None
             link.settimeout(5)
@@ -71,10 +71,10 @@ def call_roll(place: Place, me: Member, deadline: float) -> tuple[tuple[Member, 
                 link.close()
                 continue
             other = Member(hello["index"], hello["host"], hello["pid"])
-            if hello["count"] != place.processes:
+            if hello["count"] != rank.processes:
                 strangers.append(link)
                 raise refuse(
-                    f"{other} was started for {hello['count']} processes, process 0 for {place.processes};"
+                    f"{other} was started for {hello['count']} processes, process 0 for {rank.processes};"
                     " give all the same --processes"
                 )
             if other.index in present and _has_ended(present[other.index][1]):
@@ -84,7 +84,7 @@ def call_roll(place: Place, me: Member, deadline: float) -> tuple[tuple[Member, 
                 twin = me if other.index == 0 else present[other.index][0]
                 raise refuse(f"{twin} and {other} have the same number; give each its own --process-id")
             present[other.index] = other, link
-    members = (me, *(present[index][0] for index in range(1, place.processes)))
+    members = (me, *(present[index][0] for index in range(1, rank.processes)))
     links = {index: link for index, (_, link) in present.items()}
     welcome = json.dumps({"members": [[m.index, m.host, m.pid] for m in members]}).encode() + b"\n"
     for link in links.values():
@@ -106,14 +106,14 @@ def _has_ended(link: socket.socket) -> bool:
         link.settimeout(5)
 
 
-def answer_roll(place: Place, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
+def answer_roll(rank: Rank, me: Member, deadline: float) -> tuple[tuple[Member, ...], dict[int, socket.socket]]:
     """In every other process: introduce itself to process 0, and hear who is there."""
-    hello = {"job": "llama_jax", "index": me.index, "count": place.processes, "host": me.host, "pid": me.pid}
+    hello = {"job": "llama_jax", "index": me.index, "count": rank.processes, "host": me.host, "pid": me.pid}
     pause = 0.05
     while True:
         left = max(deadline - time.monotonic(), 0)
         try:
-            link = socket.create_connection((place.host.strip("[]"), place.port), max(left, 0.1))
+            link = socket.create_connection((rank.host.strip("[]"), rank.port), max(left, 0.1))
             link.settimeout(left + 10)  # process 0, who may have come later, knows who is missing
             answer = _exchange(link, hello)
             if answer is not None:
@@ -124,7 +124,7 @@ def answer_roll(place: Place, me: Member, deadline: float) -> tuple[tuple[Member
             reason = error.strerror or str(error)
         if time.monotonic() + pause > deadline:
             raise MeshError(
-                f"process {me.index} of {place.processes} cannot reach process 0 at {place.coordinator} ({reason}); is that"
+                f"process {me.index} of {rank.processes} cannot reach process 0 at {rank.coordinator} ({reason}); is that"
                 " running, and is it the address of its host? A longer --start-timeout waits longer"
             )
         time.sleep(pause)
@@ -135,7 +135,7 @@ def answer_roll(place: Place, me: Member, deadline: float) -> tuple[tuple[Member
     return tuple(Member(*fields) for fields in answer["members"]), {0: link}
 
 
-def _exchange(link: socket.socket, message: Message) -> Message | None:
+def _exchange(link: socket.socket, message: Packet) -> Packet | None:
     """Say one thing, and hear the answer, or None where none comes."""
     try:
         link.sendall(json.dumps(message).encode() + b"\n")
@@ -144,23 +144,21 @@ def _exchange(link: socket.socket, message: Message) -> Message | None:
     return _receive(link)
 
 
-def _listen(place: Place) -> socket.socket:
+def _listen(rank: Rank) -> socket.socket:
     """On all addresses, as JAX's service does afterwards."""
     try:
         if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", place.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=place.processes
-            )
-        return socket.create_server(("", place.port), backlog=place.processes)
+            return socket.create_server(("", rank.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=rank.processes)
+        return socket.create_server(("", rank.port), backlog=rank.processes)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise MeshError(
-            f"port {place.port} of --coordinator {place.coordinator} cannot be taken ({reason}); give another port to all"
+            f"port {rank.port} of --coordinator {rank.coordinator} cannot be taken ({reason}); give another port to all"
             " processes"
         ) from None
 
 
-def _receive(link: socket.socket) -> Message | None:
+def _receive(link: socket.socket) -> Packet | None:
     """One message, or None where none comes; nothing is read beyond it."""
     read = b""
     try:

@@ -1,7 +1,7 @@
 """Which device holds what: a partition spec for every array, before anything is compiled.
 
 The sharding of a `Llama` is a `Llama` of `PartitionSpec`s. `tensor` cuts heads and features, so that a layer needs one sum
-over the devices behind attention and one behind the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` cuts the axis D,
+over the devices after attention and one after the feed-forward (Shoeybi et al. 2019, section 3); `fsdp` cuts the axis D,
 which every matrix has; `data` and `fsdp` together cut the batch; `context` cuts its rows by tokens, see `ring`.
 
 What `fsdp` cuts, `context` cuts with it. Its devices see different tokens and must sum their gradients in any case, as if
@@ -62,7 +62,7 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, 
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
-    """The same with `context` behind `fsdp`, where a mesh splits over it."""
+    """The same with `context` after `fsdp`, where a mesh splits over it."""
     if sizes.context == 1:
         return spec
     cut: list[Any] = []

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Reading
 from llama_jax.model.options import Attend, Compute, Remat
-from llama_jax.ops.attention import Backend
+from llama_jax.ops.attention import AttentionBackend
 from llama_jax.runs.errors import TrainingError
 from llama_jax.training.objective import CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
@@ -71,7 +71,7 @@ class Recipe:
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Remat = "none"
-    attention: Backend = "auto"
+    attention: AttentionBackend = "auto"
     attend: Attend | None = None
     loss: Loss | None = None
     chunk: int = CHUNK

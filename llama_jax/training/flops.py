@@ -20,18 +20,21 @@ FORMULA = (
 )
 
 
-def matrix_parameters(config: LlamaConfig) -> int:
+def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
     """P, the weights that every token is multiplied with.
 
-    The embedding is a lookup and counts only where it is the output projection as well; normalisations do not count, and of
-    experts those that a token is given to.
+    The embedding is a lookup and counts only where it is the output projection as well; normalisations do not count.
+
+    Args:
+      all_experts: count what devices hold and send each other, and not of experts only those that a token is given to.
     """
     total = 0
     for row in rows(config):
         if not row.decays or (row.path == "embedding" and not config.tie_embeddings):
             continue
         numbers = math.prod(row.shape(config)) * (config.n_layers if row.in_blocks else 1)
-        total += numbers // config.experts * config.experts_per_token if _is_of_expert(row) else numbers
+        some = _is_of_expert(row) and not all_experts
+        total += numbers // config.experts * config.experts_per_token if some else numbers
     return total
 
 

@@ -1,4 +1,4 @@
-"""The loss: how surprised the model is by each next token."""
+"""The loss: the negative log-likelihood of each next token."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_positive_int
+from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward, head_of
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch, predicted, shift
 
 CHUNK = 64
@@ -25,12 +27,20 @@ class LossOptions:
     Attributes:
       compute: of the forward pass: dtype, rematerialisation, attention.
       chunk: positions of each row whose logits are held at a time.
-      z_loss: see `ops.cross_entropy`; 1e-4 is usual.
+      z_loss: see `ops.LogitOptions`; 1e-4 is usual.
+
+    Raises:
+      ConfigError: a value that cannot be.
     """
 
     compute: Compute = Compute()
     chunk: int = CHUNK
     z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive_int("chunk", self.chunk)
+        if not 0 <= self.z_loss < float("inf"):
+            raise ConfigError(f"z_loss={self.z_loss} must be at least 0")
 
 
 def next_token_loss(
@@ -54,7 +64,7 @@ def total_loss(
     batch: Batch,
     options: LossOptions = LossOptions(),
     layout: Layout = Layout(),
-) -> Surprise:
+) -> LossSums:
     """The sums over all predicted tokens: to be divided by their number, wherever the other rows of the batch are.
 
     The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` makes them by chunks. Gradients
@@ -64,7 +74,6 @@ def total_loss(
       layout: here `constrain` is told of "hidden" [B, T, D], what `forward` gave, and of what `ops.cross_entropy` tells it.
 
     Raises:
-      ConfigError: another rematerialisation than `Compute` has.
       GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
     """
     rows = layout.arrange(shift(batch))
@@ -72,14 +81,6 @@ def total_loss(
     hidden, _ = forward(config, params, rows.tokens, places=places, compute=options.compute, layout=layout)
     with layout.context():
         hidden = layout.constrain(hidden, "hidden")
-        return ops.cross_entropy(
-            hidden,
-            head_of(config, params),
-            rows.targets,
-            rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32)),
-            chunk=options.chunk,
-            z_loss=options.z_loss,
-            vocab_size=config.vocab_size,
-            shares=layout.shares,
-            constrain=layout.constrain,
-        )
+        weights = rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32))
+        made = ops.LogitOptions(options.chunk, options.z_loss, config.vocab_size, layout.shares, layout.constrain)
+        return ops.cross_entropy(hidden, head_of(config, params), rows.targets, weights, made)

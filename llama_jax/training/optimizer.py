@@ -25,7 +25,7 @@ class OptimizerSettings:
       schedule: after the warm-up: "cosine" falls over all other steps; "wsd" (warm-up, stable, decay: Hu et al. 2024,
         section 4) stays and falls linearly over the last ones; "constant" stays.
       warmup_steps: over which the learning rate rises linearly from 0.
-      decay_share: of all steps, at the end of "wsd".
+      decay_share: of all steps, at the end of "wsd"; at most those after the warm-up.
       final_share: of the learning rate, at the last step.
       b1, b2, eps: of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
       momentum: of Muon.

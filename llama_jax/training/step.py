@@ -14,15 +14,16 @@ from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import ConfigError
 from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
-from llama_jax.ops.cross_entropy import Surprise
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
 from llama_jax.training.batch import Batch, predicted
 from llama_jax.training.objective import LossOptions, total_loss
 
-Loss = Callable[[LlamaConfig, Llama, Batch, LossOptions, Layout], Surprise]
+Loss = Callable[[LlamaConfig, Llama, Batch, LossOptions, Layout], LossSums]
 Kept = tuple[Llama, Any, Llama | None]  # parameters, what the optimizer keeps, and the average
 
 
@@ -79,13 +80,23 @@ class StepOptions:
         alive; the gradients are summed in the parameters' dtype.
       clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
         0 leaves them.
-      ema_decay: of the moving average, when the state keeps one; it is smaller in the first steps, (1 + n) / (10 + n).
+      ema_decay: of the moving average that the state keeps; it is smaller in the first steps, (1 + n) / (10 + n).
+
+    Raises:
+      ConfigError: a value that cannot be.
     """
 
     loss: LossOptions = LossOptions()
     accumulate: int = 1
     clip_norm: float = 0.0
     ema_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_positive_int("accumulate", self.accumulate)
+        if not 0 <= self.clip_norm < float("inf"):
+            raise ConfigError(f"clip_norm={self.clip_norm} must be at least 0")
+        if not 0 <= self.ema_decay < 1:
+            raise ConfigError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
 
 
 def train_step(
@@ -112,12 +123,17 @@ def train_step(
       as they are after the step.
 
     Raises:
-      ConfigError: rows that cannot be divided by `accumulate`.
+      ConfigError: rows that cannot be divided by `accumulate`; an `ema_decay` for a state without a moving average.
     """
+    if options.ema_decay and state.ema is None:
+        raise ConfigError(
+            f"ema_decay={options.ema_decay}, but the state keeps no average; make it with init_state(ema=True)"
+        )
     with layout.context():
         batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
         nll, gradients, count = _gradients(config, state.params, batch, options, layout, loss)
-        norm = optax.tree.norm(gradients)
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+        norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
         state = _updated(optimizer, state, gradients, norm, finite, options)
     counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
@@ -201,7 +217,7 @@ def _updated(
 def _parts(batch: Batch, parts: int) -> Batch:
     """[B, ...] as [parts, B / parts, ...], every part with rows of every device over which B may be split."""
     rows = batch.tokens.shape[0]
-    if parts < 1 or rows % parts:
+    if rows % parts:
         raise ConfigError(f"a batch of {rows} rows cannot be divided into accumulate={parts} equal parts; give a divisor")
     return jax.tree.map(lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.config import LlamaConfig, RopeScaling
+from llama_jax.config import SHAPE_FIELDS, LlamaConfig, RopeScaling
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import unstack
 from llama_jax.verify.rounding import EXACT, Rounding, rounding_between
 from llama_jax.verify.trace import Trace, log_softmax, run_layer, run_output
 
 # How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
-# ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded products behind each other), up to 2.4 for
+# ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded matmuls in a row), up to 2.4 for
 # 16-bit arithmetic, up to 3.2 in float32. The rest is for the outliers of larger models. A wrong rotary layout, exchanged or
 # transposed weights make a layer's difference 0.7 and more of all that it adds: some 8 roundings of Q4_0, 60 of bfloat16.
 TIMES = 6.0
@@ -32,30 +32,18 @@ COARSE = 0.7 / TIMES  # of this rounding and above, such an error would pass
 # 1.4e-5 of 21 for the stories model, 2e-3 of 29 for a random one whose activations are wild.
 LOGITS_ABSOLUTE, LOGITS_RELATIVE = 1e-3, 1e-4
 
-# Sizes without which nothing can be compared; and what may differ without any effect on what is computed.
-SIZES = (
-    "vocab_size",
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "hidden_dim",
-    "qkv_bias",
-    "qk_norm",
-    "experts",
-)
+# What may differ without any effect on what is computed.
 NO_EFFECT = ("max_seq_len", "tie_embeddings")
 
-Settings = tuple[tuple[str, Any, Any], ...]  # of what differs: name, value here, value there
+Differences = tuple[tuple[str, Any, Any], ...]  # of two configurations: name, value here, value there
 
 
-class Part(NamedTuple):
+class ComparedPart(NamedTuple):
     """How a part of a model differs from the reference's.
 
     Attributes:
       name: "embedding", "layer 0", ..., "output".
-      max_abs: largest difference of what lies behind the part, after all parts before it.
+      max_abs: largest difference of the part's output, with the differences of all parts before it.
       relative: root mean square over positions of the difference's norm over the reference's.
       own: the same for the part alone, given what the reference's was given, relative to what that added.
       roundings: `own` in roundings, at most `TIMES` where the parts are the same.
@@ -88,7 +76,7 @@ class Comparison:
     same: bool
     why: str
     rounding: str
-    settings: Settings
+    settings: Differences
     positions: int
     max_abs: float
     largest: float
@@ -97,10 +85,10 @@ class Comparison:
     kl_max_at: int
     agreeing: int
     ties: int
-    parts: tuple[Part, ...]
+    parts: tuple[ComparedPart, ...]
 
 
-def differing_settings(here: LlamaConfig, there: LlamaConfig) -> Settings:
+def differing_settings(here: LlamaConfig, there: LlamaConfig) -> Differences:
     """Name, value here and value there of what differs, but for what has no effect on these tokens' numbers."""
     pairs = ((f.name, getattr(here, f.name), getattr(there, f.name)) for f in fields(LlamaConfig) if f.name not in NO_EFFECT)
     return tuple((name, a, b) for name, a, b in pairs if not _alike(a, b))
@@ -115,12 +103,12 @@ def _alike(a: object, b: object) -> bool:
     return a == b or (isinstance(a, float) and isinstance(b, float) and np.float32(a) == np.float32(b))
 
 
-def comparable(settings: Settings) -> bool:
+def comparable(settings: Differences) -> bool:
     """Whether models that differ in these settings have tensors of the same sizes."""
-    return not any(name in SIZES for name, *_ in settings)
+    return not any(name in SHAPE_FIELDS for name, *_ in settings)
 
 
-def in_words(settings: Settings) -> str:
+def in_words(settings: Differences) -> str:
     """norm_eps 1e-05 here, 1e-06 there; ..."""
     return ", ".join(f"{name} {a} here, {b} there" for name, a, b in settings)
 
@@ -170,7 +158,7 @@ def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
     )
 
 
-def _differing(settings: Settings, parts: Sequence[Part], rounding: Rounding) -> list[str]:
+def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: Rounding) -> list[str]:
     """What says that a model is another, whatever its logits."""
     found = [in_words(settings)] if settings else []
     departing = [part for part in parts if not part.roundings <= TIMES]
@@ -202,12 +190,12 @@ class _Measured:
     added: np.ndarray
     left: np.ndarray
 
-    def scored(self, rounding: Rounding) -> Part:
+    def scored(self, rounding: Rounding) -> ComparedPart:
         """In roundings: at the worst position where numbers should be equal, which leaves nothing unseen; at the median
         one where they are rounded, as rounding may break the few positions whose numbers cancel."""
         roundings = _ratio(self.difference, rounding.explains(self.added, self.left))
         own = _ratio(self.difference, self.added)
-        return Part(
+        return ComparedPart(
             self.name,
             self.max_abs,
             self.relative,

@@ -61,7 +61,7 @@ def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
             ).eval()
-            # Not output_hidden_states: its last one is behind the final norm.
+            # Not output_hidden_states: its last one is after the final norm.
             for module in (model.model.embed_tokens, *model.model.layers):
                 module.register_forward_hook(keep)
             logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0].numpy()

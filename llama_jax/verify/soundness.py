@@ -23,7 +23,7 @@ of the duck and gave it to her mother.
 # tokens of the text with the trained 260K stories model: 0.22 as it is, 0.23 in Q4_0, 0.60 and 0.69 with the rotary layout
 # wrong either way, 0.94 with transposed output projections. With fifty times the theta it is still 0.26: an indication.
 SPEAKS = 0.5
-FEWEST = 32  # tokens to judge by: the first words of any text surprise
+FEWEST = 32  # tokens to judge by: the first words of any text are hard to predict
 
 
 class Check(NamedTuple):
@@ -52,7 +52,7 @@ def check_logits(trace: Trace) -> Check:
 
 
 def check_speech(trace: Trace) -> Check:
-    """A text of at least `FEWEST` tokens surprises the model far less than it would surprise a guess among all tokens.
+    """A text of at least `FEWEST` tokens has a far lower loss under the model than under a guess among all tokens.
 
     An indication: a wrong rotary layout or exchanged weights cost a trained model most of what it knows, but small damage
     does not show, and a model that was not trained on such text fails.

@@ -63,7 +63,7 @@ def trace(params: Llama, tokens: np.ndarray, origin: Origin) -> Trace:
 
 
 def nats_per_token(tokens: np.ndarray, logits: np.ndarray) -> float:
-    """How surprised a model was by each token of a text: int[T], T at least 2, and its logits [T, V]."""
+    """Mean negative log-likelihood of the tokens of a text, int[T], but for the first, under logits [T, V]; T at least 2."""
     each = [-log_softmax(row)[token] for row, token in zip(logits[:-1], tokens[1:], strict=True)]
     return float(np.mean(each))
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from llama_jax.analysis.collectives import add_up, find_collectives
-from llama_jax.analysis.hlo import ARRAY, Text, array_bytes, tuple_elements
+from llama_jax.analysis.hlo import ARRAY, ProgramText, array_bytes, tuple_elements
 from llama_jax.analysis.programs import bytes_read, bytes_written, custom_calls, find_copies, multiplies, token_of
 
 TEXTS = Path(__file__).parent / "texts"
@@ -22,7 +22,7 @@ def read(name):
 
 
 def test_a_gpu_reads_weights_once_and_the_cache_for_scores_and_for_values():
-    text = Text(read("decode_h100"))
+    text = ProgramText(read("decode_h100"))
     assert not text.is_tpu
     token = token_of(text, LAYERS, 4)
     assert token.read == pytest.approx(WEIGHTS + 2 * CACHE, rel=0.01)
@@ -32,7 +32,7 @@ def test_a_gpu_reads_weights_once_and_the_cache_for_scores_and_for_values():
 
 
 def test_a_tpu_copies_the_cache_into_another_layout_before_the_loop():
-    text = Text(read("decode_tpu-v5e"))
+    text = ProgramText(read("decode_tpu-v5e"))
     assert text.is_tpu
     copies = find_copies(text)
     assert [(copy.shape, copy.in_loop) for copy in copies] == [("bf16[2,16384,2048]", False)] * 4
@@ -43,10 +43,10 @@ def test_a_tpu_copies_the_cache_into_another_layout_before_the_loop():
 
 
 def test_trips_that_a_tpu_leaves_to_the_condition():
-    text = Text(read("train_tpu-v5e"))
+    text = ProgramText(read("train_tpu-v5e"))
     loops = [one for one in text.computations[text.entry] if one.opcode == "while"]
     assert [text.trips(text.entry, loop) for loop in loops] == [12, 12]
-    text = Text(read("decode_tpu-v5e"))
+    text = ProgramText(read("decode_tpu-v5e"))
     (outer,) = (one for one in text.computations[text.entry] if one.opcode == "while")
     assert text.trips(text.entry, outer) is None  # as many turns as are asked for
     (inner,) = (one for one in text.computations[outer.calls("body")] if one.opcode == "while")
@@ -116,7 +116,7 @@ ENTRY %main (x: bf16[8,1024], y: bf16[1,1024], at: s32[], table: bf16[5000,1024]
 
 
 def test_what_is_updated_in_place_looked_up_or_left_out():
-    text = Text(HAND)
+    text = ProgramText(HAND)
     row, whole = 2 * 1024, 2 * 8 * 1024
     named = text.named(text.entry)
     assert bytes_read(text, text.entry, named["found"]) == row + 4  # and its index
@@ -152,7 +152,7 @@ ENTRY %main (w: bf16[64,128], x: bf16[1,128]) -> bf16[1,64] {
 
 
 def test_a_weight_that_a_fusion_passes_to_another_is_read():
-    text = Text(NESTED)
+    text = ProgramText(NESTED)
     assert bytes_read(text, text.entry, text.named(text.entry)["y"]) == 2 * (64 * 128 + 128)
     assert multiplies(text, text.named(text.entry)["y"])
 
@@ -177,7 +177,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 def test_what_a_kernel_says_of_itself_over_several_lines_ends_no_computation():
-    text = Text(KERNEL)
+    text = ProgramText(KERNEL)
     assert [one.name for one in text.computations["body"]] == ["x", "kernel", "taken", "start"]
     assert all('op_name="jit(f)/splash"' in one.rest for one in text.computations["body"][1:3])
     assert [one.name for one in text.computations[text.entry]] == ["x", "call"]
@@ -193,13 +193,13 @@ def test_types():
         array_bytes(*array) for *array, _ in ARRAY.findall("bf16[3,5]{1,0:T(8,128)(2,1)S(1)} s4[3] pred[7] f8e4m3fn[2]")
     ]
     assert sizes == [30, 2, 7, 2]
-    text = Text(read("decode_tpu-v5e"))
+    text = ProgramText(read("decode_tpu-v5e"))
     assert text.memory_bytes("(bf16[4]{0:T(128)S(1)}, bf16[8]{0:T(128)})") == 16  # the first is on the chip
 
 
 def test_a_kernel_that_speaks_of_itself_over_lines_hides_nothing_after_it():
     """As a TPU's text has splash: what follows is of the same computation, and the kernel keeps its metadata."""
-    text = Text(
+    text = ProgramText(
         """HloModule m
 
 ENTRY %main (a: f32[8]) -> f32[8] {

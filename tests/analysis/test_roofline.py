@@ -10,6 +10,7 @@ from llama_jax.analysis.collectives import Collective, find_collectives
 from llama_jax.analysis.hardware import Hardware, named_hardware
 from llama_jax.analysis.memory import train_programs
 from llama_jax.analysis.roofline import (
+    OPTIMIZER_TRAFFIC,
     Exchange,
     Roofline,
     decoding_roofline,
@@ -43,6 +44,19 @@ def test_data_parallelism_sums_all_gradients_once():
     assert found.bytes == 4 * matrices(LARGE)
     assert found.bytes == pytest.approx(4 * parameter_count(LARGE), rel=1e-4)
     assert found.sent == 2 * 7 / 8 * found.bytes
+
+
+def test_all_experts_are_held_and_sent_whichever_a_token_is_given_to():
+    config = preset("mixtral-8x7b")
+    (found,) = least_traffic(config, MeshSizes(data=8), 8, 1024, "bfloat16")
+    assert found.bytes == pytest.approx(4 * parameter_count(config), rel=1e-4)
+    gathered = [one for one in least_traffic(config, MeshSizes(fsdp=8), 8, 1024, "bfloat16") if one.kind == "all-gather"]
+    held = parameter_count(config) - config.vocab_size * config.dim  # the embedding is looked up in parts
+    assert sum(one.count * one.bytes for one in gathered) == pytest.approx(2 * 2 * held, rel=0.01)
+    h200 = named_hardware("h200")
+    step = training_roofline(config, MeshSizes(), 1, 1, "bfloat16", "none", h200, [])
+    read = (3 * 2 * held + OPTIMIZER_TRAFFIC * parameter_count(config)) / h200.memory_bandwidth
+    assert step.memory == pytest.approx(read, rel=0.01)
 
 
 def test_fsdp_sends_half_more_than_data_parallelism():
@@ -153,7 +167,7 @@ def test_across_domains_every_device_takes_its_share_of_the_network():
     assert exchange_seconds([replace(both, kind="reduce-scatter", bytes=50)], sizes, TOY) == pytest.approx(300 / 2 / 10)
 
 
-def test_links_may_be_slower_than_the_network_behind_them():
+def test_links_may_be_slower_than_the_network_beyond_them():
     fast = replace(TOY, network_bandwidth=1e9)
     both = exchange("all-gather", 400, ("fsdp", "tensor"), 8)
     assert exchange_seconds([both], MeshSizes(fsdp=4, tensor=2), fast) == 200 / 100

@@ -21,7 +21,7 @@ jit_logits = jax.jit(llama_jax.logits, static_argnums=0)
 
 def plain_greedy(config, params, prompt, new):
     """The oracle: the whole sequence through the model again for every token, without a cache."""
-    ids = np.zeros((1, 64 if len(prompt) + new <= 64 else 512), np.int32)  # what lies behind cannot be seen
+    ids = np.zeros((1, 64 if len(prompt) + new <= 64 else 512), np.int32)  # what comes after cannot be seen
     ids[0, : len(prompt)] = prompt
     for n in range(len(prompt), len(prompt) + new):
         ids[0, n] = int(np.argmax(jit_logits(config, params, ids)[0, n - 1]))

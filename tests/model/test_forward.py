@@ -262,7 +262,7 @@ def test_packed_documents_are_what_they_are_alone(models, stacked):
     assert np.isfinite(np.asarray(hidden)).all()
     start = 0
     for n in sizes:
-        # Of one shape, so that it compiles once: what comes behind a document is not seen.
+        # Of one shape, so that it compiles once: what comes after a document is not seen.
         row = np.zeros((1, 24), np.int32)
         row[:, :n] = tokens[:, start : start + n]
         alone, _ = packed(config, params, row)

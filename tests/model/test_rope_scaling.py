@@ -1,8 +1,8 @@
 """Every rope scaling against transformers' numbers or a derivation in float64, and what depends on the length of a row."""
 
-import inspect
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +40,30 @@ def scaled():
     return {name: (ROPES[name], params_of(ROPES[name], make_goldens.random_tensors(ROPES[name]))) for name in ROPE_MODELS}
 
 
+EVERY_FIELD = SimpleNamespace(
+    factor=2.0, original_max_seq_len=16, low_freq_factor=1.0, high_freq_factor=4.0, beta_fast=32.0, beta_slow=1.0,
+    truncate=True, attention_factor=None, mscale=1.0, mscale_all_dim=1.0, short_factor=(1.0,) * 4, long_factor=(2.0,) * 4,
+)  # fmt: skip
+PLAIN_FREQUENCIES = llama_jax.ops.inverse_frequencies(8, 1e4)
+
+
+class _Read:
+    """A scaling with some fields, which notes those that are read."""
+
+    def __init__(self, fields):
+        self.fields, self.read = fields | {"factor": 2.0}, set()
+
+    def __getattr__(self, name):
+        self.read.add(name)
+        return self.fields[name]
+
+
 def test_every_kind_has_its_fields_and_its_function():
     assert ROPE_FIELDS.keys() == SCALINGS.keys()
     for kind, fields in ROPE_FIELDS.items():
-        assert inspect.signature(SCALINGS[kind]).parameters.keys() - {"plain", "theta", "length", "factor"} == fields.keys()
+        scaling = _Read({name: getattr(EVERY_FIELD, name) for name in fields})
+        SCALINGS[kind](PLAIN_FREQUENCIES, 1e4, 32, scaling)
+        assert scaling.read == fields.keys() | {"factor"}
     by_length = {name.partition("-")[0] for name, config in ROPES.items() if len({*_bytes(config)}) > 1}
     assert by_length == BY_LENGTH
 

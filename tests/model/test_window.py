@@ -98,7 +98,7 @@ def test_stacked_blocks_and_one_row(model, tokens):
 
 
 def test_ragged_rows(model, tokens):
-    """The padding behind a row is written over what no window will see again."""
+    """The padding after a row is written over what no window will see again."""
     config, params = model
     expected = defined(config, params, tokens, window=WINDOW, sinks=SINKS)
     cache = init_cache(config, 2, SINKS + WINDOW + 4, window=WINDOW, sinks=SINKS)

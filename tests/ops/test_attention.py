@@ -18,7 +18,7 @@ from llama_jax import ops
 from llama_jax.errors import ConfigError
 from llama_jax.ops import cpu
 from llama_jax.ops.attention import Division, Problem, Seen, View, choose, observed
-from llama_jax.ops.attention.blockwise import backward_part, forward_part, mean_of, merge
+from llama_jax.ops.attention.blockwise import OfQueries, backward_part, forward_part, merge
 from llama_jax.ops.attention.kernels import cudnn, over_devices, splash
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY
 from llama_jax.ops.quantized import dequantize, quantize
@@ -236,15 +236,35 @@ def _whole_and_joined(queries, keys, values, seen):
     parts = [(keys[..., h, :], values[..., h, :], seen.part(slice(None), h)) for h in halves]
     whole = forward_part(queries, keys, values, seen, scale=0.5)
     joined = merge(*(forward_part(queries, *part, scale=0.5) for part in parts))
-    of_mixed = jnp.cos(whole[0])
-    told = whole[1], mean_of(of_mixed, whole[0], jnp.float32), of_mixed
-    of_whole = backward_part(queries, keys, values, seen, *told, scale=0.5)
-    of_parts = [backward_part(queries, *part, *told, scale=0.5) for part in parts]
+    of_queries = OfQueries.of(queries, whole[1], whole[0], jnp.cos(whole[0]))
+    of_whole = backward_part(of_queries, keys, values, seen, scale=0.5)
+    of_parts = [backward_part(of_queries, *part, scale=0.5) for part in parts]
     of_joined = (
         of_parts[0][0] + of_parts[1][0],
         *(jnp.concatenate([a, b], axis=-2) for a, b in zip(of_parts[0][1:], of_parts[1][1:], strict=True)),
     )
     return (*whole, *of_whole), (*joined, *of_joined)
+
+
+class TestPerDevice:
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_long_rows_under_a_shard_map_that_checks_what_varies(self, packed, monkeypatch):
+        """Whose loops must begin with what varies over the devices as their results do."""
+        monkeypatch.setattr(blockwise, "_side", lambda *_: 256)
+        arrays = operands(0, (2, 1, 1024, 2, 8))
+        segments = some_segments(2, 1024) if packed else None
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+        def of_device(arrays, segments):
+            attend = lambda q, view: ops.attend(q, view, Seen.whole(1024, segments), scale=0.5)
+            return value_and_gradients_of(attend, arrays)
+
+        with observed() as taken:
+            over = jax.shard_map(of_device, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=True)
+            found = jax.jit(over)(arrays, segments)
+        assert taken == {"blockwise": "1024 x 1024 scores"}
+        expected = value_and_gradients(arrays, Seen.whole(1024, segments), "reference")
+        assert_near(found, expected, rtol=1e-4, atol=2e-5)
 
 
 class TestMemory:

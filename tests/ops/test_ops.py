@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llama_jax import ops
+from llama_jax import RopeScaling, ops
 from llama_jax.ops.attention import Seen, View
 from llama_jax.ops.layers import sum_of_outer
 from llama_jax.ops.rope_scaling import SCALINGS
@@ -174,15 +174,8 @@ class TestRotary:
 
     def test_llama3_scaling_keeps_high_divides_low_and_blends_between(self):
         frequencies = ops.inverse_frequencies(128, 500_000.0)
-        scaled, factor = SCALINGS["llama3"](
-            frequencies,
-            theta=500_000.0,
-            length=None,
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_seq_len=8192,
-        )
+        scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+        scaled, factor = SCALINGS["llama3"](frequencies, 500_000.0, None, scaling)
         assert factor == 1.0
         turns = 8192 * frequencies / (2 * np.pi)
         np.testing.assert_array_equal(scaled[turns > 4], frequencies[turns > 4])

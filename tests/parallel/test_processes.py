@@ -32,9 +32,9 @@ def join(*arguments, **options):
 
 
 def answer(port, index, count, timeout=5.0):
-    place = roll_call.Place("127.0.0.1", port, count, index, None)
+    rank = roll_call.Rank("127.0.0.1", port, count, index, None)
     me = Member(index, platform.node(), os.getpid())
-    return roll_call.answer_roll(place, me, time.monotonic() + timeout)
+    return roll_call.answer_roll(rank, me, time.monotonic() + timeout)
 
 
 @pytest.fixture
@@ -103,19 +103,19 @@ def slurm(monkeypatch, index, count, nodes="node[007-008]"):
 
 def test_slurm_says_it_all(monkeypatch):
     slurm(monkeypatch, 1, 2)
-    place = processes._place(None, None, None, True, 5.0)
-    assert (place.coordinator, place.processes, place.process_id) == ("node007:61441", 2, 1)
-    assert place.local_devices == [0]
-    assert processes._place("node9:5", None, None, True, 5.0).coordinator == "node9:5", "what is given is not looked for"
-    assert processes._place(None, None, None, False, 5.0) is None, "nothing is looked for unasked"
+    rank = processes._find_rank(None, None, None, True, 5.0)
+    assert (rank.coordinator, rank.processes, rank.process_id) == ("node007:61441", 2, 1)
+    assert rank.local_devices == [0]
+    assert processes._find_rank("node9:5", None, None, True, 5.0).coordinator == "node9:5", "what is given is not looked for"
+    assert processes._find_rank(None, None, None, False, 5.0) is None, "nothing is looked for unasked"
 
 
 def test_open_mpi_says_it_all(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911")
     for name, value in {"SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    place = processes._place(None, None, None, True, 5.0)
-    assert (place.host, place.processes, place.process_id, place.local_devices) == ("10.96.0.1", 4, 3, [1])
+    rank = processes._find_rank(None, None, None, True, 5.0)
+    assert (rank.host, rank.processes, rank.process_id, rank.local_devices) == ("10.96.0.1", 4, 3, [1])
 
 
 def test_the_missing_are_named_by_all_who_came(port, others):
@@ -203,8 +203,8 @@ def test_one_that_dies_and_is_started_again_may_come_again(port, others):
         return answers
 
     run(dead_and_alive)
-    place = roll_call.Place("127.0.0.1", port, 3, 0, None)
-    members, links = roll_call.call_roll(place, Member(0, "here", 1), time.monotonic() + 10)
+    rank = roll_call.Rank("127.0.0.1", port, 3, 0, None)
+    members, links = roll_call.call_roll(rank, Member(0, "here", 1), time.monotonic() + 10)
     for link in links.values():
         link.close()
     assert [member.pid for member in members] == [1, 101, 102]
@@ -229,8 +229,8 @@ def test_strangers_at_the_port_are_sent_away(port, others):
         return answer(port, 1, 2)
 
     run(knock)
-    place = roll_call.Place("127.0.0.1", port, 2, 0, None)
-    members, links = roll_call.call_roll(place, Member(0, "here", 1), time.monotonic() + 10)
+    rank = roll_call.Rank("127.0.0.1", port, 2, 0, None)
+    members, links = roll_call.call_roll(rank, Member(0, "here", 1), time.monotonic() + 10)
     ((answered, link),) = wait()
     assert [member.index for member in members] == [0, 1]
     assert answered == members

@@ -12,6 +12,7 @@ from training_options import step_options
 import llama_jax
 from llama_jax import preset
 from llama_jax.model.options import Layout
+from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
@@ -83,6 +84,19 @@ def test_a_state_of_another_dtype_must_be_asked_for():
     assert {leaf.dtype for leaf in jax.tree.leaves(kept.params)} == {jnp.dtype("bfloat16")}
 
 
+def test_the_norm_of_gradients_of_16_bits_is_taken_in_float32():
+    """Their squares overflow float16, and the step was skipped as if it were not finite."""
+
+    def loss(config, params, batch, options, layout):
+        return LossSums(300.0 * TOKENS[:, 1:].size * jnp.sum(params.final_norm.astype(jnp.float32)), jnp.float32(0))
+
+    state = init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0)), dtype=jnp.float16)
+    after, metrics = train_step(CONFIG, OPTIMIZER, state, BATCH, loss=loss)
+    assert metrics["grad_norm"].dtype == jnp.float32
+    np.testing.assert_allclose(metrics["grad_norm"], 300 * CONFIG.dim**0.5, rtol=1e-3)
+    assert int(after.skipped) == 0
+
+
 @pytest.mark.parametrize("master", [jnp.float32, jnp.bfloat16])
 def test_the_state_keeps_its_dtype_whatever_computes(master):
     state = jax.eval_shape(lambda: start(master))
@@ -131,6 +145,27 @@ def test_accumulated_parts_are_the_whole_batch(ragged, accumulate):
 def test_rows_that_cannot_be_divided():
     with pytest.raises(llama_jax.ConfigError, match="4 rows cannot be divided into accumulate=3 equal parts"):
         train_step(CONFIG, OPTIMIZER, start(), BATCH, options=step_options(accumulate=3))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"accumulate": 0}, "accumulate=0 must be a positive integer"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0 must be at least 0"),  # it climbed the loss
+        ({"clip_norm": np.nan}, "clip_norm=nan must be"),
+        ({"ema_decay": 1.0}, "ema_decay=1.0 must be at least 0 and below 1"),
+        ({"chunk": 0}, "chunk=0 must be a positive integer"),
+        ({"z_loss": -1e-4}, "z_loss=-0.0001 must be at least 0"),
+    ],
+)
+def test_values_that_cannot_be(told, message):
+    with pytest.raises(llama_jax.ConfigError, match=message):
+        step_options(**told)
+
+
+def test_a_decay_without_an_average_is_not_ignored():
+    with pytest.raises(llama_jax.ConfigError, match=r"ema_decay=0.5, but the state keeps no average"):
+        train_step(CONFIG, OPTIMIZER, start(), BATCH, options=step_options(ema_decay=0.5))
 
 
 @pytest.fixture(scope="module")

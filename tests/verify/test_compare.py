@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 import llama_jax
 from llama_jax import ops
 from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.config import SHAPE_FIELDS
 from llama_jax.verify import compare as module
 from llama_jax.verify.compare import compare
 from llama_jax.verify.trace import Origin, trace
@@ -198,7 +199,7 @@ def test_a_setting_without_effect_on_these_tokens_is_another_model_all_the_same(
     assert "departs" not in found.why
 
 
-@pytest.mark.parametrize("name", module.SIZES)
+@pytest.mark.parametrize("name", SHAPE_FIELDS)
 def test_other_sizes_cannot_be_compared(name):
     change = {"n_heads": 8, "n_kv_heads": 1, "head_dim": 16, "qkv_bias": True, "qk_norm": True}.get(name, 64)
     more = {"experts_per_token": 2} if name == "experts" else {}

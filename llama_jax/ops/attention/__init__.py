@@ -1,6 +1,6 @@
-"""Attention: what may be read (`View`), what may be seen (`Seen`), one door (`attend`) and the ways to compute it."""
+"""Attention: what may be read (`View`), what may be seen (`Seen`), one entry (`attend`) and the ways to compute it."""
 
-from llama_jax.ops.attention.attend import Backend, announce, attend, choose, observed
+from llama_jax.ops.attention.attend import AttentionBackend, announce, attend, choose, observed
 from llama_jax.ops.attention.kernels import Division, Problem
 from llama_jax.ops.attention.sinks import attend_with_sinks
 from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, View, visible
@@ -8,7 +8,7 @@ from llama_jax.ops.attention.view import NO_KEY, NO_QUERY, Seen, View, visible
 __all__ = [
     "NO_KEY",
     "NO_QUERY",
-    "Backend",
+    "AttentionBackend",
     "Division",
     "Problem",
     "Seen",

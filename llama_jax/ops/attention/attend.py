@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Literal, get_args
 
@@ -21,7 +21,8 @@ from llama_jax.ops.attention.view import Seen, View
 from llama_jax.ops.platform import lowering_device_kind, lowering_platform
 from llama_jax.ops.quantized import Quantized
 
-Backend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
+AttentionBackend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
+KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
 # (experiments/bench_long_context.py); memory is a reason of its own.
 MANY_SCORES, MANY_QUERIES = 2**20, 64
@@ -37,7 +38,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
-    backend: Backend = "auto",
+    backend: AttentionBackend = "auto",
     division: kernels.Division | None = None,
 ) -> jax.Array:
     """Attend from each query to the keys at its own and earlier positions (Vaswani et al. 2017, section 3.2.1).
@@ -88,7 +89,9 @@ def attend(
     return kernels.over_devices(partial(kernel, scale=scale, window=window), division)(queries, keys, values, seen)
 
 
-def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: str = "auto") -> tuple[Backend, str]:
+def choose(
+    platform: str, device_kind: str, problem: kernels.Problem, backend: AttentionBackend = "auto"
+) -> tuple[AttentionBackend, str]:
     """The backend to take, never "auto", and the reason.
 
     Args:
@@ -99,19 +102,17 @@ def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: s
     Raises:
       ConfigError: a wish that does not exist, or cannot be fulfilled.
     """
-    if backend not in get_args(Backend):
-        raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(Backend))}")
+    if backend not in get_args(AttentionBackend):
+        raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
     if problem.quantized and backend not in ("auto", "rows", "blockwise"):
         raise ConfigError(f"attention backend={backend!r} reads no quantized keys and values; rows and blockwise do")
-    if backend in ("reference", "rows", "blockwise"):
-        return backend, "as asked for"  # type: ignore[return-value]
     refusals = {"cudnn": kernels.refusal_of_cudnn, "splash": kernels.refusal_of_splash}
-    if backend in refusals:
-        if refusal := refusals[backend](platform, device_kind, problem):
+    if backend != "auto":
+        if backend in refusals and (refusal := refusals[backend](platform, device_kind, problem)):
             raise ConfigError(f"attention backend={backend!r}: {refusal}")
-        return backend, "as asked for"  # type: ignore[return-value]
+        return backend, "as asked for"
     plain, why = _without_kernel(platform, problem)
-    kernel: Backend | None = {"gpu": "cudnn", "tpu": "splash"}.get(platform)  # type: ignore[assignment]
+    kernel = KERNELS.get(platform)
     if kernel is None:
         return plain, why
     if problem.queries[2] == 1:
@@ -120,7 +121,7 @@ def choose(platform: str, device_kind: str, problem: kernels.Problem, backend: s
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 
 
-def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[Backend, str]:
+def _without_kernel(platform: str, problem: kernels.Problem) -> tuple[AttentionBackend, str]:
     new, slots = problem.queries[2], problem.keys[2]
     if problem.quantized and slots >= MANY_QUANTIZED:
         return "blockwise", f"{slots} quantized slots"
@@ -177,7 +178,7 @@ def observed() -> Iterator[dict[str, str]]:
 
 
 def announce(name: str, why: str) -> None:
-    """Say which way of computing attention was taken, and why: to the log, and to who observes, where once."""
+    """Say which way of computing attention was taken, and why: to the log, but to an `observed` block once for each way."""
     taken = _OBSERVED.get()
     if taken is None or name not in taken:
         logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,36 @@ Carry = TypeVar("Carry")
 Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
+class OfQueries(NamedTuple):
+    """What the backward pass reads of queries; it is cut into blocks together.
+
+    Attributes:
+      queries: [B, K, T, G, H].
+      normalizer: [B, K, T, G, 1], the log-sum-exp over all keys that a query saw.
+      mean: [B, K, T, G, 1], of the gradients of each query's weights, under the weights.
+      of_mixed: [B, K, T, G, H], the gradient of the whole mixture.
+    """
+
+    queries: jax.Array
+    normalizer: jax.Array
+    mean: jax.Array
+    of_mixed: jax.Array
+
+    @classmethod
+    def of(cls, queries: jax.Array, normalizer: jax.Array, mixed: jax.Array, of_mixed: jax.Array) -> OfQueries:
+        """From the mixture [B, K, T, G, H] and its gradient: sum_j w_j (dw_j) is the inner product of the two."""
+        mean = jnp.sum(of_mixed.astype(normalizer.dtype) * mixed, axis=-1, keepdims=True)
+        return cls(queries, normalizer, mean, of_mixed)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def blockwise(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, seen: Seen, scale: float, window: int | None = None
+    queries: jax.Array,
+    keys: jax.Array | Quantized,
+    values: jax.Array | Quantized,
+    seen: Seen,
+    scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """Arguments and result as for `attend`. Differentiated by hand, in reverse mode only: JAX would save a loop's turns."""
     return forward_part(queries, keys, values, seen, scale=scale, window=window)[0].astype(queries.dtype)
@@ -50,8 +77,8 @@ def _forward_and_kept(queries, keys, values, seen, scale, window):
 def _backward(scale: float, window: int | None, kept: Any, of_mixed: jax.Array) -> tuple[Any, ...]:
     arrays, normalizer, seen = kept
     queries, keys, values, mixed = restore(arrays)
-    mean = mean_of(of_mixed, mixed, normalizer.dtype)
-    found = backward_part(queries, keys, values, seen, normalizer, mean, of_mixed, scale=scale, window=window)
+    of_queries = OfQueries.of(queries, normalizer, mixed, of_mixed)
+    found = backward_part(of_queries, keys, values, seen, scale=scale, window=window)
     return *(x.astype(like.dtype) for x, like in zip(found, (queries, keys, values), strict=True)), None
 
 
@@ -79,72 +106,65 @@ def forward_part(
       -inf for a query that sees none of the keys.
     """
     precise, width = jnp.promote_types(queries.dtype, jnp.float32), values.shape[-1]
-    rows, columns = _blocks_of(queries, keys)
-    first, end = _reach(seen, window, rows, columns)
+    query_blocks, key_blocks = _blocks_of(queries, keys)
+    first, end = _reach(seen, window, query_blocks, key_blocks)
     arrays = keep((queries, keys, values))  # each block is a slice of them
 
     def block_of_queries(i: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        own = restore(rows.cut(arrays[0], i, -3))
+        own = restore(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             largest, total, mixed = carry
-            key, value = (restore(over_rows(lambda x: columns.cut(x, j, -2), x)) for x in arrays[1:])
-            scores = scores_of(own, key, visible(_cut(seen, rows, i, columns, j), window), scale)
+            key, value = (restore(over_rows(lambda x: key_blocks.cut(x, j, -2), x)) for x in arrays[1:])
+            scores = scores_of(own, key, visible(_cut(seen, query_blocks, i, key_blocks, j), window), scale)
             larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
             shrink, weights = jnp.exp(largest - larger), jnp.exp(scores - larger)
             total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
             return larger, total, mixed * shrink + mix(weights, value, queries.dtype)
 
-        narrow = (*own.shape[:-1], 1)
-        start = jnp.full(narrow, LOWEST, precise), jnp.zeros(narrow, precise), jnp.zeros((*own.shape[:-1], width), precise)
+        # Like `own`, so that under a `jax.shard_map` that checks it they vary over the devices as what is added to them.
+        total, mixed = (jnp.zeros_like(own, precise, (*own.shape[:-1], size)) for size in (1, width))
+        start = jnp.full_like(total, LOWEST), total, mixed
         largest, total, mixed = lax.fori_loop(first[i], end[i], block_of_keys, start)
         mixed = mixed / jnp.where(total == 0, 1, total)
         normalizer = jnp.where(total == 0, -jnp.inf, largest + jnp.log(total))
-        return rows.put(found[0], mixed, i, -3), rows.put(found[1], normalizer, i, -3)
+        return query_blocks.put(found[0], mixed, i, -3), query_blocks.put(found[1], normalizer, i, -3)
 
-    empty = jnp.zeros((*queries.shape[:-1], width), precise), jnp.zeros((*queries.shape[:-1], 1), precise)
-    return _loop(rows.count, block_of_queries, empty)
+    mixed, normalizer = (jnp.zeros_like(queries, precise, (*queries.shape[:-1], size)) for size in (width, 1))
+    return _loop(query_blocks.count, block_of_queries, (mixed, normalizer))
 
 
 def backward_part(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    seen: Seen,
-    normalizer: jax.Array,
-    mean: jax.Array,
-    of_mixed: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
+    of_queries: OfQueries, keys: jax.Array, values: jax.Array, seen: Seen, *, scale: float, window: int | None = None
 ) -> Three:
     """The gradients of queries, keys and values from these keys and values, in float32 at least.
 
     Args:
-      normalizer: [B, K, T, G, 1], the log-sum-exp over all keys that a query saw, these and others.
-      mean: [B, K, T, G, 1], see `mean_of`.
-      of_mixed: [B, K, T, G, H], the gradient of the whole mixture.
+      of_queries: with the log-sum-exp over these keys and all others that a query saw.
+      keys, values: [B, K, S, H].
+      seen: what stands where.
     """
-    rows, columns = _blocks_of(queries, keys)
-    first, end = _reach(seen, window, rows, columns)
-    of_queries, of_keys, of_values = (jnp.zeros(x.shape, normalizer.dtype) for x in (queries, keys, values))
-    arrays = keep((queries, normalizer, mean, of_mixed)), keep((keys, values))
+    query_blocks, key_blocks = _blocks_of(of_queries.queries, keys)
+    first, end = _reach(seen, window, query_blocks, key_blocks)
+    precise = of_queries.normalizer.dtype
+    arrays = keep(of_queries), keep((keys, values))
 
     def block_of_queries(i: jax.Array, found: Three) -> Three:
-        own = restore(rows.cut(arrays[0], i, -3))
+        own = restore(query_blocks.cut(arrays[0], i, -3))
 
         def block_of_keys(j: jax.Array, carry: Three) -> Three:
             of_own, of_keys, of_values = carry
-            key, value = restore(columns.cut(arrays[1], j, -2))
-            allowed = visible(_cut(seen, rows, i, columns, j, once=True), window)
+            key, value = restore(key_blocks.cut(arrays[1], j, -2))
+            allowed = visible(_cut(seen, query_blocks, i, key_blocks, j, once=True), window)
             new = gradients_of_block(scale, own, key, value, allowed)
-            return of_own + new[0], columns.add(of_keys, new[1], j, -2), columns.add(of_values, new[2], j, -2)
+            return of_own + new[0], key_blocks.add(of_keys, new[1], j, -2), key_blocks.add(of_values, new[2], j, -2)
 
-        start = jnp.zeros(own[0].shape, normalizer.dtype), *found[1:]
+        start = jnp.zeros_like(own.queries, precise), *found[1:]
         of_own, of_keys, of_values = lax.fori_loop(first[i], end[i], block_of_keys, start)
-        return rows.add(found[0], of_own, i, -3), of_keys, of_values
+        return query_blocks.add(found[0], of_own, i, -3), of_keys, of_values
 
-    return _loop(rows.count, block_of_queries, (of_queries, of_keys, of_values))
+    zeros = partial(jnp.zeros_like, of_queries.queries, precise)
+    return _loop(query_blocks.count, block_of_queries, (zeros(), zeros(keys.shape), zeros(values.shape)))
 
 
 def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -> Carry:
@@ -156,21 +176,12 @@ def _loop(count: int, body: Callable[[jax.Array, Carry], Carry], start: Carry) -
     return lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, body(*c)), (jnp.int32(0), start))[1]
 
 
-def mean_of(of_mixed: jax.Array, mixed: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The mean of the gradients of each query's weights, under the weights: [B, K, T, G, 1]."""
-    return jnp.sum(of_mixed.astype(dtype) * mixed, axis=-1, keepdims=True)
-
-
-def gradients_of_block(
-    scale: float, of_queries: tuple[jax.Array, ...], keys: jax.Array, values: jax.Array, allowed: jax.Array
-) -> Three:
+def gradients_of_block(scale: float, of_queries: OfQueries, keys: jax.Array, values: jax.Array, allowed: jax.Array) -> Three:
     """The gradients from all scores of some queries and keys.
 
     Scores are [B, K, S, T * G]: of the three matmuls that follow, only one then contracts the first axis of both.
 
     Args:
-      of_queries: the queries, their log-sum-exps, the means of their weights' gradients, and the gradient of what was
-        returned for them.
       allowed: bool[B|1, T, S].
     """
     queries, normalizer, mean, of_mixed = of_queries
@@ -181,17 +192,17 @@ def gradients_of_block(
     def product(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
         return lax.dot_general(a, b, (((3,), (axis,)), ((0, 1), (0, 1))), preferred_element_type=normalizer.dtype)
 
-    rows, of_rows = flat(queries).astype(keys.dtype), flat(of_mixed).astype(values.dtype)
+    flat_queries, of_flat = flat(queries).astype(keys.dtype), flat(of_mixed).astype(values.dtype)
     allowed = jnp.repeat(allowed.swapaxes(-1, -2), queries.shape[-2], axis=-1)[:, None]  # [B|1, 1, S, T * G]
-    logarithms = product(keys, rows, 3) * scale - flat(normalizer).swapaxes(-1, -2)
+    logarithms = product(keys, flat_queries, 3) * scale - flat(normalizer).swapaxes(-1, -2)
     weights = jnp.where(allowed, jnp.exp(logarithms), 0)
-    of_values = product(weights.astype(values.dtype), of_rows, 2)
-    of_weights = product(values, of_rows, 3)
+    of_values = product(weights.astype(values.dtype), of_flat, 2)
+    of_weights = product(values, of_flat, 3)
     of_scores = (weights * (of_weights - flat(mean).swapaxes(-1, -2))).astype(keys.dtype)
     # Scaled after the matmuls and not before: there are H numbers per query instead of S.
-    of_keys = product(of_scores, rows, 2) * scale
-    of_rows = (sum_of_outer(of_scores, keys) * scale).reshape(queries.shape)
-    return of_rows, of_keys, of_values
+    of_keys = product(of_scores, flat_queries, 2) * scale
+    of_own = (sum_of_outer(of_scores, keys) * scale).reshape(queries.shape)
+    return of_own, of_keys, of_values
 
 
 def merge(first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -259,24 +270,24 @@ def _side(heads: int) -> int:
     return SIDE
 
 
-def _cut(seen: Seen, rows: _Blocks, i: jax.Array, columns: _Blocks, j: jax.Array, *, once: bool = False) -> Seen:
+def _cut(seen: Seen, query_blocks: _Blocks, i: jax.Array, key_blocks: _Blocks, j: jax.Array, *, once: bool = False) -> Seen:
     """What stands where in a pair of blocks; a key is in one block only, and a query too where `once` asks for it."""
-    queries = rows.own(seen.query_positions, i, NO_QUERY) if once else rows.cut(seen.query_positions, i, -1)
-    keys = columns.own(seen.key_positions, j, NO_KEY)
-    return Seen(queries, keys, rows.cut(seen.query_segments, i, -1), columns.cut(seen.key_segments, j, -1))
+    queries = query_blocks.own(seen.query_positions, i, NO_QUERY) if once else query_blocks.cut(seen.query_positions, i, -1)
+    keys = key_blocks.own(seen.key_positions, j, NO_KEY)
+    return Seen(queries, keys, query_blocks.cut(seen.query_segments, i, -1), key_blocks.cut(seen.key_segments, j, -1))
 
 
-def _reach(seen: Seen, window: int | None, rows: _Blocks, columns: _Blocks) -> tuple[jax.Array, jax.Array]:
-    """The first block of keys that some query of each block may see, and the one after the last: int32[rows] each."""
-    earliest, latest = rows.ends(seen.query_positions, NO_QUERY)
-    nearest, farthest = columns.ends(seen.key_positions, NO_KEY)
+def _reach(seen: Seen, window: int | None, query_blocks: _Blocks, key_blocks: _Blocks) -> tuple[jax.Array, jax.Array]:
+    """The first block of keys that some query of each block may see, and the one after the last: int32[blocks] each."""
+    earliest, latest = query_blocks.ends(seen.query_positions, NO_QUERY)
+    nearest, farthest = key_blocks.ends(seen.key_positions, NO_KEY)
     needed = nearest <= latest[:, None]
     if window is not None:
         # As key > query - window: the positions of a block without any are the ends of int32, and a sum would overflow.
         needed &= (farthest > jnp.maximum(earliest, 0)[:, None] - window) & (latest[:, None] >= 0)
     if seen.query_segments is not None and seen.key_segments is not None:
-        (low, high), (lowest, highest) = rows.ends(seen.query_segments), columns.ends(seen.key_segments)
+        (low, high), (lowest, highest) = query_blocks.ends(seen.query_segments), key_blocks.ends(seen.key_segments)
         needed &= (lowest <= high[:, None]) & (low[:, None] <= highest)
     some = jnp.any(needed, axis=1)
-    first, after = jnp.argmax(needed, axis=1), columns.count - jnp.argmax(needed[:, ::-1], axis=1)
+    first, after = jnp.argmax(needed, axis=1), key_blocks.count - jnp.argmax(needed[:, ::-1], axis=1)
     return jnp.where(some, first, 0).astype(jnp.int32), jnp.where(some, after, 0).astype(jnp.int32)

@@ -12,7 +12,7 @@ jax 0.10.2, bfloat16, value and gradients, MiB of temporaries:
 
 Pallas' Triton backend is deprecated since jax 0.11, and `mha` wants keys and values repeated for every query of a group.
 cuDNN's packed layout is private in JAX and asks the process for a Hopper device while it is traced. tokamax (0.0.12) is a
-dependency with six of its own. A kernel for Mosaic GPU can be run on Hopper and later only, by nobody here.
+dependency with six of its own. A kernel for Mosaic GPU runs on Hopper and later only; none was there to test it.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def splash(
     interpret: bool = False,
 ) -> jax.Array:
     """Arguments and result as for `attend` with whole rows; `interpret` runs the kernel without a TPU, slowly."""
-    # Imported here: importing Pallas takes a second, which who has no TPU should not wait.
+    # Imported here: importing Pallas takes a second, which is only for those with a TPU.
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
     batch, _, new, groups, _ = queries.shape

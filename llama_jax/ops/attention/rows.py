@@ -67,7 +67,7 @@ def _of_block(
     total = jnp.where(total == 0, 1, total)
     if queries.shape[2] == 1:  # one kernel less on a GPU
         return mix(weights / total, values, queries.dtype).astype(queries.dtype)
-    # Divided here and not before the matmul: H numbers per query instead of S.
+    # Divided after the matmul and not before: H numbers per query instead of S.
     mixed = checkpoint_name(mix(weights, values, queries.dtype), MIXED)  # [B, K, T, G, H]
     return (mixed / total).astype(queries.dtype)
 
