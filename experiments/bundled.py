@@ -308,7 +308,7 @@ a story does. `python experiments/bundled.py stories stories.jsonl` writes what 
 file as it lies, in which nothing separates the stories, the command gives 1.1075 bits per byte.
 
 ## A sample
-`llama-jax generate "{PROMPT}" --seed 0`, on a CPU; other hardware may round otherwise and go on otherwise:
+`llama-jax generate "{PROMPT}" --seed 0`, on one CPU; another processor may round otherwise and go on otherwise:
 
 {quoted}
 """

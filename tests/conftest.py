@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 # Most of the time of the suite is XLA's compiling, and most of that makes programs fast that run once. These settings leave
@@ -46,6 +47,9 @@ LARGEST_PROGRAMS = 2**30
 
 def pytest_configure(config: pytest.Config) -> None:
     """Programs compiled once are kept: for the processes of this run, and for the next run."""
+    for ignored in (signal.SIGHUP, signal.SIGINT):  # as under nohup, and after & in a script: children would inherit it
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, signal.default_int_handler if ignored is signal.SIGINT else signal.SIG_DFL)
     if getattr(config, "cache", None) is None or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = config.cache.mkdir("programs")

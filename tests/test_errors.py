@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+import llama_jax
 from llama_jax.config import preset
-from llama_jax.errors import ConfigError, shown
+from llama_jax.errors import ConfigError, GenerationError, MeshError, TokenizerError, shown
 
 
 def shared(depth):
@@ -67,3 +68,21 @@ def test_what_is_endless_is_cut(value, expected):
 def test_a_configuration_shows_it():
     with pytest.raises(ConfigError, match=r"dim=\[\[\[+ must be"):
         replace(preset("llama-2-7b"), dim=shared(60))
+
+
+def test_misuse_from_python_is_said_in_a_line(models):
+    config, params = models["gqa"]
+    for error, message, call in (
+        (GenerationError, "config is a Llama; give the LlamaConfig first", lambda: generate(params, config, [[1]])),
+        (GenerationError, "must be a Sampling", lambda: generate(config, params, [[1]], sampling={"temperature": 0.5})),
+        (MeshError, "mesh='tensor=2' must be a MeshSizes", lambda: llama_jax.load(mesh="tensor=2")),
+        (ConfigError, "dtype='bf16' is not a floating-point type", lambda: llama_jax.Compute(dtype="bf16")),
+        (ConfigError, "dtype='int8' is not a floating-point type", lambda: llama_jax.Compute(dtype="int8")),
+        (TokenizerError, r"text=\['a', 'b'\] must be a str", lambda: llama_jax.load().tokenizer.encode(["a", "b"])),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def generate(config, params, prompts, **options):
+    return llama_jax.generate(config, params, prompts, max_new_tokens=1, **options)

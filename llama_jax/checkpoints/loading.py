@@ -19,7 +19,7 @@ from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, MeshError, reading
+from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.model.params import Llama
 from llama_jax.parallel.fit import fitted
 from llama_jax.parallel.mesh import MeshSizes
@@ -68,6 +68,8 @@ def load(
       MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
     """
     _check_dtype(dtype)
+    if mesh is not None and not isinstance(mesh, MeshSizes):
+        raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(bundled() if path is None else path)

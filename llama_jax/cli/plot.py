@@ -68,4 +68,4 @@ def check_picture(name: str, path: Path) -> None:
     if not path.parent.is_dir():
         raise UserError(f"{name}={path}: there is no folder {path.parent}; make it")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("plots need matplotlib; get it with pip install matplotlib")
+        raise UserError('plots need matplotlib; get it with pip install -e ".[plot]", or pip install matplotlib')

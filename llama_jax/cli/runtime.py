@@ -35,8 +35,9 @@ def start_backend(*, training: bool = False) -> None:
         print(f"llama-jax: this version of XLA has no {', '.join(unknown)}: left out", file=sys.stderr)
     try:
         jax.devices()
-    except RuntimeError as error:
-        raise UserError(f"JAX finds no device ({reason_of(error, 200)}); JAX_PLATFORMS=cpu uses the processor") from None
+    except (RuntimeError, AssertionError) as error:  # an assertion where the platform's plugin is not installed
+        reason = reason_of(error, 200) or f"no plugin for JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+        raise UserError(f"JAX finds no device ({reason}); JAX_PLATFORMS=cpu uses the processor") from None
 
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:

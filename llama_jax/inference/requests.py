@@ -28,6 +28,10 @@ def prepare(
     cache: CacheOptions = CacheOptions(),
 ) -> tuple[np.ndarray, np.ndarray, Request]:
     """Prompts as tokens int32[B, bucket], padded on the right, lengths int32[B], and the request, after all checks."""
+    if not isinstance(config, LlamaConfig):
+        raise GenerationError(f"config is a {type(config).__name__}; give the LlamaConfig first, then the parameters")
+    if not isinstance(sampling, Sampling):
+        raise GenerationError(f"sampling={shown(sampling, 40)} must be a Sampling, such as Sampling(temperature=0.8)")
     rows = _rows(config, prompts)
     limit = _limits(max_new_tokens, len(rows))
     lengths = np.array([len(row) for row in rows], np.int32)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from llama_jax.errors import ConfigError
@@ -56,8 +57,8 @@ class Compute:
         in its place. A cache with sinks is read by `ops.attend_with_sinks` whatever this is.
 
     Raises:
-      ConfigError: an attention of one's own and a way to compute the library's; a way, or a rematerialisation, that does not
-        exist.
+      ConfigError: a dtype that is none of floats; an attention of one's own and a way to compute the library's; a way, or a
+        rematerialisation, that does not exist.
     """
 
     dtype: Any = None
@@ -66,12 +67,21 @@ class Compute:
     attend: Attend | None = None
 
     def __post_init__(self) -> None:
+        if self.dtype is not None and not _is_floating(self.dtype):
+            raise ConfigError(f"dtype={self.dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'")
         if self.remat not in get_args(Remat):
             raise ConfigError(f"remat={self.remat!r} must be one of {', '.join(get_args(Remat))}")
         if self.attention not in get_args(AttentionBackend):
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.attend is not None and self.attention != "auto":
             raise ConfigError(f"attention={self.attention!r} is of the library's attention, and attend gives another")
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

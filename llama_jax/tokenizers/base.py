@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from llama_jax.errors import TokenizerError, reason_of
+from llama_jax.errors import TokenizerError, reason_of, shown
 
 Part = str | int  # plain text, or the id of a special token
 # Llama 3's ends of a text, a message and a turn. A vocabulary that has them means them, whichever it calls its eos.
@@ -129,6 +129,8 @@ class EncodesParts:
 
     def encode(self: Tokenizer, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
         """Ids of the text; see `Tokenizer.encode`."""
+        if not isinstance(text, str):
+            raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts one by one")
         for asked, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
             if asked and token < 0:
                 raise TokenizerError(

@@ -64,8 +64,8 @@ def bounded(size: int | None):
     def late(*_):
         raise TimeoutError(f"over {SECONDS} s")
 
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor: the machine may be busy with something else
     if size is not None:
         tracemalloc.start()
     _events.clear()
@@ -79,7 +79,7 @@ def bounded(size: int | None):
     finally:
         _watching = False
         tracemalloc.stop()
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def outcome(path) -> str:

@@ -220,8 +220,9 @@ def test_a_damaged_model_is_one_line_and_exit_code_2(run, tmp_path, spoil, setti
     assert done.stderr.count("\n") == 1
 
 
-def test_a_missing_backend_is_one_line(process, stories_folder, environment, monkeypatch):
-    monkeypatch.setitem(environment, "JAX_PLATFORMS", "no_such_device")
+@pytest.mark.parametrize("platform", ["no_such_device", "cuda"])
+def test_a_missing_backend_is_one_line(platform, process, stories_folder, environment, monkeypatch):
+    monkeypatch.setitem(environment, "JAX_PLATFORMS", platform)
     done = process("generate", "Once", "--model", stories_folder)
     assert done.returncode == 2
     assert "JAX finds no device" in done.stderr
