@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 import llama_jax
+from llama_jax import ops
 from llama_jax.config import preset
 from llama_jax.errors import ConfigError, GenerationError, MeshError, TokenizerError, shown
+from llama_jax.training.objective import next_token_loss
 
 
 def shared(depth):
@@ -82,6 +86,47 @@ def test_misuse_from_python_is_said_in_a_line(models):
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_an_attention_in_another_order_is_refused(models):
+    """Its result has as many numbers, and would be believed."""
+    config, params = models["gqa"]
+    for message, change in (
+        (r"\[1, 5, 2, 2, \d+\]; float32\[1, 2, 5, 2, \d+\] is needed", lambda mixed: mixed.swapaxes(1, 2)),
+        ("attend gave float16", lambda mixed: mixed.astype("float16")),
+        ("attend gave <class 'NoneType'>", lambda mixed: None),
+    ):
+        attend = lambda *args, change=change, **options: change(ops.attend(*args, **options))
+        with pytest.raises(ConfigError, match=message):
+            llama_jax.logits(config, params, [[1, 2, 3, 4, 5]], llama_jax.Compute(attend=attend))
+
+
+def test_parts_of_a_batch_that_would_be_broadcast_are_refused(models):
+    config, params = models["gqa"]
+    tokens = np.arange(18).reshape(3, 6)
+    for name in ("mask", "segment_ids", "positions"):
+        for shape in ((3, 2), (1, 6), (3, 5)):
+            with pytest.raises(GenerationError, match=rf"{name} of a batch are \[{shape[0]}, {shape[1]}\]; \[3, 6\]"):
+                next_token_loss(config, params, llama_jax.Batch(tokens, **{name: np.ones(shape, int)}))
+    with pytest.raises(GenerationError, match=r"tokens of a batch are \[6\]"):
+        next_token_loss(config, params, llama_jax.Batch(tokens[0]))
+
+
+def test_a_target_outside_the_vocabulary_is_no_loss(models):
+    config, params = models["gqa"]
+    for target in (-1, config.vocab_size):
+        assert np.isnan(next_token_loss(config, params, llama_jax.Batch(np.array([[1, 2, target]]))))
+
+
+def test_float64_parameters_generate(models):
+    """In a process that has it switched on; what is drawn is drawn in float32."""
+    config, params = models["gqa"]
+    sampling = llama_jax.Sampling(temperature=[0.0, 0.9], top_p=0.9, seed=[0, 1])
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda array: array.astype("float64"), params)
+        found = llama_jax.generate(config, wide, [[1, 2], [3]], max_new_tokens=4, sampling=sampling)
+    wanted = llama_jax.generate(config, params, [[1, 2], [3]], max_new_tokens=4, sampling=sampling)
+    assert [row.tokens for row in found] == [row.tokens for row in wanted]
 
 
 def generate(config, params, prompts, **options):

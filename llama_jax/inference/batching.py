@@ -38,8 +38,10 @@ def insert(state: State, row: jax.Array, one: State) -> State:
       one: a state of a single row, whose cache has at most as many slots; with a window, as many.
 
     Raises:
-      GenerationError: the row has more stop tokens than the state has places for.
+      GenerationError: `one` is no single row, or of another cache: stacked, dtype, window, sinks, slots; or has more stop
+        tokens than the state has places for; or the state has no such row, where its number is known.
     """
+    _check(state, row, one)
     places, stops = state.request.stop.shape[1], one.request.stop.shape[1]
     if stops > places:
         raise GenerationError(
@@ -61,6 +63,27 @@ def insert(state: State, row: jax.Array, one: State) -> State:
     cache = state.cache.replace(k=buffers[0], v=buffers[1], length=put(state.cache.length, one.cache.length))
     rest = jax.tree.map(put, state.replace(cache=None), one.replace(cache=None))
     return rest.replace(cache=cache)
+
+
+def _check(state: State, row: jax.Array, one: State) -> None:
+    rows, new = len(state.done), len(one.done)
+    if new != 1:
+        raise GenerationError(f"a state of {new} rows cannot be inserted; give one of a single row")
+    if not isinstance(row, jax.core.Tracer) and not 0 <= int(row) < rows:
+        raise GenerationError(f"row={int(row)} is not one of the state's {rows} rows")
+    ours, theirs = state.cache, one.cache
+    for name in ("window", "sinks"):
+        if getattr(ours, name) != getattr(theirs, name):
+            wanted = getattr(ours, name)
+            raise GenerationError(f"a row whose cache has {name}={getattr(theirs, name)} does not fit into {name}={wanted}")
+    kinds = [(jax.tree.structure((cache.k, cache.v)), jax.tree.leaves(cache.k)[0].dtype) for cache in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        raise GenerationError("a row whose cache is of another form or dtype does not fit: both stacked or not, int8 or not")
+    if theirs.capacity > ours.capacity or (ours.window is not None and theirs.capacity != ours.capacity):
+        raise GenerationError(
+            f"a row whose cache has {theirs.capacity} slots does not fit into {ours.capacity}; `grow` the state's first,"
+            " and with a window give both as many"
+        )
 
 
 def step(

@@ -213,7 +213,8 @@ def advance(
 
 def _choose(config: LlamaConfig, params: Llama, state: State, hidden: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     """The state after one more token, chosen from the hidden states [B, D], and its log-probability float32[B]."""
-    logits = layout.constrain(unembed(config, params, hidden), "logits")
+    # float32 also of a model in float64: what is drawn is made of 32 random bits.
+    logits = layout.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
     token = sample(logits, state.request.sampling, state.seen, state.count)
     token = jnp.where(state.done, state.token, token)
     # Row by row, not by pairs of indices: each device then looks at its own rows only.

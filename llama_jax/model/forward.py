@@ -14,7 +14,7 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.model.cache import KVCache, key_positions, slots_of, write
-from llama_jax.model.options import Compute, Layout, Places, identity
+from llama_jax.model.options import Attend, Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama, check_head, check_params
 from llama_jax.model.remat import rematerialise
 from llama_jax.model.rope import scaled_frequencies
@@ -41,7 +41,8 @@ def forward(
       tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, as it is by `whole.logits` and `generate`. Nor
         is a position beyond `config.max_seq_len`, which `generate` refuses.
       cache: what the rows have read before; None starts at position 0 and keeps nothing. Its form follows that of
-        `params.blocks`: a tuple for a tuple, stacked for stacked.
+        `params.blocks`: a tuple for a tuple, stacked for stacked. No gradient flows through what is read from it, the new
+        tokens' own keys and values included unless it is fresh: leave it out to differentiate.
       places: where the tokens stand, where it is not one after the other from what the cache holds.
       compute: dtype, rematerialisation, attention.
       layout: over which devices. `constrain` is told "tokens" [B, T], to be looked up; and of [B, T, D]
@@ -152,7 +153,7 @@ def _mixing_of(
     """Attention of one layer, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
-    attend = compute.attend or layout.attend or ops.attend
+    attend = layout.attend or ops.attend if compute.attend is None else _checked(compute.attend)
     windows = [window for window in (config.window, None if cache is None else cache.window) if window is not None]
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": min(windows, default=None)}
 
@@ -167,6 +168,19 @@ def _mixing_of(
         return ops.attend_with_sinks(heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, **options)
 
     return mix
+
+
+def _checked(attend: Attend) -> Attend:
+    """An attention of one's own, whose result is held against what it must be: one in another order would be believed."""
+
+    def checked(queries: jax.Array, view: View, seen: Seen, **options: Any) -> jax.Array:
+        found = attend(queries, view, seen, **options)
+        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (found, queries))
+        if kind != wanted:
+            raise ConfigError(f"attend gave {kind}; {wanted} is needed, [B, K, T, G, H] in the dtype of the queries")
+        return found
+
+    return checked
 
 
 def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> _Step:

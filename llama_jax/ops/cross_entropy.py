@@ -129,6 +129,7 @@ def _chunk_sums(
     logits = options.constrain(project(hidden, head, out_dtype=wide), "logits")
     columns = jnp.arange(head.shape[0], dtype=targets.dtype)
     targets = jnp.where(weights != 0, targets, 0)  # what does not count may be anything, -100 say
+    targets = jnp.where(targets < 0, head.shape[0], targets)  # else taken from the end; one outside gives NaN
     if vocab_size is not None and vocab_size < head.shape[0]:
         logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
     chosen = columns == targets[..., None]

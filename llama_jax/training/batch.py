@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from llama_jax.errors import GenerationError
+
 
 class Batch(NamedTuple):
     """Rows of tokens, arrays of numpy or JAX: of each row the first T are read, the last T are predicted.
@@ -44,13 +46,27 @@ class Shifted(NamedTuple):
     rope_lengths: jax.Array | None = None
 
 
+def checked(batch: Batch) -> Batch:
+    """The same as arrays.
+
+    Raises:
+      GenerationError: tokens that are not [B, T + 1], or a part of another shape, which would be broadcast.
+    """
+    arrays = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
+    if arrays.tokens.ndim != 2:
+        raise GenerationError(f"tokens of a batch are {list(arrays.tokens.shape)}; [B, T + 1] is needed, a row per sequence")
+    for name, part in zip(Batch._fields, arrays, strict=True):
+        if part is not None and part.shape != arrays.tokens.shape:
+            shape, wanted = list(part.shape), list(arrays.tokens.shape)
+            raise GenerationError(f"{name} of a batch are {shape}; {wanted}, as the tokens, is needed")
+    return arrays
+
+
 def shift(batch: Batch) -> Shifted:
-    """Of each row the first T tokens to read and the last T to predict."""
-    segment_ids, positions = (
-        None if part is None else jnp.asarray(part)[:, :-1] for part in (batch.segment_ids, batch.positions)
-    )
-    tokens = jnp.asarray(batch.tokens)
-    return Shifted(tokens[:, :-1], tokens[:, 1:], predicted(batch), segment_ids, positions)
+    """Of each row the first T tokens to read and the last T to predict; for the errors see `checked`."""
+    batch = checked(batch)
+    segment_ids, positions = (None if part is None else part[:, :-1] for part in (batch.segment_ids, batch.positions))
+    return Shifted(batch.tokens[:, :-1], batch.tokens[:, 1:], predicted(batch), segment_ids, positions)
 
 
 def predicted(batch: Batch) -> jax.Array:

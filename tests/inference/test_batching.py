@@ -80,3 +80,28 @@ def test_more_stop_tokens_than_there_is_room_for(model, programs):
     )
     with pytest.raises(GenerationError, match="a row with 8 places for stop tokens does not fit into a state with 4"):
         insert(state, np.int32(0), one)
+
+
+def test_a_row_that_does_not_fit_is_refused(model):
+    config, params = model
+    alone = llama_jax.unstack(params)
+
+    def state(rows, capacity=CAPACITY, **cache):
+        _, _, request = prepare(config, [[1]] * rows, NEW, Sampling(), ())
+        options = llama_jax.CacheOptions(**cache)
+        return empty_state(config, alone, empty_reading(config, alone, rows, capacity, options), request)
+
+    whole = state(2)
+    for message, call in (
+        (r"row=2 is not one of the state's 2 rows", lambda: insert(whole, np.int32(2), state(1))),
+        (r"row=-1 is not one", lambda: insert(whole, np.int32(-1), state(1))),
+        ("a state of 2 rows cannot be inserted", lambda: insert(whole, np.int32(0), state(2))),
+        ("cache has window=None does not fit into window=8", lambda: insert(state(2, window=8), np.int32(0), state(1))),
+        ("cache has window=8 does not fit into window=None", lambda: insert(whole, np.int32(0), state(1, window=8))),
+        ("sinks=2 does not fit into sinks=0", lambda: insert(state(2, window=8), np.int32(0), state(1, window=8, sinks=2))),
+        ("another form or dtype", lambda: insert(state(2, dtype="int8"), np.int32(0), state(1))),
+        ("128 slots does not fit into 64; `grow`", lambda: insert(whole, np.int32(0), state(1, 128))),
+        ("with a window give both", lambda: insert(state(2, window=8), np.int32(0), state(1, 32, window=8))),
+    ):
+        with pytest.raises(GenerationError, match=message):
+            call()
