@@ -12,6 +12,7 @@ import llama_jax
 PACKAGE = Path(llama_jax.__file__).parent
 FLOOR = {
     "errors": 0,
+    "writing": 0.5,  # the kernel for CPUs is a file
     "config": 1,  # on one floor rooms do not know each other: the operations know no configuration
     "ops": 1,
     "model": 2,
@@ -22,7 +23,6 @@ FLOOR = {
     "parallel": 4,  # lays out what is trained and decoded
     "exporting": 4,  # names the trees of both
     "flags": 1,
-    "writing": 1,
     "files": 1,
     "analysis": 5,  # looks at the programs of all rooms below
     "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model

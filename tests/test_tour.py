@@ -61,7 +61,7 @@ def test_one_token_through_generate(params):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 14
-    assert lines(files) <= 2400  # some 300 of them refuse what cannot be done, and say why
+    assert lines(files) <= 2420  # some 300 of them refuse what cannot be done, and say why
 
 
 def test_one_batch_through_train_step(params):

@@ -25,9 +25,11 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
-from llama_jax.model.trees import param_shapes
+from llama_jax.model.trees import param_shapes, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
+from llama_jax.ops.weights import Name
+from llama_jax.ops.weights.kinds import bits_of
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.pmapped import pmap_over
@@ -224,6 +226,7 @@ def decode_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     quantized: bool = False,
+    weights: Name | None = None,
     attention: AttentionBackend = "auto",
 ) -> list[Program]:
     """What `generate` runs to fill a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
@@ -234,9 +237,11 @@ def decode_programs(
       batch: B rows over the whole mesh.
       dtype: of parameters, computation and cache.
       quantized: the cache is of int8.
+      weights: the kind that the matrices are quantised as, see `ops.weights`; None is none.
       attention: how it is computed, see `Compute`.
 
     Raises:
+      ConfigError: matrices that cannot be quantised so.
       MeshError: the model or the batch cannot be split over the mesh, or a cache of int8 over `context`.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -250,6 +255,8 @@ def decode_programs(
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, stacked=False, fitted=True)
     params = _placed(param_shapes(held, dtype, stacked=False), shardings(mesh, specs))
+    if weights is not None:
+        params = quantize(params, weights)
     layout, compute = layout_of(params), Compute(attention=attention)
 
     def cache_of(capacity: int) -> KVCache:
@@ -307,7 +314,7 @@ def decode_programs(
 
 def bytes_per_device(tree: Any) -> int:
     """Bytes of a tree of arrays, or of shapes with shardings, on each of its devices."""
-    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * bits_of(a.dtype) // 8 for a in jax.tree.leaves(tree))
 
 
 def _placed(shapes: Any, placement: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import Array, Part, fill
+from llama_jax.checkpoints.fill import Array, Part
 from llama_jax.checkpoints.names import shares_of
+from llama_jax.checkpoints.quantising import Quantization, fill_weight
 from llama_jax.checkpoints.tensors import FLOATS, Opened, target_dtype
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama, Row, shape_of
@@ -22,6 +23,7 @@ def assemble(
     opened: Opened,
     dtype: jax.typing.DTypeLike | None,
     *,
+    quantize: Quantization | None = None,
     shardings: Llama | None = None,
     progress: Progress | None = None,
 ) -> Llama:
@@ -29,6 +31,7 @@ def assemble(
 
     Args:
       dtype: of all parameters; None takes that of the stored embedding, and mixed files are then cast to it.
+      quantize: what the matrices are kept as, see `quantising.fill_weight`; None keeps floats.
       shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` that holds for every layer; None puts all on
         the default device. Of a split array each process reads the rows that its own devices need.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does, to see them go by.
@@ -40,9 +43,8 @@ def assemble(
     target = target_dtype(opened.path, dtype, made_of.embedding.parts[0].tensor.dtype)
 
     def read(part: Any, sharding: Any) -> Any:
-        if sharding is None:
-            return jax.tree.map(lambda array: fill(array, target, None), part)
-        return jax.tree.map(lambda array, place: fill(array, target, place), part, sharding)
+        places = jax.tree.map(lambda _: None, part) if sharding is None else sharding
+        return jax.tree.map(lambda array, place: fill_weight(array, target, quantize, place), part, places)
 
     layers = range(opened.config.n_layers)
     of_block = None if shardings is None else shardings.blocks
@@ -87,7 +89,7 @@ def plan(opened: Opened) -> Llama:
             if share.name == "embedding":
                 name = table
             parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
-        return Array(row.shape(c), tuple(parts))
+        return Array(row.shape(c), tuple(parts), row.is_matrix)
 
     # Checked by counting before names are made: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):

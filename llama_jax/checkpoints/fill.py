@@ -45,10 +45,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Array:
-    """What an array is made of: its shape and its parts."""
+    """What an array is made of: its shape, its parts, and whether it is a matrix that may be quantised."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    is_matrix: bool = False
 
     def rows(self, start: int, stop: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
         """Entries [start, stop) of the leading axis, checked and cast, in `out` if it is given."""
@@ -67,40 +68,77 @@ class Array:
         return out
 
 
+@dataclass(frozen=True)
+class Target:
+    """An array to be made.
+
+    Attributes:
+      sharding: where it is to lie; None is the default device.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding | None = None
+
+    def places(self) -> dict[jax.Device | None, Place]:
+        """The part of it that each device of this process holds; all of it under None where no sharding says."""
+        if self.sharding is None:
+            return {None: tuple(slice(0, size) for size in self.shape)}
+        return {
+            device: tuple(slice(*index.indices(size)[:2]) for index, size in zip(place, self.shape, strict=True))
+            for device, place in self.sharding.addressable_devices_indices_map(self.shape).items()
+            if place is not None
+        }
+
+
+# Given the first and the last of some rows, and the memory for them in each target where one holds them whole (else None).
+Rows = Callable[[int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
+
+
 def fill(array: Array, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
     """The array on the devices of `sharding` (None: the default device), of which only the rows that they need are read."""
-    if sharding is None:
-        everything = tuple(slice(0, size) for size in array.shape)
-        return jax.device_put(shards(array, dtype, [everything])[0], may_alias=True)
-    places = {
-        device: tuple(slice(*index.indices(size)[:2]) for index, size in zip(place, array.shape, strict=True))
-        for device, place in sharding.addressable_devices_indices_map(array.shape).items()
-        if place is not None
-    }
-    distinct = {_key(place): place for place in places.values()}  # several devices may hold the same
-    held = dict(zip(distinct, shards(array, dtype, list(distinct.values())), strict=True))
-    pieces = [jax.device_put(held[_key(place)], device, may_alias=True) for device, place in places.items()]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, pieces)
+    target = Target(array.shape, dtype, sharding)
+    return fill_targets(array, [target], lambda start, stop, out: [array.rows(start, stop, dtype, out[0])])[0]
 
 
-def shards(array: Array, dtype: np.dtype, places: Sequence[Place]) -> list[np.ndarray]:
-    """The parts of an array that lie at `places`, checked and cast; each run of rows that any of them needs is read once.
+def fill_targets(array: Array, targets: Sequence[Target], rows: Rows) -> list[jax.Array]:
+    """Arrays with one leading axis, made of the rows of `array` by `rows`."""
+    places = [target.places() for target in targets]
+    distinct = [{_key(place): place for place in there.values()} for there in places]  # several devices may hold the same
+    wanted = [(target, list(parts.values())) for target, parts in zip(targets, distinct, strict=True)]
+    found = []
+    for target, there, keys, held in zip(targets, places, distinct, shards(array, wanted, rows), strict=True):
+        memory = dict(zip(keys, held, strict=True))
+        pieces = [jax.device_put(memory[_key(place)], device, may_alias=True) for device, place in there.items()]
+        if target.sharding is None:
+            found += pieces
+        else:
+            found.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, pieces))
+    return found
+
+
+def shards(array: Array, wanted: Sequence[tuple[Target, Sequence[Place]]], rows: Rows) -> list[list[np.ndarray]]:
+    """The parts of each target that lie at its places, checked and cast; each run of rows that any needs is read once.
 
     What a device will hold is written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over
     and no second copy is made. NumPy asks for huge pages for it, XLA's own allocator does not.
     """
-    held = [_aligned([i.stop - i.start for i in place], dtype) for place in places]
-    whole = next((memory for memory in held if memory.shape == array.shape), None)
+    held = [[_aligned([i.stop - i.start for i in place], target.dtype) for place in places] for target, places in wanted]
+    whole = [
+        next((memory for memory in parts if memory.shape == target.shape), None)
+        for (target, _), parts in zip(wanted, held, strict=True)
+    ]
 
     def scatter(start: int, stop: int) -> None:
-        found = array.rows(start, stop, dtype, None if whole is None else whole[start:stop])
-        for place, memory in zip(places, held, strict=True):
-            low, high = max(start, place[0].start), min(stop, place[0].stop)
-            if low < high and memory is not whole:
-                wanted = found[low - start : high - start]
-                memory[low - place[0].start : high - place[0].start] = wanted[(slice(None), *place[1:])]
+        found = rows(start, stop, [None if memory is None else memory[start:stop] for memory in whole])
+        for run, (_, places), parts, complete in zip(found, wanted, held, whole, strict=True):
+            for place, memory in zip(places, parts, strict=True):
+                low, high = max(start, place[0].start), min(stop, place[0].stop)
+                if low < high and memory is not complete:
+                    some = run[low - start : high - start]
+                    memory[low - place[0].start : high - place[0].start] = some[(slice(None), *place[1:])]
 
-    _each_run(array, sorted({(place[0].start, place[0].stop) for place in places}), scatter)
+    _each_run(array, sorted({(place[0].start, place[0].stop) for _, places in wanted for place in places}), scatter)
     return held
 
 

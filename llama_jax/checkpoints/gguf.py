@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from llama_jax.checkpoints.gguf_file import TYPES, is_gguf, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor, kind_of
+from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -150,7 +151,9 @@ def _tokenizer(fields: Mapping[str, Any], path: Path, vocab_size: int) -> Tokeni
 
 
 # The settings general.file_type and quantization_version, by the kind of the matrices.
-FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+KEPT_TYPES = FILE_TYPES | {"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
+QUANTIZED = ("Q8_0", "Q4_0")  # what is made of floats here
 QUANTIZATION_VERSION = 2
 
 
@@ -166,11 +169,11 @@ def write_file(
 
     Args:
       tokenizer: its vocabulary is stored; None gives a file that only runs from token ids.
-      kind: of the matrices, "F32", "F16", "BF16" or "Q8_0"; None keeps that of the embedding. Vectors are float32, which
-        llama.cpp's kernels want.
+      kind: of the matrices, "F32", "F16", "BF16", "Q8_0" or "Q4_0"; None keeps the blocks of those that are in some, and of
+        the others the type of the embedding. Vectors are float32, which llama.cpp's kernels want.
 
     Raises:
-      CheckpointError: a width that Q8_0 cannot divide into its blocks, or a rope scaling that the format has no place for.
+      CheckpointError: a width that cannot be divided into blocks, or a rope scaling that the format has no place for.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quants
 
@@ -179,20 +182,29 @@ def write_file(
     c = opened.config
     architecture = ARCHITECTURES[c.kind]
     todo = pieces(opened, interleaved=architecture in INTERLEAVED)
-    if kind is None:
-        kind = kind_of(todo[0].tensor.dtype)
+    keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
     if kind not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
-    block = next((numbers for name, numbers, _ in TYPES.values() if name == kind), 1)
-    for piece in todo:
-        if len(piece.tensor.shape) > 1 and piece.tensor.shape[-1] % block:
-            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}, {kind} needs multiples of {block}")
+
+    def stored_as(piece: Piece) -> str:
+        if keep and blocks_of(piece.tensor) is not None:
+            return piece.tensor.kind
+        return "F32" if len(piece.tensor.shape) == 1 else kind
+
+    kinds = [stored_as(piece) for piece in todo]
+    for piece, stored in zip(todo, kinds, strict=True):
+        block = next((numbers for name, numbers, _ in TYPES.values() if name == stored), 1)
+        if piece.tensor.shape[-1] % block:
+            raise CheckpointError(f"{piece.label} has rows of {piece.tensor.shape[-1]}, {stored} needs multiples of {block}")
+    most = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1).most_common(1)[
+        0
+    ][0]
     rope, rope_tensors = settings_and_tensors(c)
     rope = {re.sub(r"^llama\.", f"{architecture}.", key): value for key, value in rope.items()}
 
     writer = GGUFWriter(path, architecture)
     try:
-        writer.add_file_type(FILE_TYPES[kind])
+        writer.add_file_type(KEPT_TYPES[most])
         writer.add_quantization_version(QUANTIZATION_VERSION)
         writer.add_vocab_size(c.vocab_size)
         writer.add_context_length(c.max_seq_len)
@@ -216,23 +228,27 @@ def write_file(
 
         for name, factors in rope_tensors.items():
             writer.add_tensor_info(name, factors.shape, factors.dtype, factors.nbytes)
-        for piece in todo:
-            stored = GGMLQuantizationType["F32" if len(piece.tensor.shape) == 1 else kind]
-            shape = quants.quant_shape_to_byte_shape(piece.tensor.shape, stored)
+        for piece, stored in zip(todo, kinds, strict=True):
+            raw = GGMLQuantizationType[stored]
+            shape = quants.quant_shape_to_byte_shape(piece.tensor.shape, raw)
             name = NAMES[piece.part].format(piece.layer)
-            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=stored)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for factors in rope_tensors.values():
             writer.write_tensor_data(factors)
+        stored_in = dict(zip(map(id, todo), kinds, strict=True))
         for piece in progress(todo) if progress else todo:
-            if len(piece.tensor.shape) > 1 and kind == "Q8_0":
-                runs = [quants.quantize(rows, GGMLQuantizationType.Q8_0) for rows in piece.rows(FLOATS["F32"])]
+            stored = stored_in[id(piece)]
+            blocks = piece.blocks() if keep else None
+            if blocks is not None:
+                writer.write_tensor_data(blocks)
+            elif stored in QUANTIZED:
+                runs = [quants.quantize(rows, GGMLQuantizationType[stored]) for rows in piece.rows(FLOATS["F32"])]
                 writer.write_tensor_data(np.concatenate(runs))
             else:
-                whole = piece.whole(FLOATS["F32" if len(piece.tensor.shape) == 1 else kind])
-                writer.write_tensor_data(whole.view(np.uint8))
+                writer.write_tensor_data(piece.whole(FLOATS[stored]).view(np.uint8))
     finally:
         writer.close()
 

@@ -69,6 +69,12 @@ class Quantised:
         with np.errstate(all="ignore"):  # a damaged scale gives infinity or NaN, found where all tensors are checked
             return quants.dequantize(found, GGMLQuantizationType[self.kind])
 
+    @property
+    def blocks(self) -> Tensor:
+        """See `tensors.blocks_of`."""
+        width = self.shape[-1] // self.block[0] * self.block[1]
+        return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
+
     def entry(self, index: int) -> Quantised:
         """One of the tensors that a tensor with three axes holds."""
         return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])

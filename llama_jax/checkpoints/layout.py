@@ -11,7 +11,7 @@ import numpy as np
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.fill import RUN, cast, check
 from llama_jax.checkpoints.names import Share, shares_of
-from llama_jax.checkpoints.tensors import Derived, Opened, Tensor
+from llama_jax.checkpoints.tensors import Derived, Opened, Tensor, blocks_of
 from llama_jax.model.params import rows
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 
@@ -44,6 +44,11 @@ class Piece:
             run = np.empty(found.shape, dtype)
             cast(found, run)
             yield run
+
+    def blocks(self) -> np.ndarray | None:
+        """All rows in the blocks of GGUF that they are kept in, uint8[rows, ..., bytes]; None where they are in none."""
+        found = blocks_of(self.tensor)
+        return None if found is None else found.read(0, found.shape[0])
 
     def whole(self, dtype: np.dtype) -> np.ndarray:
         """All rows, checked and cast."""

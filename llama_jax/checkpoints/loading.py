@@ -16,11 +16,13 @@ from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.gguf_file import is_gguf
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
+from llama_jax.checkpoints.quantising import Quantization, check_quantize
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
 from llama_jax.model.params import Llama
+from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.parallel.fit import fitted
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
@@ -40,6 +42,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     *,
+    quantize: Quantization | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     mesh: MeshSizes | None = None,
     shardings: Llama | None = None,
@@ -50,6 +53,8 @@ def load(
     Args:
       path: see `open_checkpoint`; None is the small stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
+      quantize: keep matrices in fewer bits, made while they are read: "int8", "int4", "q8_0" or "q4_0" (`ops.weights`);
+        "keep" takes the blocks of a GGUF as they are (other formats have none). `dtype` is then that of the computation.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
@@ -68,6 +73,7 @@ def load(
       MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
     """
     _check_dtype(dtype)
+    check_quantize(quantize)
     if mesh is not None and not isinstance(mesh, MeshSizes):
         raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
     if mesh is not None and shardings is not None:
@@ -87,8 +93,11 @@ def load(
         warn_if_small(vocabulary, opened.config.vocab_size, tokenizer)
     if not isinstance(opened, store.Stored):
         wanted = opened if mesh is None else fit_opened(opened, mesh)
-        return Checkpoint(config, assemble(wanted, dtype, shardings=shardings, progress=progress), vocabulary)
+        params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, progress=progress)
+        return Checkpoint(config, params, vocabulary)
     params = store.load_params(opened, dtype, shardings=shardings)
+    if quantize is not None and quantize != "keep":
+        params = quantized_params(params, quantize)
     return Checkpoint(config, params if mesh is None else fit_on_mesh(opened.config, mesh, params), vocabulary)
 
 

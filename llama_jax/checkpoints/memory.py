@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -15,6 +16,8 @@ from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import Opened, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import BLOCKS, Block, Llama, Row, rows, shape_of
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.ops.weights.kinds import join
 from llama_jax.tokenizers import Tokenizer
 
 
@@ -50,19 +53,75 @@ class Held:
         return Held(self.array[index])
 
 
+@dataclass(frozen=True)
+class HeldBlocks:
+    """A quantised weight of NumPy's arrays in the shape of a tensor: `read` gives floats, `blocks` the bytes of a GGUF."""
+
+    weight: QuantizedWeight
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.weight.dtype
+
+    @property
+    def kind(self) -> str:
+        return self.weight.kind.upper()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(plane.nbytes for plane in self.weight.planes)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._rows(start, stop).decoded()
+
+    @property
+    def blocks(self) -> HeldBytes | None:
+        return HeldBytes(self) if self.weight.form.of_gguf else None
+
+    def _rows(self, start: int, stop: int) -> QuantizedWeight:
+        leading = self.weight.shape[: self.weight.ndim - len(self.shape) + 1]
+        where = np.unravel_index(np.arange(start, stop), leading)
+        return self.weight.replace(planes=tuple(plane[where] for plane in self.weight.planes))
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """The blocks of a quantised weight, see `tensors.blocks_of`."""
+
+    held: HeldBlocks
+    dtype = np.dtype(np.uint8)
+    kind = "U8"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.held.shape[:-1], self.held.nbytes // math.prod(self.held.shape[:-1]))
+
+    @property
+    def nbytes(self) -> int:
+        return self.held.nbytes
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        rows = self.held._rows(start, stop)
+        return join(rows.planes, rows.form).reshape(stop - start, *self.shape[1:])
+
+
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None) -> Opened:
     """The parameters under Hugging Face's names, as if they had been opened."""
     stacked = jax.tree.map(np.asarray, params.blocks) if isinstance(params.blocks, Block) else None
-    tensors: dict[str, Held] = {}
+    tensors: dict[str, Held | HeldBlocks] = {}
 
     def put(row: Row, node: Any, layer: int = 0) -> None:
-        array, first = np.asarray(attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
-        for share in shares_of(row):
-            held = array
-            if share.width:
+        leaf, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
+        for i, share in enumerate(shares_of(row)):
+            held, shape = leaf, shape_of(share.axes, config)
+            if isinstance(leaf, JoinedWeight):  # its parts are the shares
+                held = leaf.parts[i]
+            elif share.width:
                 last = first + shape_of(share.width, config)[0]
-                held, first = array[:, first:last], last
-            tensors[NAMES[share.name].format(layer)] = Held(held, shape_of(share.axes, config))
+                held, first = jax.tree.map(lambda array, some=slice(first, last): array[:, some], leaf), last
+            quantized = isinstance(held, QuantizedWeight)
+            tensors[NAMES[share.name].format(layer)] = HeldBlocks(held, shape) if quantized else Held(held, shape)
 
     for row in rows(config):
         if not row.in_blocks:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import jax
+import jax.numpy as jnp
+
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.appearing import appearing, check_room
 from llama_jax.checkpoints.beside import files_beside, write_beside
@@ -18,14 +21,16 @@ from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
+from llama_jax.model.trees import dequantize
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
-Kind = Literal["float32", "bfloat16", "float16", "q8_0"]
+Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 FOLDERS = ("safetensors", "orbax")
-KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0"}
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 WritingProgress = Callable[[list[Piece]], Iterable[Piece]]
 
 
@@ -49,7 +54,9 @@ def save(
         and "llama2c" (legacy ``.bin``, which run.c reads).
       format: None goes by the name: "gguf" where it ends in ``.gguf``, "llama2c" where in ``.bin``, else "safetensors".
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
-      dtype: of the written tensors; None keeps that of the parameters. "q8_0" is for GGUF alone, "llama2c" is float32.
+      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF the blocks that they are in. "q8_0" and
+        "q4_0" are for GGUF alone, "llama2c" is float32. Other formats and types hold the numbers that quantised parameters
+        stand for.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
 
@@ -63,12 +70,13 @@ def save(
             f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
             " give the model's own"
         )
+    _check_leaves(params)
     params = unfit(config, params)
     if format != "orbax":
         _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
         return
     with appearing(Path(path), folder=True, overwrite=overwrite) as target:
-        store.save(target, config, _checked(params, dtype), Path(path))
+        store.save(target, config, _checked(dequantize(params), dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
 
@@ -85,7 +93,7 @@ def convert(
     """Write the model at `source`, of any format, in another: tensor by tensor, so that it need not fit into memory.
 
     From and to "orbax" it does go through memory. For the arguments and errors see `save`; None for `dtype` keeps each
-    tensor's own, float32 for quantised ones.
+    tensor's own, and of a GGUF the blocks if another is written; elsewhere those become float32.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
@@ -145,16 +153,24 @@ def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> 
         raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
     if format not in FOLDERS and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
-    if dtype == "q8_0" and format != "gguf":
-        raise CheckpointError("dtype='q8_0' is a type of GGUF; choose format='gguf', or another dtype")
+    if dtype in ("q8_0", "q4_0") and format != "gguf":
+        raise CheckpointError(f"dtype={dtype!r} is a type of GGUF; choose format='gguf', or another dtype")
     if format == "llama2c" and dtype not in (None, "float32"):
         raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")
 
 
+def _check_leaves(params: Llama) -> None:
+    """Raise CheckpointError for what stands in a weight's place and is no form of its numbers, such as an adapter."""
+    is_weight = lambda leaf: hasattr(leaf, "project")
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_weight):
+        if is_weight(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
+            raise CheckpointError(
+                f"{store.name_of(path)} is a {type(leaf).__name__}; files hold weights: merge it with its weight"
+            )
+
+
 def _checked(params: Llama, dtype: Kind | None) -> Llama:
     """The parameters in a type, finite in it: what the other formats see to tensor by tensor."""
-    import jax
-    import jax.numpy as jnp
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         target = array.dtype if dtype is None else FLOATS[KINDS[dtype]]

@@ -69,6 +69,11 @@ class Tensor(Described, Protocol):
         ...
 
 
+def blocks_of(tensor: Tensor) -> Tensor | None:
+    """The rows of a tensor in the blocks of GGUF as bytes, uint8[rows, ..., bytes]; None where they are no such blocks."""
+    return getattr(tensor, "blocks", None)
+
+
 @dataclass(frozen=True)
 class Dense:
     """A tensor that lies in one run in a file.
@@ -121,6 +126,12 @@ class Derived:
     @property
     def nbytes(self) -> int:
         return self.tensor.nbytes
+
+    @property
+    def blocks(self) -> Tensor | None:
+        """The same of the other's `blocks`: rows are moved with all that they hold."""
+        found = blocks_of(self.tensor)
+        return None if found is None else replace(self, tensor=found)  # type: ignore[return-value]  # subclasses have `read`
 
 
 @dataclass(frozen=True)

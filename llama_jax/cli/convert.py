@@ -30,8 +30,9 @@ class Convert:
     format: FORMATS | None = None
     """What to write; by default what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
     llama2c is the legacy .bin, float32."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0"] = "auto"
-    """Type of what is written; auto keeps that of the source, float32 where it is quantised. q8_0 is for gguf alone."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
+    """Type of what is written; auto keeps that of the source: of a GGUF, written as another, its blocks too, which elsewhere
+    become float32. q8_0 and q4_0 are for gguf alone."""
     overwrite: bool = False
     """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
 

@@ -49,6 +49,8 @@ class Estimate:
     """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
     cache: Literal["auto", "int8"] = "auto"
     """When decoding, keys and values are of the dtype, or 8-bit numbers with a factor for each head and position."""
+    quantize: Literal["none", "int8", "int4", "q8_0", "q4_0"] = "none"
+    """When decoding, matrices are kept in fewer bits."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
     packed: bool = True
@@ -100,6 +102,7 @@ class Estimate:
             "batch": self.batch,
             "length": self.length,
             "dtype": self.dtype,
+            "quantize": self.quantize,
             "remat": self._remat,
             "packed": self.packed if self.mode == "train" else None,
             "accumulate": self.accumulate if self.mode == "train" else None,
@@ -175,6 +178,8 @@ class Estimate:
             raise ConfigError(f"--remat {self.remat} is for --mode train: decoding has no backward pass; leave it out")
         if self.mode == "train" and self.cache != "auto":
             raise ConfigError(f"--cache {self.cache} is for --mode decode: training keeps no cache; leave it out")
+        if self.mode == "train" and self.quantize != "none":
+            raise ConfigError(f"--quantize {self.quantize} is for --mode decode: training changes its weights; leave it out")
         if self.mode == "decode" and (self.accumulate > 1 or not self.packed):
             raise ConfigError("--accumulate and --no-packed are for --mode train; leave them out")
         if self.attention != "auto" and parse_mesh(self.mesh).context > 1:
@@ -205,7 +210,14 @@ class Estimate:
             )
         capacity = bucket(self.length, SMALLEST_CACHE)
         return decode_programs(
-            config, mesh, self.batch, capacity, dtype=self.dtype, quantized=self.cache == "int8", attention=self.attention
+            config,
+            mesh,
+            self.batch,
+            capacity,
+            dtype=self.dtype,
+            quantized=self.cache == "int8",
+            weights=None if self.quantize == "none" else self.quantize,
+            attention=self.attention,
         )
 
 

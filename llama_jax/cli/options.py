@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
+QUANTIZE = Literal["none", "int8", "int4", "q8_0", "q4_0", "keep"]
 ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 
 
@@ -60,6 +61,9 @@ class ModelOptions(RememberOptions):
     """Start of the random stream; by default taken from the clock and printed."""
     dtype: DTYPES = "auto"
     """Type of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
+    quantize: QUANTIZE = "none"
+    """Keep the matrices in fewer bits: int8 has a factor for each row, int4 for each 128 numbers, q8_0 and q4_0 are blocks
+    of GGUF. keep takes the blocks that a GGUF has as they are, of 4, 5, 6 or 8 bits."""
     rope: str = ""
     """Another rope scaling than the model's own: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also
     lengthens the context; none leaves out the model's own."""
@@ -114,7 +118,12 @@ class ModelOptions(RememberOptions):
         if self.rope:  # that it cannot be is said before minutes go into loading
             with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
         config, params, tokenizer = llama_jax.load(
-            path, dtype, tokenizer=self.tokenizer, mesh=self.mesh_sizes(), progress=loading_bar
+            path,
+            dtype,
+            quantize=None if self.quantize == "none" else self.quantize,
+            tokenizer=self.tokenizer,
+            mesh=self.mesh_sizes(),
+            progress=loading_bar,
         )
         if self.model is None:
             size = llama_jax.parameter_count(llama_jax.checkpoints.open_checkpoint(path).config) / 1e6

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
 
-from llama_jax.cli.options import DTYPES
+from llama_jax.cli.options import DTYPES, QUANTIZE
 from llama_jax.cli.page import as_json
 from llama_jax.cli.rope import with_rope
 from llama_jax.cli.stopping import ending_in_order
@@ -53,6 +53,8 @@ class TextOptions:
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
+    quantize: QUANTIZE = "none"
+    """Keep the matrices in fewer bits, to see what it costs: int8, int4, q8_0, q4_0, or keep: a GGUF's as they are."""
     rope: str = ""
     """Another rope scaling, to try without training: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16.
     The context is then FACTOR times as long; 'none' leaves out the model's own."""
@@ -120,7 +122,8 @@ class TextOptions:
         from llama_jax.cli.runtime import loading_bar
 
         dtype = None if self.dtype == "auto" else self.dtype
-        return load(subject.path, dtype, tokenizer=self.tokenizer, progress=loading_bar).params
+        quantize = None if self.quantize == "none" else self.quantize
+        return load(subject.path, dtype, quantize=quantize, tokenizer=self.tokenizer, progress=loading_bar).params
 
     def facts(self, subject: Subject, params: Llama, tokens: int, seconds: float) -> dict[str, Any]:
         """What was measured and where, and how fast `tokens` were read."""

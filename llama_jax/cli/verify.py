@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import tyro
 
+from llama_jax.cli.options import QUANTIZE
 from llama_jax.cli.page import as_json, columns, printable
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
@@ -47,6 +48,8 @@ class Verify:
     """Tokens to read at most; by default 64. Where there is no vocabulary they are random."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
+    quantize: QUANTIZE = "none"
+    """Keep the matrices of PATH in fewer bits: int8, int4, q8_0, q4_0, or keep: those of a GGUF as they are."""
     per_layer: bool = False
     """Show how every layer differs."""
     json: bool = False
@@ -82,7 +85,8 @@ class Verify:
         # One model after the other, so that memory need hold but one.
         if self.against is not None:
             reference = run_transformers(self.against, tokens)
-        params = load(self.path, self.dtype, progress=loading_bar).params
+        quantize = None if self.quantize == "none" else self.quantize
+        params = load(self.path, self.dtype, quantize=quantize, progress=loading_bar).params
         ours = trace(params, tokens, origin)
         if self.write_oracle is not None:
             write_oracle(self.write_oracle, ours if reference is None else reference)

@@ -1,8 +1,8 @@
 """What a Llama is: its sizes, checked once, and the sizes that were published."""
 
 from llama_jax.config.kinds import KINDS, Kind
-from llama_jax.config.llama import SHAPE_FIELDS, LlamaConfig
-from llama_jax.config.presets import PRESETS, ffn_hidden_dim, preset
+from llama_jax.config.llama import LlamaConfig
+from llama_jax.config.presets import PRESETS, SHAPE_FIELDS, ffn_hidden_dim, preset
 from llama_jax.config.rope import NEEDED, ROPE_FIELDS, RopeScaling, RopeScalingKind
 
 __all__ = [

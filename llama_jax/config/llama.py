@@ -9,20 +9,6 @@ from llama_jax.config.kinds import Kind, kind_of
 from llama_jax.config.rope import RopeScaling
 from llama_jax.errors import ConfigError
 
-# The fields on which the shapes of the parameters depend.
-SHAPE_FIELDS = (
-    "vocab_size",
-    "dim",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "hidden_dim",
-    "qkv_bias",
-    "qk_norm",
-    "experts",
-)
-
 
 class _Following(int):
     """A head_dim that is dim / n_heads: `dataclasses.replace` with another dim or n_heads computes it anew."""

@@ -8,6 +8,20 @@ from llama_jax.config.llama import LlamaConfig
 from llama_jax.config.rope import RopeScaling
 from llama_jax.errors import ConfigError
 
+# The fields on which the shapes of the parameters depend.
+SHAPE_FIELDS = (
+    "vocab_size",
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "hidden_dim",
+    "qkv_bias",
+    "qk_norm",
+    "experts",
+)
+
 
 def ffn_hidden_dim(dim: int, *, multiple_of: int = 256, ffn_dim_multiplier: float | None = None) -> int:
     """Meta's rule for F: two thirds of 4 * dim, times a multiplier, rounded up to a multiple (Llama 2 reference code).

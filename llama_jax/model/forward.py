@@ -14,7 +14,8 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.model.cache import KVCache, key_positions, slots_of, write
-from llama_jax.model.options import Attend, Compute, Layout, Places, identity
+from llama_jax.model.options import Compute, Layout, Places, identity
+from llama_jax.model.own_attention import checked
 from llama_jax.model.params import Block, Llama, check_head, check_params
 from llama_jax.model.remat import rematerialise
 from llama_jax.model.rope import scaled_frequencies
@@ -104,7 +105,8 @@ def run(
     _check_arguments(config, params, tokens, cache, places)
     mix = _mixing_of(config, compute, layout, cache)
     step = _step_of(config, tokens, cache, places)
-    embedded = params.embedding[layout.constrain(tokens, "tokens")].astype(compute.dtype or params.embedding.dtype)
+    embedded = ops.look_up(params.embedding, layout.constrain(tokens, "tokens"))
+    embedded = embedded.astype(compute.dtype or params.embedding.dtype)
     hidden = layout.constrain(layout.constrain(embedded, "embedded"), "residual")
 
     def run_layer(block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array | None = None) -> Any:
@@ -153,7 +155,7 @@ def _mixing_of(
     """Attention of one layer, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
-    attend = layout.attend or ops.attend if compute.attend is None else _checked(compute.attend)
+    attend = layout.attend or ops.attend if compute.attend is None else checked(compute.attend)
     windows = [window for window in (config.window, None if cache is None else cache.window) if window is not None]
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": min(windows, default=None)}
 
@@ -168,19 +170,6 @@ def _mixing_of(
         return ops.attend_with_sinks(heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, **options)
 
     return mix
-
-
-def _checked(attend: Attend) -> Attend:
-    """An attention of one's own, whose result is held against what it must be: one in another order would be believed."""
-
-    def checked(queries: jax.Array, view: View, seen: Seen, **options: Any) -> jax.Array:
-        found = attend(queries, view, seen, **options)
-        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (found, queries))
-        if kind != wanted:
-            raise ConfigError(f"attend gave {kind}; {wanted} is needed, [B, K, T, G, H] in the dtype of the queries")
-        return found
-
-    return checked
 
 
 def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> _Step:

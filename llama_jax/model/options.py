@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from llama_jax.config.numbers import is_floating
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.cross_entropy import Constrain
@@ -67,7 +67,7 @@ class Compute:
     attend: Attend | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and not _is_floating(self.dtype):
+        if self.dtype is not None and not is_floating(self.dtype):
             raise ConfigError(f"dtype={self.dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'")
         if self.remat not in get_args(Remat):
             raise ConfigError(f"remat={self.remat!r} must be one of {', '.join(get_args(Remat))}")
@@ -75,13 +75,6 @@ class Compute:
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.attend is not None and self.attention != "auto":
             raise ConfigError(f"attention={self.attention!r} is of the library's attention, and attend gives another")
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:

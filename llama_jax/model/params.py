@@ -122,6 +122,11 @@ class Row:
         return self.start in ("normal", "residual")
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it may be quantised: what is multiplied or looked up, but for the router of experts, which is small."""
+        return self.decays and not self.path.endswith(".router")
+
+    @property
     def has_vocabulary(self) -> bool:
         """Whether it has a row for each token, and so may have rows of padding."""
         return self.axes.startswith("V")
@@ -198,9 +203,12 @@ def rows(config: LlamaConfig) -> tuple[Row, ...]:
 def row_at(path: tuple[Any, ...]) -> Row:
     """The row of a leaf, of which `jax.tree_util.tree_map_with_path` gives the path in a `Llama` of either form.
 
-    Of several rows for one place the first: they differ in shape and condition alone.
+    Of several rows for one place the first: they differ in shape and condition alone. The arrays inside of what stands in
+    the place of a weight are all of its row.
     """
-    return _BY_PATH[".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))]
+    names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+    starts = (".".join(names[:end]) for end in range(1, len(names) + 1))
+    return next(_BY_PATH[start] for start in starts if start in _BY_PATH)
 
 
 def check_params(config: LlamaConfig, params: Llama) -> None:

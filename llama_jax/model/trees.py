@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, rows
+from llama_jax.errors import ConfigError
+from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
+from llama_jax.ops.weights import KINDS, JoinedWeight, Name, QuantizedWeight, quantized, shardings_of_planes
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
@@ -79,9 +81,48 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32,
     return build(config, shape, stacked=stacked)
 
 
+def quantize(params: Llama, kind: Name) -> Llama:
+    """The parameters with their matrices in fewer bits, by the nearest numbers: "int8", "int4", "q8_0" or "q4_0".
+
+    A file is better quantised while it is read (`checkpoints.load`), which never holds the dense model. Of
+    `jax.ShapeDtypeStruct`s, with or without shardings, it gives those of what would be kept.
+
+    Raises:
+      ConfigError: a kind into which nothing is quantised here, or rows that are not made of whole blocks.
+    """
+    form = KINDS.get(kind)
+    if form is None or form.encode is None:
+        known = ", ".join(name for name, one in KINDS.items() if one.encode is not None)
+        raise ConfigError(f"quantize={kind!r} is not one of {known}")
+
+    def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
+        row = row_at(path)
+        if not row.is_matrix:
+            return leaf
+        if leaf.shape[-1] % form.block:
+            raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}")
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return quantized(leaf, kind)
+        places = shardings_of_planes(form, leaf.sharding, len(leaf.shape))
+        shapes = [
+            jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
+            for plane, place in zip(form.planes, places, strict=True)
+        ]
+        return QuantizedWeight(tuple(shapes), kind, str(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
+
+
+def dequantize(params: Llama) -> Llama:
+    """The parameters with the numbers that quantised matrices stand for."""
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
+    return jax.tree.map(lambda leaf: leaf.decoded() if is_weight(leaf) else leaf, params, is_leaf=is_weight)
+
+
 def count(params: Llama) -> int:
     """How many numbers the parameters hold; works on the shapes that `jax.eval_shape` gives as well."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    is_weight = lambda leaf: hasattr(leaf, "project")
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_weight))
 
 
 def parameter_count(config: LlamaConfig) -> int:

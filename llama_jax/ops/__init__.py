@@ -7,7 +7,7 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 from llama_jax.ops.attention import attend, attend_with_sinks
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.ops.experts import experts
-from llama_jax.ops.layers import feed_forward, project, rms_norm
+from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 from llama_jax.ops.rotary_order import half_from_interleaved
 
@@ -21,6 +21,7 @@ __all__ = [
     "feed_forward",
     "half_from_interleaved",
     "inverse_frequencies",
+    "look_up",
     "project",
     "rms_norm",
     "rotary_table",

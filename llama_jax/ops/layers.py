@@ -23,6 +23,7 @@ class Weight(Protocol):
     """What may stand in the place of a weight's array: a quantised one, or one with an adapter.
 
     It must also be a pytree, have the `shape` and `dtype` of the weight, and be told apart from an array by its type alone.
+    In the place of the embedding it must have a `look_up` too.
     """
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
@@ -46,6 +47,11 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
     if hasattr(weight, "project"):
         return weight.project(x, out_dtype)
     return checkpoint_name(multiply(x, jnp.asarray(weight), out_dtype), PRODUCT)
+
+
+def look_up(table: Any, rows: jax.Array) -> jax.Array:
+    """Some rows of a table [V, D], an array or what has a `look_up` of its own: [*rows, D]."""
+    return table.look_up(rows) if hasattr(table, "look_up") else table[rows]
 
 
 @for_cpu(cpu.multiply, to_plan=True)

@@ -56,6 +56,11 @@ def lowering_device_kind() -> str:
     return mesh_kind or jax.local_devices(backend=lowering_platform())[0].device_kind
 
 
+def is_divided() -> bool:
+    """Whether what is traced now is for a mesh of several devices, among which XLA divides it."""
+    return jax.sharding.get_abstract_mesh().size > 1
+
+
 def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """`update(tree)` where `condition`, a bool[], holds, and the same tree where it does not.
 

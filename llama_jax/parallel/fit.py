@@ -19,6 +19,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.params import Llama, Row, row_at
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.mesh import MeshSizes
 
 LANES = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it
@@ -89,11 +90,6 @@ def has_groups(row: Row) -> bool:
     return row.axes.startswith("K G+2")
 
 
-def _axes_after_groups(row: Row) -> int:
-    """How many axes follow those of heads and what each holds."""
-    return len(row.axes.split()) - 2
-
-
 def fit_array(target: LlamaConfig, row: Row, array: Any) -> Any:
     """One parameter as a mesh holds it.
 
@@ -102,8 +98,8 @@ def fit_array(target: LlamaConfig, row: Row, array: Any) -> Any:
       row: of the table.
     """
     if row.has_vocabulary:
-        return pad_rows(array, rows=target.vocab_size)
-    return copy_heads(array, heads=target.n_kv_heads, after=_axes_after_groups(row)) if has_groups(row) else array
+        return _over_planes(array, partial(pad_rows, rows=target.vocab_size))
+    return _over_groups(copy_heads, row, array, target.n_kv_heads) if has_groups(row) else array
 
 
 def unfit(config: LlamaConfig, params: Llama) -> Llama:
@@ -111,15 +107,32 @@ def unfit(config: LlamaConfig, params: Llama) -> Llama:
 
     def undone(row: Row, array: Any) -> Any:
         if row.has_vocabulary:
-            return array if array.shape[0] == config.vocab_size else array[: config.vocab_size]
-        return _merge_heads(array, heads=config.n_kv_heads, after=_axes_after_groups(row)) if has_groups(row) else array
+            return _over_planes(array, lambda table: table[: config.vocab_size] if len(table) > config.vocab_size else table)
+        return _over_groups(_merge_heads, row, array, config.n_kv_heads) if has_groups(row) else array
 
     return changed(params, undone)
 
 
 def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
     """The parameters with a function applied to each, given its row of the table."""
-    return jax.tree_util.tree_map_with_path(lambda path, array: change(row_at(path), array), params)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: change(row_at(path), leaf), params, is_leaf=is_weight)
+
+
+def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` of an array, or of all that a quantised weight is kept as: it moves whole rows."""
+    return leaf.replace(planes=tuple(map(change, leaf.planes))) if isinstance(leaf, QuantizedWeight) else change(leaf)
+
+
+def _over_groups(change: Callable[..., Any], row: Row, leaf: Any, heads: int) -> Any:
+    leading = leaf.ndim - len(row.axes.split())
+    if isinstance(leaf, JoinedWeight):
+        if leaf.shape[leading] != heads:
+            raise MeshError(
+                f"{row.path} is kept in blocks of several kinds, so its heads cannot be copied; read it without a mesh"
+            )
+        return leaf
+    return _over_planes(leaf, lambda array: change(array, heads=heads, leading=leading))
 
 
 def pad_rows(table: Any, *, rows: int) -> Any:
@@ -128,32 +141,32 @@ def pad_rows(table: Any, *, rows: int) -> Any:
     return _module_of(table).pad(table, ((0, missing), (0, 0))) if missing else table
 
 
-def copy_heads(qkv: Any, *, heads: int, after: int = 2) -> Any:
+def copy_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     """[..., K, G + 2, *rest] with K = `heads`: the queries divided among the copies of their key and value.
 
     Args:
-      after: how many axes the rest are.
+      leading: how many axes stand before K.
     """
-    *layers, found, entries = qkv.shape[: qkv.ndim - after]
-    queries, copies, rest = entries - 2, heads // found, qkv.shape[qkv.ndim - after :]
+    layers, (found, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    queries, copies = entries - 2, heads // found
     if copies == 1:
         return qkv
-    all_of_rest = (slice(None),) * after
-    asking = qkv[(..., slice(None, queries), *all_of_rest)].reshape(*layers, heads, queries // copies, *rest)
-    asked = _module_of(qkv).repeat(qkv[(..., slice(queries, None), *all_of_rest)], copies, axis=-after - 2)
-    return _module_of(qkv).concatenate([asking, asked], axis=-after - 1)
+    before = (slice(None),) * (leading + 1)
+    asking = qkv[(*before, slice(None, queries))].reshape(*layers, heads, queries // copies, *rest)
+    asked = _module_of(qkv).repeat(qkv[(*before, slice(queries, None))], copies, axis=leading)
+    return _module_of(qkv).concatenate([asking, asked], axis=leading + 1)
 
 
-def _merge_heads(qkv: Any, *, heads: int, after: int) -> Any:
+def _merge_heads(qkv: Any, *, heads: int, leading: int) -> Any:
     """Undo `copy_heads`: of the copies of a key and value the first."""
-    *layers, found, entries = qkv.shape[: qkv.ndim - after]
-    queries, copies, rest = entries - 2, found // heads, qkv.shape[qkv.ndim - after :]
+    layers, (found, entries), rest = qkv.shape[:leading], qkv.shape[leading : leading + 2], qkv.shape[leading + 2 :]
+    queries, copies = entries - 2, found // heads
     if found % heads or copies < 2:
         return qkv
-    all_of_rest = (slice(None),) * after
-    asking = qkv[(..., slice(None, queries), *all_of_rest)].reshape(*layers, heads, queries * copies, *rest)
-    asked = qkv[(..., slice(None, None, copies), slice(queries, None), *all_of_rest)]
-    return _module_of(qkv).concatenate([asking, asked], axis=-after - 1)
+    before = (slice(None),) * leading
+    asking = qkv[(*before, slice(None), slice(None, queries))].reshape(*layers, heads, queries * copies, *rest)
+    asked = qkv[(*before, slice(None, None, copies), slice(queries, None))]
+    return _module_of(qkv).concatenate([asking, asked], axis=leading + 1)
 
 
 def _module_of(array: Any) -> Any:

@@ -10,6 +10,7 @@ from flax import struct
 
 import llama_jax
 from llama_jax import ops
+from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
 from llama_jax.training.objective import next_token_loss
 
@@ -80,6 +81,14 @@ def test_layers_are_stacked_with_what_they_are_made_of(adapted):
     np.testing.assert_allclose(
         llama_jax.logits(config, stacked, tokens), llama_jax.logits(config, params, tokens), rtol=1e-5, atol=1e-5
     )
+
+
+def test_it_is_no_weight_for_a_file(adapted, tmp_path):
+    config, params = adapted
+    for name in ("a.gguf", "folder"):
+        with pytest.raises(CheckpointError, match=r"blocks.0.attention.qkv is a Adapted; files hold weights: merge it"):
+            llama_jax.save(tmp_path / name, config, params)
+    assert not list(tmp_path.iterdir())
 
 
 def test_gradients_of_the_parts_are_the_chain_rule_of_the_whole(adapted):

@@ -1,0 +1,92 @@
+"""Matmuls with the blocks of GGUF on a CPU by a kernel of our own, `blocks.cc`, compiled where it is first needed.
+
+JAX's wheels bring the headers (`jax.ffi`), and the machine its compiler, so that nothing is compiled for installing: the
+result is kept in the user's cache folder, under a name made of all that it depends on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import platformdirs
+
+from llama_jax.errors import UserError, reason_of
+from llama_jax.writing import appearing
+
+TARGET = "llama_jax_multiply"
+KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")  # by number, as blocks.cc has them
+SOURCE = Path(__file__).with_name("blocks.cc")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
+SECONDS = 120  # for the compiler, which takes three
+
+_log = logging.getLogger("llama_jax.native")
+
+
+def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str) -> jax.Array:
+    """[T, D] by the planes of [N, D]: float32[T, N]. Every 32 numbers of `x` become integers of 8 bits times a factor."""
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((x.shape[0], planes[0].shape[0]), jnp.float32))
+    return call(x.astype(jnp.float32), *planes, kind=np.int64(KINDS.index(kind)))
+
+
+def usable() -> bool:
+    """Whether there is a kernel for this process's CPU; if it must be compiled first, this does it.
+
+    ``LLAMA_JAX_NATIVE=off`` says that there is none. ``CXX`` names the compiler.
+    """
+    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _register()
+
+
+@cache
+def _register() -> bool:
+    try:
+        library = ctypes.CDLL(str(_library()))
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.llama_jax_multiply), platform="cpu")
+    except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
+        _log.warning("weights in blocks are decoded by XLA, which is slower: no native kernel (%s)", reason_of(error, 300))
+        return False
+    return True
+
+
+def _library() -> Path:
+    """The compiled kernel.
+
+    Raises:
+      OSError, UserError, SubprocessError: there is no compiler, or it fails, or the cache folder cannot be written.
+    """
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
+    if compiler is None:
+        raise OSError("no C++ compiler was found; install g++ or clang++")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    about = (SOURCE.read_text(), version, " ".join(FLAGS), _processor(), jaxlib.__version__)
+    name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
+    folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
+    library = folder / f"blocks-{name}.so"
+    if not library.exists():
+        with appearing(library) as made:
+            command = [compiler, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+            if done.returncode:
+                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+                raise UserError(f"{compiler} fails: {first}")
+    return library
+
+
+def _processor() -> str:
+    """What the processor can do, so that a cache folder shared by machines has a kernel for each kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.machine() + platform.processor()

@@ -1,0 +1,294 @@
+"""Leaves that stand in the place of a matrix of weights: quantised ones, and several side by side."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.ops import cpu
+from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.layers import PRODUCT, project
+from llama_jax.ops.weights.kinds import KINDS, Kind, Plane
+
+FEW_ROWS = 16  # of so many tokens at most, sums of groups are made apart and weighted afterwards
+CHUNK = 1 << 22
+
+
+class QuantizedWeight(struct.PyTreeNode):
+    """A matrix [*out, D] in fewer bits, see `kinds`.
+
+    Attributes:
+      planes: the arrays, in the order of the kind.
+      kind: its name.
+      dtype_name: of the computation: what a matrix of this model would have if it were not quantised.
+    """
+
+    planes: tuple[Any, ...]
+    kind: str = struct.field(pytree_node=False)
+    dtype_name: str = struct.field(pytree_node=False)
+
+    @property
+    def form(self) -> Kind:
+        """What the kind is."""
+        return KINDS[self.kind]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        plane, array = max(zip(self.form.planes, self.planes, strict=True), key=lambda pair: pair[0].entries)
+        if plane.grouped:
+            return (*array.shape[:-2], array.shape[-2] * array.shape[-1])
+        return (*array.shape[:-1], array.shape[-1] * plane.numbers // plane.entries)
+
+    @property
+    def ndim(self) -> int:
+        """Of the matrix."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the computation."""
+        return jnp.dtype(self.dtype_name)
+
+    @property
+    def sharding(self) -> Any:
+        """Of the plane that is laid out as the matrix would be."""
+        return self.planes[0].sharding
+
+    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """See `layers.project`."""
+        settings = _Settings(self.kind, x.dtype.name, jnp.dtype(out_dtype).name)
+        return checkpoint_name(_project(settings, x, self.planes), PRODUCT)
+
+    def look_up(self, rows: jax.Array) -> jax.Array:
+        """Some rows, [*rows, ..., D]."""
+        return self.form.decode(*(plane[rows] for plane in self.planes)).astype(self.dtype)
+
+    def decoded(self) -> Any:
+        """The matrix itself, of NumPy where the planes are; for tests, comparisons and files, never for a matmul."""
+        return self.form.decode(*self.planes).astype(self.dtype)
+
+
+class JoinedWeight(struct.PyTreeNode):
+    """Matrices side by side along the axis after the first of one layer, each of its own kind or an array: [K, sum, H, D].
+
+    Files quantise values in more bits than queries and keys, which here are one weight.
+    """
+
+    parts: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all as one."""
+        *before, _, features, columns = self.parts[0].shape
+        return (*before, sum(part.shape[-3] for part in self.parts), features, columns)
+
+    @property
+    def ndim(self) -> int:
+        """Of all as one."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the computation."""
+        return self.parts[0].dtype
+
+    @property
+    def sharding(self) -> Any:
+        """Of the first, and so of all."""
+        return self.parts[0].sharding
+
+    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """See `layers.project`."""
+        return jnp.concatenate([project(x, part, out_dtype=out_dtype) for part in self.parts], axis=-2)
+
+    def decoded(self) -> Any:
+        """As one matrix."""
+        parts = [part.decoded() if isinstance(part, QuantizedWeight) else part for part in self.parts]
+        return (np if isinstance(parts[0], np.ndarray) else jnp).concatenate(parts, axis=-3)
+
+
+def quantized(matrix: Any, kind: str) -> QuantizedWeight:
+    """A matrix [*out, D] as a weight of a kind, by the nearest numbers, where the matrix lies.
+
+    Args:
+      kind: one that has an `encode`, of whose block D is a multiple.
+    """
+    form = KINDS[kind]
+    assert form.encode is not None
+    places = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
+    found = form.encode(np.asarray(matrix, np.float32))
+    planes = tuple(jax.device_put(plane, place) for plane, place in zip(found, places, strict=True))
+    return QuantizedWeight(planes, kind, str(matrix.dtype))
+
+
+def shardings_of_planes(form: Kind, sharding: Any, ndim: int) -> tuple[Any, ...]:
+    """Where the planes of a matrix with `ndim` axes lie, given where it would: factors where their numbers are."""
+    if not isinstance(sharding, NamedSharding):
+        return (sharding,) * len(form.planes)
+    spec: list[Any] = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    *out, columns = spec
+    ends = [(columns, None) if plane.grouped else (columns,) if plane.entries else () for plane in form.planes]
+    return tuple(sharding.update(spec=P(*out, *end)) for end in ends)
+
+
+# --- matmuls -------------------------------------------------------------------------------------------------------------
+
+
+class _Settings(NamedTuple):
+    """What a matmul is told beside arrays: the kind of the weight, and the dtypes of `x` and the result."""
+
+    kind: str
+    dtype: str
+    out_dtype: str
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -> jax.Array:
+    """[..., D] onto the rows of a weight: [..., *out].
+
+    It has a derivative of its own because a weight of integers has none: of a frozen weight only that of `x` is wanted.
+    """
+    form = KINDS[settings.kind]
+    found = multiply(x.reshape(-1, x.shape[-1]), _flat(form, planes), form)
+    return found.astype(settings.out_dtype).reshape(*x.shape[:-1], *_out(form, planes))
+
+
+def _forward(settings: _Settings, x: jax.Array, planes: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+    return _project(settings, x, planes), planes
+
+
+def _backward(settings: _Settings, planes: Any, gradient: jax.Array) -> tuple[jax.Array, None]:
+    form = KINDS[settings.kind]
+    out = _out(form, planes)
+    rows = gradient.reshape(-1, math.prod(out))
+    found = multiply_turned(rows, _flat(form, planes), form)
+    return found.astype(settings.dtype).reshape(*gradient.shape[: gradient.ndim - len(out)], -1), None
+
+
+_project.defvjp(_forward, _backward)
+
+
+def _columns_of(plane: Plane) -> int:
+    """Axes that stand for the columns."""
+    return 2 if plane.grouped else 1 if plane.entries else 0
+
+
+def _out(form: Kind, planes: tuple[jax.Array, ...]) -> tuple[int, ...]:
+    """The axes before the columns."""
+    return planes[0].shape[: planes[0].ndim - _columns_of(form.planes[0])]
+
+
+def _flat(form: Kind, planes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The planes of the matrix [N, D], N being all of `out`."""
+    rows = math.prod(_out(form, planes))
+    ends = [array.shape[array.ndim - _columns_of(plane) :] for plane, array in zip(form.planes, planes, strict=True)]
+    return tuple(array.reshape(rows, *end) for array, end in zip(planes, ends, strict=True))
+
+
+@for_cpu(cpu.multiply_quantized)
+def multiply(x: jax.Array, planes: tuple[jax.Array, ...], form: Kind) -> jax.Array:
+    """[T, D] by the planes of [N, D]: float32[T, N].
+
+    What the compilers for H100 and TPU (v5e) make of it, for 14,336 x 4,096 numbers: of a factor for each row one kernel
+    that reads the integers as they lie. A factor for each group is fused with no matmul on a GPU, and on a TPU with none
+    that is not made by groups: a dense copy, 117 MB, would be written and read. So the groups are multiplied apart and
+    their sums weighted, 1.8 MB for a row and 15 for eight; of more rows that would be larger than the weight itself, which
+    is decoded by chunks that stay in the caches.
+    """
+    if form.name == "int8":
+        values, scales = planes
+        return _dot(x, values.astype(x.dtype)) * scales
+    if groups_apart(form, len(x)):
+        values, scales = planes
+        groups = x.reshape(len(x), *values.shape[1:])
+        sums = jnp.einsum("tgi,ngi->tng", groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
+        return jnp.sum(sums * scales, axis=-1)
+    return _by_chunks(x, planes, form)
+
+
+@for_cpu(lambda plain, form, tokens: False)  # which would write the integers as floats
+def groups_apart(form: Kind, tokens: int) -> bool:
+    """Whether the groups of a weight are multiplied apart, see `multiply`."""
+    return form.name == "int4" and tokens <= FEW_ROWS
+
+
+def multiply_turned(gradient: jax.Array, planes: tuple[jax.Array, ...], form: Kind) -> jax.Array:
+    """[T, N] by the planes of [N, D]: float32[T, D], the derivative of `multiply` for its first argument."""
+    if form.name == "int8":
+        values, scales = planes
+        weighted = (gradient * scales).astype(gradient.dtype)
+        return jnp.tensordot(weighted, values.astype(gradient.dtype), 1, preferred_element_type=jnp.float32)
+    chunks = _Chunks.of(form, planes)
+    parts = chunks.divide(gradient.T)  # as the rows of the weight are
+
+    def add(index: jax.Array, total: jax.Array) -> jax.Array:
+        part, rows = chunks.take(parts, index), chunks.decode(index, gradient.dtype)
+        return total + jnp.tensordot(part, rows, axes=((0,), (0,)), preferred_element_type=jnp.float32)
+
+    return lax.fori_loop(0, chunks.parts, add, jnp.zeros((len(gradient), chunks.columns), jnp.float32))
+
+
+def _by_chunks(x: jax.Array, planes: tuple[jax.Array, ...], form: Kind) -> jax.Array:
+    """`multiply` by a part of the decoded rows after the other."""
+    chunks = _Chunks.of(form, planes)
+
+    def put(index: jax.Array, out: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(out, _dot(x, chunks.decode(index, x.dtype)), index, axis=2)
+
+    out = lax.fori_loop(0, chunks.parts, put, jnp.zeros((len(x), chunks.rows, chunks.parts), jnp.float32))
+    return out.reshape(len(x), -1)[:, : len(planes[0])]
+
+
+@for_cpu(cpu.decoded_at_once)
+def decoded_at_once() -> int:
+    """Numbers of a weight: 8 MB in 16 bits, which the caches of an H100 (50 MB) and a TPU (128 MB on a v5e) hold."""
+    return CHUNK
+
+
+class _Chunks(NamedTuple):
+    """The rows of a weight in `parts`, of which each has every `parts`-th row: where devices have rows, each then has
+    its share of every part."""
+
+    form: Kind
+    planes: tuple[jax.Array, ...]
+    columns: int
+    rows: int
+    parts: int
+
+    @classmethod
+    def of(cls, form: Kind, planes: tuple[jax.Array, ...]) -> _Chunks:
+        columns = QuantizedWeight(planes, form.name, "float32").shape[-1]
+        total = len(planes[0])
+        least = -(-total * columns // decoded_at_once())
+        count = next((n for n in range(least, min(2 * least, total) + 1) if total % n == 0), least)
+        chunks = cls(form, planes, columns, -(-total // count), count)
+        return chunks._replace(planes=tuple(map(chunks.divide, planes)))
+
+    def divide(self, array: jax.Array) -> jax.Array:
+        """[N, ...] as [rows, count, ...]; with zeros at the end where N is no multiple, as a prime number of tokens."""
+        missing = self.rows * self.parts - len(array)
+        if missing:
+            array = jnp.pad(array, [(0, missing), *[(0, 0)] * (array.ndim - 1)])
+        return array.reshape(self.rows, self.parts, *array.shape[1:])
+
+    @staticmethod
+    def take(array: jax.Array, index: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(array, index, axis=1, keepdims=False)
+
+    def decode(self, index: jax.Array, dtype: Any) -> jax.Array:
+        return self.form.decode(*(self.take(plane, index) for plane in self.planes)).astype(dtype)
+
+
+def _dot(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return jnp.tensordot(x, rows, axes=((-1,), (-1,)), preferred_element_type=jnp.float32)
