@@ -108,4 +108,4 @@ def test_stopped_twice_leaves_what_the_next_run_clears_up(run, tmp_path):
 
 def test_what_is_offered_is_what_there_is():
     assert Format == OFFERED
-    assert set(KINDS) == {"float32", "bfloat16", "float16", "q8_0"}
+    assert set(KINDS) == {"float32", "bfloat16", "float16", "q8_0", "q4_0"}
