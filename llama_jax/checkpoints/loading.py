@@ -16,7 +16,7 @@ from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.gguf_file import is_gguf
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
-from llama_jax.checkpoints.quantising import Quantization, check_quantize
+from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
@@ -80,6 +80,8 @@ def load(
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
+    if quantize == "keep":
+        check_kept(list(opened.tensors.values()), opened.path)
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
 
@@ -96,7 +98,7 @@ def load(
         params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, progress=progress)
         return Checkpoint(config, params, vocabulary)
     params = store.load_params(opened, dtype, shardings=shardings)
-    if quantize is not None and quantize != "keep":
+    if quantize is not None and quantize != "keep":  # of which no orbax checkpoint has any
         params = quantized_params(params, quantize)
     return Checkpoint(config, params if mesh is None else fit_on_mesh(opened.config, mesh, params), vocabulary)
 

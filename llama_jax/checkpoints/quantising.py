@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from llama_jax.checkpoints.fill import Array, Part, Target, fill, fill_targets
-from llama_jax.checkpoints.tensors import blocks_of
+from llama_jax.checkpoints.tensors import Described, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
 from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, shardings_of_planes
@@ -29,6 +30,16 @@ def check_quantize(quantize: str | None) -> None:
             f" or one of {', '.join(WRITABLE)}"
         )
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(WRITABLE)}, keep")
+
+
+def check_kept(tensors: Iterable[Described], where: Path) -> None:
+    """Raise CheckpointError where no tensor of a model is in blocks that could be kept."""
+    if not any(KINDS.get(tensor.kind.lower()) is not None and blocks_of(tensor) is not None for tensor in tensors):
+        kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
+        known = ", ".join(name.upper() for name, form in KINDS.items() if form.of_gguf)
+        raise CheckpointError(
+            f"quantize='keep': {where} has no tensor in blocks of {known} ({kinds}); use {', '.join(WRITABLE)}"
+        )
 
 
 def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sharding: Any) -> Any:

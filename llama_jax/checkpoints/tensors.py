@@ -69,7 +69,7 @@ class Tensor(Described, Protocol):
         ...
 
 
-def blocks_of(tensor: Tensor) -> Tensor | None:
+def blocks_of(tensor: Described) -> Tensor | None:
     """The rows of a tensor in the blocks of GGUF as bytes, uint8[rows, ..., bytes]; None where they are no such blocks."""
     return getattr(tensor, "blocks", None)
 

@@ -145,6 +145,10 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
         CheckpointError, match="quantize='q4_k': blocks of this kind are only kept, from a GGUF that has them"
     ):
         llama_jax.load(bundled(), quantize="q4_k")
+    with pytest.raises(
+        CheckpointError, match=r"quantize='keep': .* has no tensor in blocks of Q8_0, .*Q6_K \(\w*16\); use int8"
+    ):
+        llama_jax.load(bundled(), quantize="keep")
     with pytest.raises(CheckpointError, match="rows of 192 numbers, and int4 needs multiples of 128"):
         llama_jax.load(bundled(), quantize="int4")
     with pytest.raises(CheckpointError, match="q8_0 needs multiples of 32 on each of 4 devices"):
