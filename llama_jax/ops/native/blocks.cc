@@ -40,6 +40,18 @@ static inline V load(const T* from) {
 
 static inline float sum(f32x8 v) { return ((v[0] + v[4]) + (v[1] + v[5])) + ((v[2] + v[6]) + (v[3] + v[7])); }
 
+#if !defined(__AVX2__)
+template <typename W>
+static inline i32x8 plain_dot(W w, i8x32 x) {
+  const i16x32 products = __builtin_convertvector(w, i16x32) * __builtin_convertvector(x, i16x32);
+  int16_t all[32];
+  std::memcpy(all, &products, sizeof(all));
+  i32x8 found;
+  for (int i = 0; i < 8; ++i) found[i] = all[4 * i] + all[4 * i + 1] + all[4 * i + 2] + all[4 * i + 3];
+  return found;
+}
+#endif
+
 // Sums of four neighbouring products, of integers in [0, 63] (weights) and [-127, 127] (tokens).
 static inline i32x8 dot(u8x32 w, i8x32 x) {
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -47,12 +59,7 @@ static inline i32x8 dot(u8x32 w, i8x32 x) {
 #elif defined(__AVX2__)
   return (i32x8)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
 #else
-  const i16x32 products = __builtin_convertvector(w, i16x32) * __builtin_convertvector(x, i16x32);
-  int16_t all[32];
-  std::memcpy(all, &products, sizeof(all));
-  i32x8 found;
-  for (int i = 0; i < 8; ++i) found[i] = all[4 * i] + all[4 * i + 1] + all[4 * i + 2] + all[4 * i + 3];
-  return found;
+  return plain_dot(w, x);
 #endif
 }
 
@@ -62,12 +69,7 @@ static inline i32x8 dot(i8x32 w, i8x32 x) {
   const u8x32 size = (u8x32)_mm256_sign_epi8((__m256i)w, (__m256i)w);
   return dot(size, (i8x32)_mm256_sign_epi8((__m256i)x, (__m256i)w));
 #else
-  const i16x32 products = __builtin_convertvector(w, i16x32) * __builtin_convertvector(x, i16x32);
-  int16_t all[32];
-  std::memcpy(all, &products, sizeof(all));
-  i32x8 found;
-  for (int i = 0; i < 8; ++i) found[i] = all[4 * i] + all[4 * i + 1] + all[4 * i + 2] + all[4 * i + 3];
-  return found;
+  return plain_dot(w, x);
 #endif
 }
 
