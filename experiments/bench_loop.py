@@ -28,11 +28,11 @@ import numpy as np
 import tyro
 from measuring import write_report
 
-from llama_jax.data import Batch, Reading, open_corpus, training_batches
+from llama_jax.data import Batch, DocumentFormat, open_corpus, training_batches
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.program import Program, make_program
+from llama_jax.runs.program import TrainingProgram, make_program
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.recipes import stories15m, tiny
 from llama_jax.tokenizers.making import byte_tokenizer
@@ -56,7 +56,7 @@ class Arguments:
 
 def shapes() -> dict[str, tuple[Recipe, int, int]]:
     """By name a recipe, and the steps of a short block and of one that a save fits into."""
-    common = dict(accumulate=1, vocabulary="byte", reading=Reading(longest=1000), evaluate_tokens=1, prompts=())
+    common = dict(accumulate=1, vocabulary="byte", reading=DocumentFormat(longest=1000), evaluate_tokens=1, prompts=())
     return {
         "small": (
             replace(
@@ -82,7 +82,7 @@ def read_clocks() -> np.ndarray:
 class Turns(Log):
     """A log that, each time it gets a line of progress, lets the bare step run a block; what it measures is in `blocks`."""
 
-    def __init__(self, program: Program, batches: list[Batch], steps: int) -> None:
+    def __init__(self, program: TrainingProgram, batches: list[Batch], steps: int) -> None:
         super().__init__(io.StringIO())
         self.program, self.batches, self.steps = program, batches, steps
         self.state = program.start(None)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 import llama_jax
-from llama_jax.data import Reading
+from llama_jax.data import DocumentFormat
 from llama_jax.runs.loop import train
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.optimizer import OptimizerSettings
@@ -49,7 +49,7 @@ def recipe_of(optimizer: Literal["adamw", "muon"]) -> Recipe:
         length=16,
         optimizer=OptimizerSettings(name=optimizer, learning_rate=1e-2, warmup_steps=2),
         vocabulary="byte",
-        reading=Reading(longest=40),
+        reading=DocumentFormat(longest=40),
         evaluate_every=3,
         save_every=3,
         log_every=3,

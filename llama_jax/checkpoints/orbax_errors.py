@@ -44,13 +44,16 @@ def quiet() -> Iterator[None]:
 
 
 class _WithoutClosedLoops:
-    """`sys.unraisablehook`, but for what comes for an event loop that has ended."""
+    """`sys.unraisablehook`, but for what an event loop that has ended leaves: messages to it, and the coroutines of orbax,
+    which raise an error when they are collected."""
 
     def __init__(self, before: Callable[[Any], object]) -> None:
         self._before = before
 
     def __call__(self, told: Any) -> None:
-        if str(told.exc_value) != "Event loop is closed":
+        code = getattr(told.object, "cr_code", None)
+        of_orbax = code is not None and f"{os.sep}orbax{os.sep}" in code.co_filename
+        if str(told.exc_value) != "Event loop is closed" and not of_orbax:
             self._before(told)
 
 

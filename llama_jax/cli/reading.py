@@ -91,13 +91,13 @@ class TextOptions:
         import numpy as np
         from tqdm import tqdm
 
-        from llama_jax.data import Reading, open_corpus
+        from llama_jax.data import DocumentFormat, open_corpus
 
         token_type = None if self.token_type == "auto" else self.token_type
         longest = self.longest
         if longest is None:
-            longest = max([Reading.longest, *(64 * length for length in lengths)])
-        reading = Reading(separator=self.separator, longest=longest, field=self.field, token_type=token_type)
+            longest = max([DocumentFormat.longest, *(64 * length for length in lengths)])
+        reading = DocumentFormat(separator=self.separator, longest=longest, field=self.field, token_type=token_type)
         bar = partial(tqdm, desc="tokenising", unit=" MB", leave=False, disable=None)
         with ending_in_order("stopped"):
             corpus = open_corpus(self.data, tokenizer, reading=reading, progress=bar)

@@ -148,7 +148,7 @@ class Verify:
         """What to read, int32[T], and in words what it is."""
         import numpy as np
 
-        from llama_jax.model.forward import check_tokens
+        from llama_jax.model.checks import check_tokens
 
         count = min(TOKENS, config.max_seq_len) if self.tokens is None else self.tokens
         if count > config.max_seq_len:

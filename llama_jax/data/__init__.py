@@ -1,6 +1,6 @@
 """Text to tokens to packed batches that can be continued from anywhere.
 
-open_corpus(paths, tokenizer)             -> Corpus, tokenised once; Reading says where documents end
+open_corpus(paths, tokenizer)             -> Corpus, tokenised once; DocumentFormat says where documents end
 split(corpus, 0.1)                        -> Split(train, validation), two corpora
 training_batches(corpus, B, T, seed=0)    -> Batch after Batch without end, and their `state`
 validation_batches(corpus, B, T)          -> each token once, in order
@@ -8,7 +8,7 @@ validation_batches(corpus, B, T)          -> each token once, in order
 
 from llama_jax.data.batches import Batches, training_batches, validation_batches
 from llama_jax.data.corpus import Corpus, Split, split
-from llama_jax.data.documents import Reading
+from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.errors import DataError
 from llama_jax.data.opening import open_corpus
 from llama_jax.data.packing import row_count
@@ -19,7 +19,7 @@ __all__ = [
     "Batches",
     "Corpus",
     "DataError",
-    "Reading",
+    "DocumentFormat",
     "Split",
     "open_corpus",
     "row_count",

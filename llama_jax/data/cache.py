@@ -29,7 +29,7 @@ import numpy as np
 
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
-from llama_jax.data.pieces import Piece
+from llama_jax.data.pieces import DocumentPart
 from llama_jax.writing import appearing, cannot_write
 
 MAGIC = b"llamajx1"
@@ -38,7 +38,7 @@ RECENT = 600  # seconds
 HEADER = struct.Struct("<8sQ32s")
 
 
-def write_corpus(path: Path, pieces: Iterable[Piece], vocab_size: int, origin: dict[str, Any]) -> None:
+def write_corpus(path: Path, pieces: Iterable[DocumentPart], vocab_size: int, origin: dict[str, Any]) -> None:
     """Write pieces as they come: under `path` appears the whole corpus, or nothing.
 
     Args:

@@ -82,7 +82,7 @@ def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokeni
     if count < 2:
         raise DataError(
             "the corpus is a single document, of which nothing can be split off; give files of their own for validation,"
-            " or cut a long text into more by a smaller Reading(longest=...)"
+            " or cut a long text into more by a smaller DocumentFormat(longest=...)"
         )
     if not 0 < chosen < count:
         raise DataError(

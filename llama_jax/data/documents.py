@@ -17,7 +17,7 @@ CHUNK = 1 << 20  # bytes of a text file that are read at once
 
 
 @dataclass(frozen=True)
-class Reading:
+class DocumentFormat:
     """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.bin`` or ``.array_record``.
 
     Attributes:
@@ -54,7 +54,7 @@ class Document(NamedTuple):
     read: int
 
 
-def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def text_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
     """The documents of a text file in UTF-8, with or without a byte-order mark; every end of line becomes a newline.
 
     Raises:
@@ -69,7 +69,7 @@ def text_documents(path: Path, reading: Reading) -> Iterator[Document]:
         line += piece.count("\n")
 
 
-def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def jsonl_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
     """The texts of a JSONL file, one object a line; empty lines and empty texts are passed over.
 
     Raises:
@@ -99,7 +99,7 @@ def jsonl_documents(path: Path, reading: Reading) -> Iterator[Document]:
                 yield Document(text, number, read)
 
 
-def read_documents(path: Path, reading: Reading) -> Iterator[Document]:
+def read_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
     """The documents of a file: of a JSONL file by its name, else of a text file."""
     return (jsonl_documents if path.suffix.lower() == ".jsonl" else text_documents)(path, reading)
 

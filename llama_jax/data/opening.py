@@ -15,9 +15,9 @@ import platformdirs
 
 from llama_jax.data.cache import make_room, note_use, read_corpus, write_corpus
 from llama_jax.data.corpus import Corpus
-from llama_jax.data.documents import Reading
+from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.errors import DataError
-from llama_jax.data.pieces import Piece, read_pieces
+from llama_jax.data.pieces import DocumentPart, read_pieces
 from llama_jax.data.sources import Paths, Source, describe, find_files, unchanged, untouched
 from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.tokenizers import Tokenizer
@@ -31,7 +31,7 @@ def open_corpus(
     paths: Paths,
     tokenizer: Tokenizer,
     *,
-    reading: Reading = Reading(),
+    reading: DocumentFormat = DocumentFormat(),
     cache: str | os.PathLike[str] | None = None,
     cache_limit: int | None = None,
     progress: Progress | None = None,
@@ -43,7 +43,7 @@ def open_corpus(
 
     Args:
       paths: files, or folders whose ``.txt``, ``.jsonl``, ``.bin`` and ``.array_record`` are read in order of their names.
-        See `Reading` for where documents end, `read_pieces` for what tokens they become.
+        See `DocumentFormat` for where documents end, `read_pieces` for what tokens they become.
       cache: folder of the cache files; None takes corpora/ in that named by LLAMA_JAX_CACHE, or in the user's cache folder.
       cache_limit: bytes of all corpora in it, above which those go that were not opened for longest; None takes
         LLAMA_JAX_CACHE_LIMIT, gigabytes, or 100 of them. Several processes may use one cache at a time.
@@ -104,9 +104,9 @@ def _read_all(
     sources: list[Source],
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
-    reading: Reading,
+    reading: DocumentFormat,
     progress: Progress | None,
-) -> Iterator[Piece]:
+) -> Iterator[DocumentPart]:
     """The pieces of all files, each megabyte of them seen by `progress`."""
     megabytes = range(-(-sum(source.size for source in sources) // MEGABYTE))
     walk = iter(progress(megabytes) if progress else megabytes)

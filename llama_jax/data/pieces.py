@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llama_jax.data.documents import Reading, read_documents
+from llama_jax.data.documents import DocumentFormat, read_documents
 from llama_jax.data.errors import DataError
 from llama_jax.data.vocabulary import Vocabulary
 from llama_jax.errors import TokenizerError, reason_of
@@ -18,7 +18,7 @@ from llama_jax.tokenizers import Tokenizer
 BLOCK = 1 << 20  # tokens of a .bin that are read at once
 
 
-class Piece(NamedTuple):
+class DocumentPart(NamedTuple):
     """A document, or a part of one that is too long to be read at once.
 
     Attributes:
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     read: int
 
 
-def read_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, reading: Reading) -> Iterator[Piece]:
+def read_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[DocumentPart]:
     """The tokens of a file.
 
     Text becomes BOS, its tokens, EOS, each end where the vocabulary has one. Ids in ``.bin`` (nothing but ids, as nanoGPT
@@ -54,10 +54,10 @@ def read_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, readin
                 ids = tokenizer.encode(text, bos=vocabulary.bos >= 0, eos=vocabulary.eos >= 0)
             except TokenizerError as error:
                 raise DataError(f"{path}, line {line}: {error}") from None
-            yield Piece(np.array(ids), len(text.encode()), True, read)
+            yield DocumentPart(np.array(ids), len(text.encode()), True, read)
 
 
-def _from_bin(path: Path, vocabulary: Vocabulary, reading: Reading) -> Iterator[Piece]:
+def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[DocumentPart]:
     dtype = _token_type(vocabulary, reading)
     size = path.stat().st_size
     if size % dtype.itemsize:
@@ -84,11 +84,11 @@ def _from_bin(path: Path, vocabulary: Vocabulary, reading: Reading) -> Iterator[
                 if silent and text_bytes:
                     text_bytes -= vocabulary.space_prefix
                     silent = False
-                yield Piece(block[start:end], text_bytes, bool(begins[start]), int(offset + end) * dtype.itemsize)
+                yield DocumentPart(block[start:end], text_bytes, bool(begins[start]), int(offset + end) * dtype.itemsize)
             offset += len(block)
 
 
-def _from_records(path: Path, vocabulary: Vocabulary, reading: Reading) -> Iterator[Piece]:
+def _from_records(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[DocumentPart]:
     from array_record.python.array_record_module import ArrayRecordReader
 
     dtype = _token_type(vocabulary, reading)
@@ -110,10 +110,10 @@ def _from_records(path: Path, vocabulary: Vocabulary, reading: Reading) -> Itera
         _check_ids(f"{where}, token", ids, 0, vocabulary)
         text_bytes = int(vocabulary.lengths[ids].sum())
         text_bytes -= vocabulary.space_prefix and text_bytes > 0
-        yield Piece(ids, text_bytes, True, size * (number + 1) // count)
+        yield DocumentPart(ids, text_bytes, True, size * (number + 1) // count)
 
 
-def _token_type(vocabulary: Vocabulary, reading: Reading) -> np.dtype:
+def _token_type(vocabulary: Vocabulary, reading: DocumentFormat) -> np.dtype:
     name = reading.token_type or ("uint16" if vocabulary.size <= 1 << 16 else "uint32")
     return np.dtype(name).newbyteorder("<")
 

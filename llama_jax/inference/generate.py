@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.flags import decoding_on_tpu
+from llama_jax.inference.checks import token_ids
 from llama_jax.inference.placement import check_rows, layout_of
-from llama_jax.inference.requests import SMALLEST_PREFILL, prepare, token_ids
+from llama_jax.inference.requests import SMALLEST_PREFILL, prepare
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, decode, empty_reading, enlarge, read, start
 from llama_jax.model.cache import KVCache, bucket

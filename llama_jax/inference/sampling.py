@@ -7,6 +7,7 @@ threshold per row, found by bisection over the bits of the scores. Nothing sorts
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.checks import checked_numbers
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 
@@ -50,25 +51,8 @@ class Sampling(struct.PyTreeNode):
           GenerationError: an impossible value, or a field with another number of rows; the message names the field.
         """
 
-        def rows(name: str, dtype: type, need: str, valid) -> np.ndarray:
-            value = np.asarray(getattr(self, name))
-            if value.dtype == object:
-                raise GenerationError(f"{name}={shown(getattr(self, name), 40)} must be {need}")
-            if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
-                raise GenerationError(f"{name}={getattr(self, name)!r} must be a number, {need}")
-            wrong = value[~(np.isfinite(value) & valid(value))]
-            if wrong.size:
-                raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")
-            if np.issubdtype(dtype, np.floating):
-                # Beyond float32, or so near to its ends that a score multiplied or divided by it would be.
-                extreme = value[(np.abs(value) > 1e30) | ((value != 0) & (np.abs(value) < 1e-30))]
-                if extreme.size:
-                    raise GenerationError(f"{name}={extreme.flat[0]} is too extreme; stay between 1e-30 and 1e30")
-            if value.shape not in ((), (batch,)):
-                raise GenerationError(
-                    f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row"
-                )
-            return np.broadcast_to(value, (batch,)).astype(dtype)
+        def rows(name: str, dtype: type, need: str, valid: Callable[[np.ndarray], Any]) -> np.ndarray:
+            return checked_numbers(name, getattr(self, name), batch, dtype, need, valid)
 
         def whole(x):
             return x == np.floor(x)

@@ -15,8 +15,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.model.window import check_window, ring_positions, ring_slots
 from llama_jax.ops import cpu
-from llama_jax.ops.attention.attend import mesh_in_force
 from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.platform import mesh_in_force
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized

@@ -7,16 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError, GenerationError, MeshError
+from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import KVCache, key_positions, slots_of, write
+from llama_jax.model.checks import check_arguments, check_head, checked_attention
 from llama_jax.model.options import Compute, Layout, Places, identity
-from llama_jax.model.own_attention import checked
-from llama_jax.model.params import Block, Llama, check_head, check_params
+from llama_jax.model.params import Block, Llama
 from llama_jax.model.remat import rematerialise
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import Seen, View
@@ -102,7 +101,7 @@ def run(
     """Hidden states, the cache, and what `tap` took from every layer, see `whole.observe`."""
     places, compute, layout = options
     tokens = jnp.asarray(tokens)
-    _check_arguments(config, params, tokens, cache, places)
+    check_arguments(config, params, tokens, cache, places)
     mix = _mixing_of(config, compute, layout, cache)
     step = _step_of(config, tokens, cache, places)
     embedded = ops.look_up(params.embedding, layout.constrain(tokens, "tokens"))
@@ -155,7 +154,7 @@ def _mixing_of(
     """Attention of one layer, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
-    attend = layout.attend or ops.attend if compute.attend is None else checked(compute.attend)
+    attend = layout.attend or ops.attend if compute.attend is None else checked_attention(compute.attend)
     windows = [window for window in (config.window, None if cache is None else cache.window) if window is not None]
     options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": min(windows, default=None)}
 
@@ -274,71 +273,3 @@ def head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     """
     check_head(config, params)
     return params.embedding if params.lm_head is None else params.lm_head
-
-
-def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str = "token id") -> None:
-    """Raise GenerationError for an id outside [0, V), which an embedding lookup would silently replace."""
-    if isinstance(tokens, jax.core.Tracer):
-        return
-    ids = np.asarray(tokens)
-    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
-    if outside.size:
-        raise GenerationError(
-            f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
-        )
-
-
-def _check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places) -> None:
-    if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise GenerationError(
-            f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"
-        )
-    check_params(config, params)
-    batch, new = tokens.shape
-    for name, value in (("positions", places.positions), ("segment_ids", places.segment_ids)):
-        if value is None:
-            continue
-        if cache is not None:
-            raise GenerationError(f"{name} are for packed rows, which have no cache; leave one of the two out")
-        if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
-            kind = f"{value.dtype}{list(value.shape)}"
-            raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
-    lengths, rope_lengths = places.lengths, places.rope_lengths
-    if rope_lengths is not None and rope_lengths.shape not in ((batch,), tokens.shape):
-        raise GenerationError(f"rope_lengths are {list(rope_lengths.shape)}; int[{batch}], one for each row, is needed")
-    if lengths is not None:
-        if jnp.shape(lengths) != (batch,):
-            raise GenerationError(f"lengths are {list(jnp.shape(lengths))}; int[{batch}], one for each row, is needed")
-        if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= new)).all():
-            raise GenerationError(f"lengths={np.asarray(lengths).tolist()} must be from 0 to the {new} tokens of a row")
-    if cache is not None:
-        _check_cache(config, params, cache, batch, new)
-
-
-def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:
-    """Raise where `new` tokens do not fit: XLA would move the write to fit and overwrite what is there."""
-    if isinstance(params.blocks, tuple) != isinstance(cache.k, tuple):
-        forms = ("a tuple", "stacked") if isinstance(params.blocks, tuple) else ("stacked", "a tuple")
-        raise GenerationError(
-            f"the blocks are {forms[0]}, the cache is {forms[1]}; give init_cache stacked=True for stacked blocks only"
-        )
-    if cache.length.shape[0] != batch:
-        raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
-    layers = len(cache.k) if isinstance(cache.k, tuple) else cache.k.shape[0]
-    heads, width = (cache.k[0] if isinstance(cache.k, tuple) else cache.k).shape[-3::2]
-    if (layers, heads, width) != (config.n_layers, config.n_kv_heads, config.head_dim):
-        raise GenerationError(
-            f"a cache of {layers} layers, {heads} heads of {width} is not one of this configuration; make it with init_cache"
-        )
-    if cache.window is not None:
-        if cache.sinks + cache.window + new - 1 > cache.capacity:
-            raise GenerationError(
-                f"{new} tokens at once do not fit into a cache of capacity={cache.capacity} with window={cache.window} and"
-                f" sinks={cache.sinks}: at most {cache.capacity - cache.sinks - cache.window + 1} do"
-            )
-        return
-    filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
-    if filled + new > cache.capacity:
-        raise GenerationError(
-            f"{new} tokens after {filled} do not fit into a cache of capacity={cache.capacity}; use grow() first"
-        )

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -19,7 +18,6 @@ from flax import struct
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import ConfigError
 
 # A jax.Array, or what stands for one in a tree of the same form: a shape, a partition spec, a sharding, a place in a file.
 Leaf: TypeAlias = Any
@@ -209,55 +207,3 @@ def row_at(path: tuple[Any, ...]) -> Row:
     names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
     starts = (".".join(names[:end]) for end in range(1, len(names) + 1))
     return next(_BY_PATH[start] for start in starts if start in _BY_PATH)
-
-
-def check_params(config: LlamaConfig, params: Llama) -> None:
-    """Raise unless parameters have the shapes of a configuration.
-
-    A table may have more rows than the vocabulary: padding, to divide it over devices (`parallel.fit`). With fewer, a lookup
-    would silently take another token's row.
-
-    Raises:
-      ConfigError: what is missing, left over or misshapen; the message names it.
-    """
-    check_head(config, params)
-    blocks = params.blocks
-    stacked = isinstance(blocks, Block)
-    layers = (blocks,) if isinstance(blocks, Block) else blocks
-    for path, wanted in _shapes(config, stacked).items():
-        row = _BY_PATH[path]
-        for i, node in enumerate(layers if row.in_blocks else (params,)):
-            shape = getattr(attrgetter(path.removeprefix(BLOCKS))(node), "shape", None)
-            if shape == wanted or (row.has_vocabulary and _is_padded(shape, wanted)):
-                continue
-            where = path if stacked or not row.in_blocks else f"{BLOCKS}{i}.{path.removeprefix(BLOCKS)}"
-            raise ConfigError(
-                f"parameters whose {where} is {_in_words(shape)} are not those of the configuration, which needs"
-                f" {_in_words(wanted)}"
-            )
-    if not stacked and len(layers) != config.n_layers:
-        raise ConfigError(
-            f"parameters of {len(layers)} layers are not those of the configuration: n_layers={config.n_layers}"
-        )
-
-
-def check_head(config: LlamaConfig, params: Llama) -> None:
-    """Raise ConfigError where there is an output projection though it is the embedding, or none though it is not."""
-    if (params.lm_head is None) != config.tie_embeddings:
-        found = "no" if params.lm_head is None else "an"
-        raise ConfigError(f"tie_embeddings={config.tie_embeddings} but the parameters have {found} lm_head")
-
-
-@cache
-def _shapes(config: LlamaConfig, stacked: bool) -> dict[str, tuple[int, ...] | None]:
-    """Of the parameter at each path; None where a model of this configuration has none."""
-    absent = dict.fromkeys(row.path for row in TABLE)
-    return absent | {row.path: row.shape_of_all(config) if stacked else row.shape(config) for row in rows(config)}
-
-
-def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) -> bool:
-    return shape is not None and wanted is not None and shape[0] > wanted[0] and shape[1:] == wanted[1:]
-
-
-def _in_words(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else str(list(shape))

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
-from llama_jax.model.forward import Options, check_tokens, forward, run, unembed
+from llama_jax.model.checks import check_tokens
+from llama_jax.model.forward import Options, forward, run, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.ops.layers import project, sum_of_outer
+from llama_jax.ops.layers import Weight, project, sum_of_outer
 
 Constrain = Callable[[jax.Array, str], jax.Array]  # told what an array is, lays it out over devices
 
@@ -50,7 +50,7 @@ class LogitOptions:
 
 
 def cross_entropy(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array, options: LogitOptions
+    hidden: jax.Array, head: jax.Array | Weight, targets: jax.Array, weights: jax.Array, options: LogitOptions
 ) -> LossSums:
     """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, made chunk by chunk.
 
@@ -59,11 +59,13 @@ def cross_entropy(
 
     Args:
       hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
-      head: [V, D]. The chunks' gradients are summed in its dtype.
+      head: [V, D], an array, whose gradient is summed over the chunks in its dtype; or what else `project` takes, such as a
+        quantised one or one with an adapter, through whose own derivative the logits are then computed a second time.
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
     """
-    found = _sums(options, hidden, head, targets, weights)
+    sums = _sums_by_project if hasattr(head, "project") else _sums
+    found = sums(options, hidden, head, targets, weights)
     return LossSums(found.loss, lax.stop_gradient(found.nll))
 
 
@@ -73,6 +75,20 @@ def _sums(options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: ja
 
     def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
         sums, _ = _chunk_sums(options, cast, *part)
+        return LossSums(*map(jnp.add, total, sums)), None
+
+    found, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
+    return LossSums(*map(jnp.sum, found))
+
+
+def _sums_by_project(
+    options: LogitOptions, hidden: jax.Array, head: Any, targets: jax.Array, weights: jax.Array
+) -> LossSums:
+    """`_sums` of a head that is not an array, by JAX's own derivative: of a chunk only its hidden states are saved."""
+
+    @jax.checkpoint
+    def add(total: LossSums, part: tuple[jax.Array, ...]) -> tuple[LossSums, None]:
+        sums, _ = _chunk_sums(options, head, *part)
         return LossSums(*map(jnp.add, total, sums)), None
 
     found, _ = lax.scan(add, _zeros(hidden), _chunks(options.chunk, hidden, targets, weights))
@@ -121,7 +137,7 @@ def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Constrain
 
 
 def _chunk_sums(
-    options: LogitOptions, head: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array
+    options: LogitOptions, head: Any, hidden: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[LossSums, jax.Array]:
     """The sums of one chunk for each row, [B], and the gradient of its loss with respect to its logits [B, chunk, V]."""
     z_loss, vocab_size = options.z_loss, options.vocab_size

@@ -61,6 +61,12 @@ def is_divided() -> bool:
     return jax.sharding.get_abstract_mesh().size > 1
 
 
+def mesh_in_force() -> dict[str, int]:
+    """Names and sizes of the mesh over which XLA divides what is traced now; empty within `shard_map`, for one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {} if mesh.empty or mesh.manual_axes else dict(mesh.shape)
+
+
 def update_if(condition: jax.Array, update: Callable[[Tree], Tree], tree: Tree) -> Tree:
     """`update(tree)` where `condition`, a bool[], holds, and the same tree where it does not.
 

@@ -19,12 +19,12 @@ from llama_jax.data.opening import Progress
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
-from llama_jax.runs.windows import Rows, Windows, cut_windows, lay_rows, pack
+from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows, pack
 
 CHUNK = 64
 LONGEST = 4096  # tokens of a window where none are asked for: a layer's scores grow with their square
 
-Measure = Callable[[Llama, Rows], jax.Array]
+Measure = Callable[[Llama, WindowRows], jax.Array]
 
 
 class Sizes(NamedTuple):
@@ -155,7 +155,7 @@ def check_vocabulary(config: LlamaConfig, corpus: Corpus) -> None:
 def token_nats(
     config: LlamaConfig,
     params: Llama,
-    rows: Rows,
+    rows: WindowRows,
     *,
     compute: Compute = Compute(),
     chunk: int = CHUNK,

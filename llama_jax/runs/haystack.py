@@ -10,7 +10,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import TokenizerError, UserError, shown
-from llama_jax.model.forward import check_tokens
+from llama_jax.model.checks import check_tokens
 from llama_jax.tokenizers import Tokenizer
 
 STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."

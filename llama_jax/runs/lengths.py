@@ -158,7 +158,7 @@ def cut_spans(corpus: Corpus, length: int, max_tokens: int | None) -> np.ndarray
     return spans[np.arange(kept) * len(spans) // kept]
 
 
-class _Plan(NamedTuple):
+class _WindowPlan(NamedTuple):
     """How one length is read.
 
     Attributes:
@@ -177,10 +177,10 @@ class _Plan(NamedTuple):
     pieces: int
 
 
-def _plan(length: int, longest: int, spans: int, batch: int | None) -> _Plan:
+def _plan(length: int, longest: int, spans: int, batch: int | None) -> _WindowPlan:
     windows = spans * (longest // length)
     batch = min(rows_at_once(length) if batch is None else batch, windows)
-    return _Plan(length, longest // length, windows, batch, -(-windows // batch), *cut_pieces(length))
+    return _WindowPlan(length, longest // length, windows, batch, -(-windows // batch), *cut_pieces(length))
 
 
 def rows_at_once(length: int) -> int:
@@ -244,7 +244,7 @@ def _measure(
     params: Llama,
     corpus: Corpus,
     spans: np.ndarray,
-    plan: _Plan,
+    plan: _WindowPlan,
     options: tuple[CacheOptions, Compute],
     ticks: Iterator[int],
 ) -> LengthLoss:
@@ -277,7 +277,7 @@ def _measure(
     return _summary(plan, by_position[: plan.length], by_window)
 
 
-def _lay(corpus: Corpus, starts: np.ndarray, plan: _Plan, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+def _lay(corpus: Corpus, starts: np.ndarray, plan: _WindowPlan, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """What the windows read and what follows each token: int32[B, capacity] each, filled up with 0 and -1."""
     tokens, targets = (np.full((plan.batch, capacity), filling, np.int32) for filling in (0, -1))
     for row, start in enumerate(starts):
@@ -286,7 +286,7 @@ def _lay(corpus: Corpus, starts: np.ndarray, plan: _Plan, capacity: int) -> tupl
     return tokens, targets
 
 
-def _summary(plan: _Plan, by_position: np.ndarray, by_window: np.ndarray) -> LengthLoss:
+def _summary(plan: _WindowPlan, by_position: np.ndarray, by_window: np.ndarray) -> LengthLoss:
     """The numbers from the sums of nats over windows, float64[T], and over positions, float64[n]."""
     means = by_position / plan.windows
     spans = by_window.reshape(-1, plan.windows_of_span).mean(axis=1) / plan.length

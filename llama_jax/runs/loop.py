@@ -30,7 +30,7 @@ from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.profile import Profile
-from llama_jax.runs.program import Backend, Program, make_program, on_one_device
+from llama_jax.runs.program import Backend, TrainingProgram, make_program, on_one_device
 from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import find
 from llama_jax.runs.signals import Stopping, StopRequest
@@ -153,7 +153,7 @@ def train(
         preparing.write_recipe(folder, recipe)
         # Up to here there is nothing to save, and a signal ends the process at once.
         with StopRequest(quiet=processes.index > 0) as stop:
-            run = _Run(
+            run = _TrainingRun(
                 recipe=recipe,
                 folder=folder,
                 program=program,
@@ -171,12 +171,12 @@ def train(
 
 
 @dataclass
-class _Run:
+class _TrainingRun:
     """A run between its first and its last step: what it was made of, and the state of the loop that is not the model's."""
 
     recipe: Recipe
     folder: Path
-    program: Program
+    program: TrainingProgram
     snapshots: Snapshots
     tokenizer: Tokenizer
     prompts: list[list[int]]

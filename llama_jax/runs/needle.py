@@ -145,7 +145,7 @@ def needle(
     return NeedleTest(tuple(hidden.lengths), tuple(hidden.depths), wrong_keys, tuple(cells))
 
 
-class _Plan(NamedTuple):
+class _PromptPlan(NamedTuple):
     """How the prompts of one length are read: how many at once, and in how many pieces of how many tokens."""
 
     length: int
@@ -155,9 +155,9 @@ class _Plan(NamedTuple):
     pieces: int
 
 
-def _plan(length: int, prompts: int, batch: int | None) -> _Plan:
+def _plan(length: int, prompts: int, batch: int | None) -> _PromptPlan:
     batch = min(rows_at_once(length) if batch is None else batch, prompts)
-    return _Plan(length, batch, -(-prompts // batch), *cut_pieces(length))
+    return _PromptPlan(length, batch, -(-prompts // batch), *cut_pieces(length))
 
 
 def read_piece(
@@ -214,7 +214,7 @@ def _measure(
     params: Llama,
     prompts: Sequence[np.ndarray],
     answers: Sequence[Sequence[int]],
-    plan: _Plan,
+    plan: _PromptPlan,
     ticks: Iterator[int],
 ) -> tuple[np.ndarray, np.ndarray]:
     """What `answer_scores` says of all prompts: float64[n, N] and bool[n, N]."""

@@ -36,7 +36,7 @@ Metrics = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingProgram:
     """What the loop calls.
 
     Attributes:
@@ -66,7 +66,7 @@ class Program:
     attention: str = ""
 
 
-def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> Program:
+def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> TrainingProgram:
     """Compile the step of a recipe: by `jax.jit` over a mesh, or by `jax.pmap` over `sizes.data` devices.
 
     Raises:
@@ -129,7 +129,7 @@ def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     param_specs(recipe.model, sizes)
 
 
-def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
+def _jit_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
     mesh = make_mesh(sizes)
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     placement = shardings(mesh, train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0))
@@ -158,7 +158,7 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
             lambda part: jax.make_array_from_process_local_data(rows, part, (recipe.batch, part.shape[1])), batch
         )
 
-    return Program(
+    return TrainingProgram(
         step=compiled,
         place=place,
         share=_share(rows, recipe.batch),
@@ -174,7 +174,7 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> Program:
     )
 
 
-def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> Program:
+def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
     devices = jax.devices()[: sizes.devices]
     everywhere = replicate(jnp.zeros(()), devices).sharding
     shapes = jax.tree.map(
@@ -187,7 +187,7 @@ def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> Program:
         make = partial(_random, recipe) if params is None else lambda: _start(recipe, stack(params))
         return replicate(jax.jit(make)(), devices)
 
-    return Program(
+    return TrainingProgram(
         step=pmap_step(_step(recipe, partial(train_step, recipe.model)), devices),
         place=lambda batch: batch,  # `pmap_step` divides it
         share=(0, 1),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data import Reading
+from llama_jax.data import DocumentFormat
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.runs.errors import TrainingError
@@ -78,7 +78,7 @@ class Recipe:
     z_loss: float = 0.0
     ema_decay: float = 0.0
     skip_limit: int = 10
-    reading: Reading = field(default_factory=Reading)
+    reading: DocumentFormat = field(default_factory=DocumentFormat)
     validation: float = 0.05
     evaluate_every: int = 250
     evaluate_tokens: int = 0

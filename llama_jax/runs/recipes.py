@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llama_jax.config import LlamaConfig, preset
-from llama_jax.data import Reading
+from llama_jax.data import DocumentFormat
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.tokenizers.making import BYTE_VOCABULARY
@@ -53,7 +53,7 @@ def shakespeare() -> Recipe:
         optimizer=OptimizerSettings(learning_rate=2e-3, warmup_steps=100, final_share=0.0, b2=0.99),
         vocabulary="byte",
         # A single text: cut into pieces, of which every tenth is for validation.
-        reading=Reading(longest=4000),
+        reading=DocumentFormat(longest=4000),
         validation=0.1,
         evaluate_every=250,
         evaluate_tokens=50_000,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, existing_step
-from llama_jax.data.documents import Reading, read_documents
+from llama_jax.data.documents import DocumentFormat, read_documents
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.runs.errors import TrainingError
@@ -79,7 +79,7 @@ def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
         raise
 
 
-def _texts(data: Sequence[Path], reading: Reading) -> Iterator[str]:
+def _texts(data: Sequence[Path], reading: DocumentFormat) -> Iterator[str]:
     for path in data:
         if path.suffix.lower() in (".bin", ".array_record"):
             raise TrainingError(f"{path} holds tokens and no text to learn a vocabulary from; give theirs with --tokenizer")

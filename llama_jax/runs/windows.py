@@ -32,7 +32,7 @@ class Windows(NamedTuple):
         return self.read - self.context
 
 
-class Rows(NamedTuple):
+class WindowRows(NamedTuple):
     """Windows side by side, int32[B, T] each.
 
     Attributes:
@@ -86,13 +86,13 @@ def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
 
 def lay_rows(
     corpus: Corpus, windows: Windows, rows: Sequence[Sequence[int]], batch: int, length: int
-) -> tuple[Rows, np.ndarray]:
+) -> tuple[WindowRows, np.ndarray]:
     """The rows as the model reads them, filled up to `batch` rows of `length` tokens with padding.
 
     Returns:
       The rows, and int64[B, T], the window that predicts each target, or -1.
     """
-    laid = Rows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
+    laid = WindowRows(*(np.full((batch, length), value, np.int32) for value in (0, -1, 0, 0)))
     owner = np.full((batch, length), -1)
     for row, members in enumerate(rows):
         begin = 0

@@ -9,7 +9,7 @@ from typing import Any
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import Tokenizer, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, HuggingFaceTokenizer, spell
-from llama_jax.tokenizers.sentencepiece import Kind, Piece, SentencePieceTokenizer, write_model
+from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, SentencePieceTokenizer, write_model
 from llama_jax.tokenizers.settings import Settings
 from llama_jax.tokenizers.tiktoken import SPLIT, TiktokenTokenizer, merges
 
@@ -99,15 +99,15 @@ def _sentencepiece(reader: _Reader) -> Tokenizer:
     tokens = reader.values("tokens", str)
     scores = reader.values("scores", float, len(tokens))
     kinds = reader.values("token_type", int, len(tokens))
-    odd = next((kind for kind in kinds if kind not in list(Kind)), None)
+    odd = next((kind for kind in kinds if kind not in list(EntryKind)), None)
     if odd is not None:
-        raise reader.error("token_type", odd, f"one of {[int(kind) for kind in Kind]} for each token")
+        raise reader.error("token_type", odd, f"one of {[int(kind) for kind in EntryKind]} for each token")
     bos, eos = reader.token("bos", tokens, 1), reader.token("eos", tokens, 2)
     settings = reader.settings(tokens, bos, eos)
-    kinds = [int(Kind.CONTROL) if i in (bos, eos) else kind for i, kind in enumerate(kinds)]
+    kinds = [int(EntryKind.CONTROL) if i in (bos, eos) else kind for i, kind in enumerate(kinds)]
     with library_errors(f"{reader.where} holds no whole SentencePiece vocabulary"):
         model = write_model(
-            (Piece(*piece) for piece in zip(tokens, scores, map(Kind, kinds), strict=True)),
+            (Entry(*piece) for piece in zip(tokens, scores, map(EntryKind, kinds), strict=True)),
             bos=settings.bos_token or "",
             eos=settings.eos_token or "",
             space_prefix=reader.flag("add_space_prefix", True),
@@ -138,7 +138,7 @@ def _bpe(reader: _Reader) -> Tokenizer:
             ]
         )
         library.decoder = decoders.ByteLevel()
-        for kind, special in ((Kind.CONTROL, True), (Kind.USER_DEFINED, False)):
+        for kind, special in ((EntryKind.CONTROL, True), (EntryKind.USER_DEFINED, False)):
             these = [token for token, found in zip(tokens, kinds, strict=True) if found == kind]
             add = library.add_special_tokens if special else library.add_tokens
             add([AddedToken(token, special=special, normalized=False) for token in these])
@@ -161,13 +161,13 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
         tokens = [spell(token) for token in tokenizer.ranks()]
         pairs = [(spell(left), spell(right)) for left, right in merges(tokenizer.ranks())]
         names = sorted(tokenizer.special_tokens, key=tokenizer.special_tokens.__getitem__)
-        fields = _merged(tokens + names, pairs, [Kind.NORMAL] * len(tokens) + [Kind.CONTROL] * len(names))
+        fields = _merged(tokens + names, pairs, [EntryKind.NORMAL] * len(tokens) + [EntryKind.CONTROL] * len(names))
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         fields = _described(tokenizer)
     else:
         raise TokenizerError(f"a {type(tokenizer).__name__} cannot be written into a GGUF")
     for i in range(len(fields["tokens"]), vocab_size or 0):
-        for name, value in (("tokens", PADDING.format(i)), ("scores", 0.0), ("token_type", int(Kind.UNUSED))):
+        for name, value in (("tokens", PADDING.format(i)), ("scores", 0.0), ("token_type", int(EntryKind.UNUSED))):
             if name in fields:
                 fields[name].append(value)
     named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
@@ -182,7 +182,7 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
     return named
 
 
-def _scored(pieces: Sequence[Piece], space_prefix: bool) -> dict[str, Any]:
+def _scored(pieces: Sequence[Entry], space_prefix: bool) -> dict[str, Any]:
     return {
         "model": "llama",
         "pre": "default",
@@ -194,7 +194,7 @@ def _scored(pieces: Sequence[Piece], space_prefix: bool) -> dict[str, Any]:
     }
 
 
-def _merged(tokens: list[str], pairs: Sequence[Sequence[str]], kinds: Sequence[Kind]) -> dict[str, Any]:
+def _merged(tokens: list[str], pairs: Sequence[Sequence[str]], kinds: Sequence[EntryKind]) -> dict[str, Any]:
     return {
         "model": "gpt2",
         "pre": LLAMA_3[0],
@@ -212,12 +212,12 @@ def _described(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     if model["type"] != "BPE":
         raise TokenizerError(f"a tokenizer.json with the model {model['type']} cannot be written into a GGUF; BPE can")
     tokens = [PADDING.format(i) for i in range(tokenizer.vocab_size)]  # ids may have gaps
-    kinds = [Kind.UNUSED] * len(tokens)
+    kinds = [EntryKind.UNUSED] * len(tokens)
     for text, i in model["vocab"].items():
-        tokens[i], kinds[i] = text, Kind.BYTE if BYTE.fullmatch(text) and model["byte_fallback"] else Kind.NORMAL
+        tokens[i], kinds[i] = text, EntryKind.BYTE if BYTE.fullmatch(text) and model["byte_fallback"] else EntryKind.NORMAL
     for token in whole["added_tokens"]:
         tokens[token["id"]] = token["content"]
-        kinds[token["id"]] = Kind.CONTROL if token["special"] else Kind.USER_DEFINED
+        kinds[token["id"]] = EntryKind.CONTROL if token["special"] else EntryKind.USER_DEFINED
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     if tokenizer.spells_bytes:
         cutting = whole["pre_tokenizer"] or {}
@@ -227,6 +227,6 @@ def _described(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
     unknown = model["unk_token"]
     order = {left + right: -float(i) for i, (left, right) in reversed(list(enumerate(pairs)))}
     if unknown is not None:
-        kinds[model["vocab"][unknown]] = Kind.UNKNOWN
-    pieces = [Piece(text, order.get(text, 0.0), kind) for text, kind in zip(tokens, kinds, strict=True)]
+        kinds[model["vocab"][unknown]] = EntryKind.UNKNOWN
+    pieces = [Entry(text, order.get(text, 0.0), kind) for text, kind in zip(tokens, kinds, strict=True)]
     return _scored(pieces, tokenizer.space_prefix)

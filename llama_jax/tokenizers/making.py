@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers.base import library_errors
-from llama_jax.tokenizers.sentencepiece import Kind, Piece, SentencePieceTokenizer, write_model
+from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, SentencePieceTokenizer, write_model
 
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
 LONGEST_LINE = 4000  # bytes; SentencePiece leaves out longer ones
@@ -15,7 +15,7 @@ LONGEST_LINE = 4000  # bytes; SentencePiece leaves out longer ones
 
 def byte_tokenizer() -> SentencePieceTokenizer:
     """A token for every byte: nothing to learn, and no text that it does not know."""
-    bytes_ = [Piece(f"<0x{byte:02X}>", 0.0, Kind.BYTE) for byte in range(256)]
+    bytes_ = [Entry(f"<0x{byte:02X}>", 0.0, EntryKind.BYTE) for byte in range(256)]
     model = write_model([*_special(), *bytes_], bos="<s>", eos="</s>", space_prefix=False, spell_spaces=False)
     return SentencePieceTokenizer(model, "the byte vocabulary")
 
@@ -54,8 +54,12 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
     return SentencePieceTokenizer(model.getvalue(), "the new vocabulary")
 
 
-def _special() -> list[Piece]:
-    return [Piece("<unk>", 0.0, Kind.UNKNOWN), Piece("<s>", 0.0, Kind.CONTROL), Piece("</s>", 0.0, Kind.CONTROL)]
+def _special() -> list[Entry]:
+    return [
+        Entry("<unk>", 0.0, EntryKind.UNKNOWN),
+        Entry("<s>", 0.0, EntryKind.CONTROL),
+        Entry("</s>", 0.0, EntryKind.CONTROL),
+    ]
 
 
 def _lines(text: str) -> list[str]:

@@ -22,7 +22,7 @@ from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """What a piece is, in the numbers of sentencepiece_model.proto and of GGUF's token_type."""
 
     NORMAL = 1
@@ -33,12 +33,12 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-class Piece(NamedTuple):
+class Entry(NamedTuple):
     """One entry of a vocabulary; of two possible merges BPE takes the one with the higher score."""
 
     text: str
     score: float
-    kind: Kind
+    kind: EntryKind
 
 
 def recognises(start: bytes) -> bool:
@@ -105,12 +105,17 @@ class SentencePieceTokenizer(EncodesParts):
         (folder / "tokenizer.model").write_bytes(self._processor.serialized_model_proto())
         write_settings(folder, self, "LlamaTokenizer")
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Entry]:
         """All entries of the vocabulary by id."""
         p = self._processor
-        kinds = ((Kind.UNKNOWN, p.IsUnknown), (Kind.CONTROL, p.IsControl), (Kind.UNUSED, p.IsUnused), (Kind.BYTE, p.IsByte))
+        kinds = (
+            (EntryKind.UNKNOWN, p.IsUnknown),
+            (EntryKind.CONTROL, p.IsControl),
+            (EntryKind.UNUSED, p.IsUnused),
+            (EntryKind.BYTE, p.IsByte),
+        )
         return [
-            Piece(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), Kind.NORMAL))
+            Entry(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL))
             for i in range(self.vocab_size)
         ]
 
@@ -125,7 +130,7 @@ class SentencePieceTokenizer(EncodesParts):
         return piece.replace(SPACE, " ").encode()
 
 
-def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Piece]:
+def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:
     """The added tokens that the model itself has not, as pieces: their ids must go on where its own end."""
     new = sorted((token for token in added if token.id >= size), key=lambda token: token.id)
     for expected, token in enumerate(new, size):
@@ -134,10 +139,10 @@ def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Piece]
                 f"{where} has {size} pieces, but the added token {shown(token.text, 40)} has id {token.id} where {expected}"
                 " comes next; copy the tokenizer's files again"
             )
-    return [Piece(token.text, 0.0, Kind.CONTROL if token.special else Kind.USER_DEFINED) for token in new]
+    return [Entry(token.text, 0.0, EntryKind.CONTROL if token.special else EntryKind.USER_DEFINED) for token in new]
 
 
-def write_model(pieces: Iterable[Piece], *, bos: str, eos: str, space_prefix: bool, spell_spaces: bool = True) -> bytes:
+def write_model(pieces: Iterable[Entry], *, bos: str, eos: str, space_prefix: bool, spell_spaces: bool = True) -> bytes:
     """A serialised BPE model with these pieces, their ids in this order.
 
     Args:
@@ -146,8 +151,8 @@ def write_model(pieces: Iterable[Piece], *, bos: str, eos: str, space_prefix: bo
       spell_spaces: whether the pieces spell a space as `SPACE`.
     """
     pieces = list(pieces)
-    unknown = next((piece.text for piece in pieces if piece.kind == Kind.UNKNOWN), "<unk>")
-    bytes_too = any(piece.kind == Kind.BYTE for piece in pieces)
+    unknown = next((piece.text for piece in pieces if piece.kind == EntryKind.UNKNOWN), "<unk>")
+    bytes_too = any(piece.kind == EntryKind.BYTE for piece in pieces)
     # Field numbers of ModelProto, TrainerSpec and NormalizerSpec in sentencepiece_model.proto.
     bpe = 2
     trainer = b"".join(
@@ -157,7 +162,7 @@ def write_model(pieces: Iterable[Piece], *, bos: str, eos: str, space_prefix: bo
     return write_pieces(pieces) + _bytes(2, trainer) + _bytes(3, normalizer)
 
 
-def write_pieces(pieces: Iterable[Piece]) -> bytes:
+def write_pieces(pieces: Iterable[Entry]) -> bytes:
     """The pieces as the protocol buffer's field 1."""
     return b"".join(
         _bytes(1, _text(1, piece.text) + b"\x15" + struct.pack("<f", piece.score) + _number(3, piece.kind))

@@ -30,7 +30,7 @@ from llama_jax.runs.vocabulary import choose_tokenizer
 
 RECIPES = """
 from llama_jax.config import LlamaConfig
-from llama_jax.data import Reading
+from llama_jax.data import DocumentFormat
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -39,7 +39,7 @@ def small():
         model=LlamaConfig(vocab_size=320, dim=32, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=64,
                           norm_eps=1e-5, rope_theta=10_000.0, tie_embeddings=True),
         steps=4, batch=8, length=24, optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=1), vocabulary="byte",
-        reading=Reading(longest=60), validation=0.2, evaluate_every=0, save_every=2, log_every=2)
+        reading=DocumentFormat(longest=60), validation=0.2, evaluate_every=0, save_every=2, log_every=2)
 
 def nothing():
     return None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llama_jax.data import DataError, Reading
+from llama_jax.data import DataError, DocumentFormat
 from llama_jax.data import documents as module
 from llama_jax.data.documents import jsonl_documents, text_documents
 
@@ -15,7 +15,7 @@ SEPARATOR = "<|endoftext|>"
 
 
 def texts(path, **reading):
-    return [document.text for document in text_documents(path, Reading(**reading))]
+    return [document.text for document in text_documents(path, DocumentFormat(**reading))]
 
 
 def cut(text, longest):
@@ -47,7 +47,7 @@ def test_documents_are_those_of_the_whole_text_however_it_is_read(parts, longest
     expected = [piece.strip() for whole in text.split(SEPARATOR) for piece in cut(whole, longest)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK", chunk)
-        found = list(text_documents(path, Reading(longest=longest)))
+        found = list(text_documents(path, DocumentFormat(longest=longest)))
     assert [document.text for document in found] == [piece for piece in expected if piece]
     lines, begun = text.split("\n"), 0
     for document in found:
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_text_names_the_line(content, message, chunk, tmp_path
 def test_jsonl_gives_its_texts_as_they_are(stories, name, tmp_path_factory):
     path = tmp_path_factory.mktemp("lines") / "some.jsonl"
     path.write_text("\n\n".join(json.dumps({"id": i, name: text}) for i, text in enumerate(stories)))
-    found = list(jsonl_documents(path, Reading(field=name)))
+    found = list(jsonl_documents(path, DocumentFormat(field=name)))
     assert [(d.text, d.line) for d in found] == [(text, 2 * i + 1) for i, text in enumerate(stories) if text]
 
 
@@ -113,7 +113,7 @@ def test_a_line_that_is_no_document_is_named(line, message, tmp_path):
     path = tmp_path / "some.jsonl"
     path.write_text('{"text": "good"}\n' + line)
     with pytest.raises(DataError, match=re.escape(f"{path}, line 2 {message}" if message[:2] == "is" else message)):
-        list(jsonl_documents(path, Reading()))
+        list(jsonl_documents(path, DocumentFormat()))
 
 
 @pytest.mark.parametrize(
@@ -122,4 +122,4 @@ def test_a_line_that_is_no_document_is_named(line, message, tmp_path):
 )
 def test_a_reading_that_cannot_be(settings, message):
     with pytest.raises(DataError, match=message):
-        Reading(**settings)
+        DocumentFormat(**settings)

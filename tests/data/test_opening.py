@@ -15,7 +15,7 @@ from byte_tokenizer import BOS, EOS, ByteTokenizer
 from conftest import shared_data
 
 import llama_jax
-from llama_jax.data import DataError, Reading, open_corpus, pieces
+from llama_jax.data import DataError, DocumentFormat, open_corpus, pieces
 from llama_jax.data import opening as module
 from llama_jax.data.cache import read_corpus
 
@@ -75,10 +75,8 @@ def test_documents_of_every_kind_of_file(data, cache, monkeypatch):
         assert (document[0], document[-1]) == (BOS, EOS)
     assert corpus.tokens.dtype == np.uint16
     assert corpus.vocab_size == 258
-    assert (
-        open_corpus(data, ByteTokenizer(vocab_size=1 << 17), reading=Reading(token_type="uint16"), cache=cache).tokens.dtype
-        == np.uint32
-    )
+    reading = DocumentFormat(token_type="uint16")
+    assert open_corpus(data, ByteTokenizer(vocab_size=1 << 17), reading=reading, cache=cache).tokens.dtype == np.uint32
 
 
 def test_the_second_time_no_source_is_read(data, cache, monkeypatch):
@@ -197,7 +195,7 @@ def test_another_tokenizer_or_reading_has_a_file_of_its_own(other, data, cache, 
     first = open_corpus(data, ByteTokenizer(), cache=cache)
     open_corpus(data, other, cache=cache)
     assert other.encoded == len(STORIES) + 1  # and the probe
-    assert texts(open_corpus(data, ByteTokenizer(), cache=cache, reading=Reading(separator=" "))) != STORIES
+    assert texts(open_corpus(data, ByteTokenizer(), cache=cache, reading=DocumentFormat(separator=" "))) != STORIES
     no_reading(monkeypatch)
     assert open_corpus(data, ByteTokenizer(), cache=cache).digest == first.digest
 

@@ -9,7 +9,7 @@ from byte_tokenizer import BOS, EOS, ByteTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_jax.data import DataError, Reading
+from llama_jax.data import DataError, DocumentFormat
 from llama_jax.data import pieces as module
 from llama_jax.data.pieces import read_pieces
 from llama_jax.data.vocabulary import examine
@@ -19,7 +19,7 @@ def documents(path, tokenizer=None, **reading):
     """[(ids, bytes of text)], the pieces of each document put together again."""
     tokenizer = tokenizer or ByteTokenizer()
     found, reads = [], []
-    for piece in read_pieces(path, tokenizer, examine(tokenizer), Reading(**reading)):
+    for piece in read_pieces(path, tokenizer, examine(tokenizer), DocumentFormat(**reading)):
         reads.append(piece.read)
         if piece.begins:
             found.append(([], 0))

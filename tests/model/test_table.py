@@ -13,7 +13,8 @@ from llama_jax.checkpoints import gguf, huggingface, llama2c, meta
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.config import PRESETS, preset
 from llama_jax.errors import ConfigError
-from llama_jax.model.params import TABLE, check_params, row_at, rows, shape_of
+from llama_jax.model.checks import check_params
+from llama_jax.model.params import TABLE, row_at, rows, shape_of
 from llama_jax.model.trees import build, count, init, param_shapes, parameter_count, stack, unstack
 from llama_jax.parallel.fit import fit
 from llama_jax.parallel.mesh import MeshSizes

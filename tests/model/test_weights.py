@@ -1,5 +1,6 @@
 """A leaf that is no array takes a weight's place: here one with a low-rank adapter."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import llama_jax
 from llama_jax import ops
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
+from llama_jax.model.trees import dequantize, quantize
 from llama_jax.training.objective import next_token_loss
 
 
@@ -104,3 +106,42 @@ def test_gradients_of_the_parts_are_the_chain_rule_of_the_whole(adapted):
         np.testing.assert_allclose(ours.up, jnp.tensordot(total, leaf.down.T, axes=1), rtol=1e-3, atol=1e-6)
         rows = total.reshape(-1, total.shape[-1])
         np.testing.assert_allclose(ours.down, leaf.up.reshape(-1, 2).T @ rows, rtol=1e-3, atol=1e-6)
+
+
+def test_the_head_of_a_loss_may_have_an_adapter(models):
+    config, params = models["gqa"]
+    rng = np.random.default_rng(0)
+    head = params.lm_head if params.lm_head is not None else params.embedding
+    config = dataclasses.replace(config, tie_embeddings=False)
+    parts = (rng.normal(0, 0.2, shape).astype(np.float32) for shape in ((head.shape[0], 2), (2, head.shape[1])))
+    params = params.replace(lm_head=Adapted(head, *map(jnp.asarray, parts)))
+    batch = llama_jax.Batch(jnp.asarray([[1, 5, 9, 2, 7, 3], [3, 3, 8, 1, 4, 0]]))
+
+    @jax.jit
+    def loss(params):
+        return next_token_loss(config, params, batch, llama_jax.LossOptions(chunk=2, z_loss=1e-3))
+
+    whole = params.replace(lm_head=params.lm_head.merged())
+    np.testing.assert_allclose(loss(params), loss(whole), rtol=1e-5)
+    ours, wanted = jax.grad(loss)(params), jax.grad(loss)(whole)
+    np.testing.assert_allclose(ours.embedding, wanted.embedding, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(ours.lm_head.weight, wanted.lm_head, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(ours.lm_head.up, wanted.lm_head @ params.lm_head.down.T, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_gradient_goes_through_a_frozen_quantised_model(kind):
+    config = llama_jax.LlamaConfig(
+        vocab_size=40, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
+        rope_theta=10_000.0, tie_embeddings=True,
+    )  # fmt: skip
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    frozen = quantize(params, kind)
+    batch = llama_jax.Batch(jnp.asarray([[1, 5, 9, 2, 7, 3, 30, 11]]))
+
+    @jax.jit
+    def of_norm(norm, model):
+        return next_token_loss(config, model.replace(final_norm=norm), batch)
+
+    ours, wanted = (jax.grad(of_norm)(params.final_norm, model) for model in (frozen, dequantize(frozen)))
+    np.testing.assert_allclose(ours, wanted, atol=2e-3 * float(jnp.abs(wanted).max()))  # activations in 16 bits on a CPU

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data import Reading
+from llama_jax.data import DocumentFormat
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.optimizer import OptimizerSettings
 
@@ -37,7 +37,7 @@ def recipe() -> Recipe:
         length=24,
         optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=2),
         vocabulary="byte",
-        reading=Reading(longest=60),
+        reading=DocumentFormat(longest=60),
         validation=0.2,
         evaluate_every=8,
         save_every=4,

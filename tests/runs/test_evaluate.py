@@ -19,7 +19,7 @@ from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.whole import logits
 from llama_jax.runs.evaluate import Evaluation, choose_sizes, evaluate, token_nats
-from llama_jax.runs.windows import Rows
+from llama_jax.runs.windows import WindowRows
 
 KIND = "gqa"
 CONFIG = make_goldens.KINDS[KIND]
@@ -163,7 +163,7 @@ def test_one_program_is_compiled_and_the_logits_never_exist_at_once(models):
     for lengths in (LENGTHS, [41]):  # a single row is filled up to three
         evaluate(config, params, corpus_of(lengths), length=40, batch=3, measure=measure)
     assert measure._cache_size() == 1
-    rows = Rows(*[jax.ShapeDtypeStruct((3, 40), jnp.int32)] * 4)
+    rows = WindowRows(*[jax.ShapeDtypeStruct((3, 40), jnp.int32)] * 4)
     program = measure.lower(params, rows).as_text()
     assert f"tensor<3x8x{config.vocab_size}xf32>" in program
     assert f"3x40x{config.vocab_size}x" not in program

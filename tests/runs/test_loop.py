@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from mortal_run import recipe, write_words
 
 import llama_jax
-from llama_jax.data import Reading
+from llama_jax.data import DocumentFormat
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preparing
 from llama_jax.runs.errors import TrainingError
@@ -77,7 +77,7 @@ class StopAt(Log):
 
 def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(text, capsys):
     """Of two documents one was kept: half of the text, of which a tenth was asked for."""
-    recipe = dataclasses.replace(RECIPE, reading=Reading(longest=3000), validation=0.1)
+    recipe = dataclasses.replace(RECIPE, reading=DocumentFormat(longest=3000), validation=0.1)
     corpora = preparing.read_data(recipe, [text], (), byte_tokenizer(), None, Log(quiet=True))
     assert corpora.train.document_count == 2
     total = corpora.train.token_count + corpora.validation.token_count

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from llama_jax.ops.attention.attend import announce, check_shapes
+from llama_jax.ops.attention.attend import announce
 from llama_jax.ops.attention.blockwise import forward_part, merge
+from llama_jax.ops.attention.checks import check_shapes
 from llama_jax.ops.attention.view import NO_KEY, Seen, View
 
 

@@ -1,0 +1,102 @@
+"""What cannot be generated, refused with the reason before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError, shown
+from llama_jax.model.checks import check_tokens
+from llama_jax.model.window import CacheOptions
+
+
+def checked_prompts(config: LlamaConfig, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Each prompt as an array of token ids."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence | np.ndarray | jax.Array):
+        raise GenerationError(f"prompts={shown(prompts, 40)} must be a sequence of sequences of token ids")
+    if not len(prompts):
+        raise GenerationError("no prompts: give at least one sequence of token ids")
+    if isinstance(prompts[0], int) or getattr(prompts[0], "ndim", None) == 0:
+        raise GenerationError(f"prompts={prompts!r:.40} is one prompt; a batch is needed: give [prompt]")
+    rows = [token_ids(f"prompt {i}", prompt) for i, prompt in enumerate(prompts)]
+    for i, row in enumerate(rows):
+        if not len(row):
+            raise GenerationError(f"prompt {i} is empty: give at least one token, such as the tokenizer's bos_id")
+        check_tokens(config, row)
+    return rows
+
+
+def checked_limits(max_new_tokens: int | Sequence[int], batch: int) -> np.ndarray:
+    """int32[B], from one number or one per row."""
+    if isinstance(max_new_tokens, np.ndarray | jax.Array):
+        max_new_tokens = np.asarray(max_new_tokens).tolist()
+    each: list[Any] = [max_new_tokens]
+    if isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str):
+        each = list(max_new_tokens)
+    for limit in each:
+        if isinstance(limit, bool) or not isinstance(limit, int | np.integer) or not 1 <= limit < 2**31:
+            raise GenerationError(f"max_new_tokens={limit!r} must be a positive integer")
+    if len(each) not in (1, batch):
+        raise GenerationError(f"max_new_tokens has {len(each)} values for a batch of {batch}: give one, or one per row")
+    return np.broadcast_to(np.array(each, np.int32), batch).copy()
+
+
+def check_context(config: LlamaConfig, lengths: np.ndarray, limit: np.ndarray, cache: CacheOptions) -> None:
+    """Raise GenerationError for rows or windows longer than the model's context."""
+    if cache.window is not None and cache.window + cache.sinks > config.max_seq_len:
+        raise GenerationError(
+            f"window={cache.window} and sinks={cache.sinks} exceed the model's context of {config.max_seq_len}; without a"
+            " window the whole context is seen"
+        )
+    worst = int(np.argmax(lengths + limit))
+    if cache.window is None and lengths[worst] + limit[worst] > config.max_seq_len:
+        raise GenerationError(
+            f"a prompt of {lengths[worst]} tokens and max_new_tokens={limit[worst]} exceed the model's context of "
+            f"{config.max_seq_len}; shorten the prompt or generate at most {max(config.max_seq_len - lengths[worst], 0)},"
+            " or let it see a window only (--window, CacheOptions(window=...))"
+        )
+
+
+def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
+    """A flat sequence of token ids as an array, or GenerationError."""
+    if isinstance(ids, str):
+        raise GenerationError(f"{name} is the text {shown(ids, 40)}; encode it with the tokenizer first")
+    try:
+        found = np.asarray(ids)
+    except ValueError:  # ragged
+        found = np.zeros((), object)
+    if found.size == 0 and found.ndim == 1:
+        return found.astype(np.int64)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of whole numbers, the token ids")
+    return found
+
+
+def checked_numbers(
+    name: str, given: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
+) -> np.ndarray:
+    """One number, or one for each row, of a setting of sampling: [batch] of a dtype.
+
+    Args:
+      need, valid: what it must be, in words and as a function of arrays.
+    """
+    value = np.asarray(given)
+    if value.dtype == object:
+        raise GenerationError(f"{name}={shown(given, 40)} must be {need}")
+    if not (np.issubdtype(value.dtype, np.integer) or np.issubdtype(value.dtype, np.floating)):
+        raise GenerationError(f"{name}={given!r} must be a number, {need}")
+    wrong = value[~(np.isfinite(value) & valid(value))]
+    if wrong.size:
+        raise GenerationError(f"{name}={wrong.flat[0]} must be {need}")
+    if np.issubdtype(dtype, np.floating):
+        # Beyond float32, or so near to its ends that a score multiplied or divided by it would be.
+        extreme = value[(np.abs(value) > 1e30) | ((value != 0) & (np.abs(value) < 1e-30))]
+        if extreme.size:
+            raise GenerationError(f"{name}={extreme.flat[0]} is too extreme; stay between 1e-30 and 1e30")
+    if value.shape not in ((), (batch,)):
+        raise GenerationError(f"{name} has shape {value.shape} for a batch of {batch}: give one value or one per row")
+    return np.broadcast_to(value, (batch,)).astype(dtype)

@@ -1,0 +1,152 @@
+"""What a forward pass cannot do, refused with the reason before anything is computed."""
+
+from __future__ import annotations
+
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError, GenerationError
+from llama_jax.model.cache import KVCache
+from llama_jax.model.options import Attend, Places
+from llama_jax.model.params import BLOCKS, TABLE, Block, Llama, Row, rows
+from llama_jax.ops.attention import Seen, View
+
+
+def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places) -> None:
+    """Raise for what `forward` cannot take; which errors, it says."""
+    if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise GenerationError(
+            f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"
+        )
+    check_params(config, params)
+    batch, new = tokens.shape
+    for name, value in (("positions", places.positions), ("segment_ids", places.segment_ids)):
+        if value is None:
+            continue
+        if cache is not None:
+            raise GenerationError(f"{name} are for packed rows, which have no cache; leave one of the two out")
+        if value.shape != tokens.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+            kind = f"{value.dtype}{list(value.shape)}"
+            raise GenerationError(f"{name} are {kind}; int{list(tokens.shape)}, as the tokens, is needed")
+    lengths, rope_lengths = places.lengths, places.rope_lengths
+    if rope_lengths is not None and rope_lengths.shape not in ((batch,), tokens.shape):
+        raise GenerationError(f"rope_lengths are {list(rope_lengths.shape)}; int[{batch}], one for each row, is needed")
+    if lengths is not None:
+        if jnp.shape(lengths) != (batch,):
+            raise GenerationError(f"lengths are {list(jnp.shape(lengths))}; int[{batch}], one for each row, is needed")
+        if not isinstance(lengths, jax.core.Tracer) and not ((lengths >= 0) & (lengths <= new)).all():
+            raise GenerationError(f"lengths={np.asarray(lengths).tolist()} must be from 0 to the {new} tokens of a row")
+    if cache is not None:
+        _check_cache(config, params, cache, batch, new)
+
+
+def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:
+    """Raise where `new` tokens do not fit: XLA would move the write to fit and overwrite what is there."""
+    if isinstance(params.blocks, tuple) != isinstance(cache.k, tuple):
+        forms = ("a tuple", "stacked") if isinstance(params.blocks, tuple) else ("stacked", "a tuple")
+        raise GenerationError(
+            f"the blocks are {forms[0]}, the cache is {forms[1]}; give init_cache stacked=True for stacked blocks only"
+        )
+    if cache.length.shape[0] != batch:
+        raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
+    layers = len(cache.k) if isinstance(cache.k, tuple) else cache.k.shape[0]
+    heads, width = (cache.k[0] if isinstance(cache.k, tuple) else cache.k).shape[-3::2]
+    if (layers, heads, width) != (config.n_layers, config.n_kv_heads, config.head_dim):
+        raise GenerationError(
+            f"a cache of {layers} layers, {heads} heads of {width} is not one of this configuration; make it with init_cache"
+        )
+    if cache.window is not None:
+        if cache.sinks + cache.window + new - 1 > cache.capacity:
+            raise GenerationError(
+                f"{new} tokens at once do not fit into a cache of capacity={cache.capacity} with window={cache.window} and"
+                f" sinks={cache.sinks}: at most {cache.capacity - cache.sinks - cache.window + 1} do"
+            )
+        return
+    filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length.max())
+    if filled + new > cache.capacity:
+        raise GenerationError(
+            f"{new} tokens after {filled} do not fit into a cache of capacity={cache.capacity}; use grow() first"
+        )
+
+
+def check_params(config: LlamaConfig, params: Llama) -> None:
+    """Raise unless parameters have the shapes of a configuration.
+
+    A table may have more rows than the vocabulary: padding, to divide it over devices (`parallel.fit`). With fewer, a lookup
+    would silently take another token's row.
+
+    Raises:
+      ConfigError: what is missing, left over or misshapen; the message names it.
+    """
+    check_head(config, params)
+    blocks = params.blocks
+    stacked = isinstance(blocks, Block)
+    layers = (blocks,) if isinstance(blocks, Block) else blocks
+    for path, (row, wanted) in _shapes(config, stacked).items():
+        for i, node in enumerate(layers if row.in_blocks else (params,)):
+            shape = getattr(attrgetter(path.removeprefix(BLOCKS))(node), "shape", None)
+            if shape == wanted or (row.has_vocabulary and _is_padded(shape, wanted)):
+                continue
+            where = path if stacked or not row.in_blocks else f"{BLOCKS}{i}.{path.removeprefix(BLOCKS)}"
+            raise ConfigError(
+                f"parameters whose {where} is {_in_words(shape)} are not those of the configuration, which needs"
+                f" {_in_words(wanted)}"
+            )
+    if not stacked and len(layers) != config.n_layers:
+        raise ConfigError(
+            f"parameters of {len(layers)} layers are not those of the configuration: n_layers={config.n_layers}"
+        )
+
+
+def check_head(config: LlamaConfig, params: Llama) -> None:
+    """Raise ConfigError where there is an output projection though it is the embedding, or none though it is not."""
+    if (params.lm_head is None) != config.tie_embeddings:
+        found = "no" if params.lm_head is None else "an"
+        raise ConfigError(f"tie_embeddings={config.tie_embeddings} but the parameters have {found} lm_head")
+
+
+@cache
+def _shapes(config: LlamaConfig, stacked: bool) -> dict[str, tuple[Row, tuple[int, ...] | None]]:
+    """The row and the shape of the parameter at each path; None where a model of this configuration has none."""
+    absent: dict[str, tuple[Row, tuple[int, ...] | None]] = {row.path: (row, None) for row in TABLE}
+    there = {row.path: (row, row.shape_of_all(config) if stacked else row.shape(config)) for row in rows(config)}
+    return absent | there
+
+
+def _is_padded(shape: tuple[int, ...] | None, wanted: tuple[int, ...] | None) -> bool:
+    return shape is not None and wanted is not None and shape[0] > wanted[0] and shape[1:] == wanted[1:]
+
+
+def _in_words(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))
+
+
+def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str = "token id") -> None:
+    """Raise GenerationError for an id outside [0, V), which an embedding lookup would silently replace."""
+    if isinstance(tokens, jax.core.Tracer):
+        return
+    ids = np.asarray(tokens)
+    outside = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if outside.size:
+        raise GenerationError(
+            f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
+        )
+
+
+def checked_attention(attend: Attend) -> Attend:
+    """An attention of one's own, whose result is held against what it must be: axes in another order would be believed."""
+
+    def found(queries: jax.Array, view: View, seen: Seen, **options: Any) -> jax.Array:
+        mixed = attend(queries, view, seen, **options)
+        kind, wanted = (f"{getattr(x, 'dtype', type(x))}{list(getattr(x, 'shape', ()))}" for x in (mixed, queries))
+        if kind != wanted:
+            raise ConfigError(f"attend gave {kind}; {wanted} is needed, [B, K, T, G, H] in the dtype of the queries")
+        return mixed
+
+    return found

@@ -1,0 +1,34 @@
+"""What no attention could compute, refused."""
+
+from __future__ import annotations
+
+import jax
+
+from llama_jax.errors import ConfigError
+from llama_jax.ops.attention.view import Seen
+from llama_jax.ops.quantized import Quantized
+
+
+def check_shapes(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, window: int | None) -> None:
+    """Raise ConfigError for what no backend could compute, or would compute as something else."""
+    if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
+        raise ConfigError(f"window={window!r} must be a whole number from 1, a token sees itself, to 2**31 - 1")
+    if queries.ndim != 5 or len(keys.shape) != 4 or queries.shape[:2] != keys.shape[:2]:
+        raise ConfigError(
+            f"queries {list(queries.shape)} and keys {list(keys.shape)} must be [B, K, T, G, H] and [B, K, S, H]"
+        )
+    if not queries.size or 0 in keys.shape:
+        raise ConfigError(f"queries {list(queries.shape)} and keys {list(keys.shape)} must not be empty")
+    if (seen.query_segments is None) != (seen.key_segments is None):
+        raise ConfigError("segments must be given of queries and of keys, or not at all")
+    batch, new, slots = queries.shape[0], queries.shape[2], keys.shape[2]
+    for what, x, length in (
+        ("query_positions", seen.query_positions, new),
+        ("key_positions", seen.key_positions, slots),
+        ("query_segments", seen.query_segments, new),
+        ("key_segments", seen.key_segments, slots),
+    ):
+        if x is not None and tuple(x.shape) not in ((batch, length), (1, length)):
+            raise ConfigError(f"{what} are {list(x.shape)}; [{batch}, {length}] or [1, {length}] is needed")
+    if seen.ordered and new != slots:
+        raise ConfigError(f"ordered rows have as many queries as keys, not {new} and {slots}")
