@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import tyro
-from measuring import write_report
+from measuring import text_of, write_report
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.trees import parameter_count
@@ -116,8 +116,8 @@ def training_stories(data: Path) -> list[str]:
     One file has a line break between stories and an empty line between paragraphs, the other a marker between stories and a
     line break between paragraphs.
     """
-    first = re.split(r"(?<!\n)\n(?!\n)", (data / "tinystories-train.txt").read_text("utf-8"))
-    second = (data / "tinystories-v2-train.txt").read_text("utf-8").split("<|endoftext|>")
+    first = re.split(r"(?<!\n)\n(?!\n)", text_of(data / "tinystories-train.txt"))
+    second = text_of(data / "tinystories-v2-train.txt").split("<|endoftext|>")
     stories = [*first, *(re.sub(r"\s*\n\s*", PARAGRAPH, story.strip()) for story in second)]
     return [story.strip() for story in stories if story.strip()]
 
@@ -125,7 +125,7 @@ def training_stories(data: Path) -> list[str]:
 def validation_stories(data: Path) -> list[str]:
     """The stories of the validation file, divided where `OPENING` says so."""
     stories: list[list[str]] = []
-    for paragraph in (data / "tinystories-valid.txt").read_text("utf-8").split(PARAGRAPH):
+    for paragraph in text_of(data / "tinystories-valid.txt").split(PARAGRAPH):
         if not stories or OPENING.match(paragraph.lstrip()):
             stories.append([])
         stories[-1].append(paragraph)

@@ -39,3 +39,13 @@ def write_report(path: Path, report: Any) -> None:
     """As JSON; the file is whole whenever the process ends, so that what was measured is there to go on with."""
     with appearing(path) as target:
         target.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+
+def text_of(path: Path) -> str:
+    """A text that lies beside the checkout of whoever measured; SystemExit that says so where it does not."""
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise SystemExit(
+            f"--data: {path} cannot be read ({error.strerror}); it is no part of the repository, give your own"
+        ) from None

@@ -334,6 +334,8 @@ def draw(points: list[Point], law: Law, draws: list[Law], of_sizes: Law) -> Figu
 def run_all(arguments: Arguments) -> list[Point]:
     """The runs, of which those in the work directory are taken from there; a line for each."""
     sizes, budgets = (SIZES[:2], (8_192, 16_384)) if arguments.small else (SIZES, BUDGETS)
+    if missing := [str(path) for path in arguments.data if not path.is_file()]:
+        raise SystemExit(f"--data: {', '.join(missing)} is not there; it is no part of the repository, give your own")
     text = sum(path.stat().st_size for path in arguments.data)
     if max(budgets) > text:
         raise SystemExit(f"--data has {text:,} bytes and {max(budgets):,} are to be read, but none twice; give more text")

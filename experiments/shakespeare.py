@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from measuring import write_report
+from measuring import text_of, write_report
 
 from llama_jax.model.trees import parameter_count
 from llama_jax.runs import recipes
@@ -73,7 +73,7 @@ class Arguments:
 
 def divide(data: Path, folder: Path) -> tuple[Path, Path]:
     """The first nine tenths and the last of a text, as two files; their paths."""
-    text = data.read_text("utf-8")
+    text = text_of(data)
     end = int(0.9 * len(text))
     parts = folder / "training.txt", folder / "validation.txt"
     folder.mkdir(parents=True, exist_ok=True)

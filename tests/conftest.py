@@ -37,7 +37,8 @@ from llama_jax.cli.arguments import arranged
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Compiling is most of the time of a test, so an example may be slow without the code being slow.
-settings.register_profile("llama_jax", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("llama_jax", deadline=None, max_examples=10, derandomize=True)
+settings.register_profile("nightly", deadline=None, max_examples=100)  # pytest --hypothesis-profile nightly
 settings.load_profile("llama_jax")
 
 
@@ -61,6 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+jit_logits = jax.jit(llama_jax.logits, static_argnums=0)  # by single operations most of a test would be compiling
 
 
 def shared_data(name: str) -> Path:

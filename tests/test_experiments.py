@@ -8,6 +8,7 @@ from dataclasses import replace
 import context_extension
 import jax
 import jax.numpy as jnp
+import measuring
 import numpy as np
 import pytest
 import scaling
@@ -228,12 +229,14 @@ def test_capped_attention_is_attention_where_scores_are_small(window):
     assert np.abs(capped - plain).max() > 0.01
 
 
+@pytest.mark.slow
 def test_an_attention_of_ones_own_is_trained_sampled_and_evaluated(capsys):
     found = soft_cap.main(soft_cap.Arguments(steps=25, new_tokens=6))
     assert found["after"] < found["before"] - 1
     assert "nats per token" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_attention_of_ones_own_is_the_one_that_is_used():
     config, prompt, compute = llama_jax.preset("stories-260k"), [1, 7, 300], llama_jax.Compute(attend=soft_cap.capped)
     params = llama_jax.init(config, jax.random.key(1))
@@ -262,3 +265,8 @@ def test_three_ways_to_spread_a_step_take_the_same_steps(tmp_path, capsys):
     assert ways["jit"]["difference_from_pmap"]["parameters"] < 1e-5
     assert {t["kind"] for way in ("shard_map", "jit") for t in ways[way]["collectives"]} == {"all-reduce"}
     assert "same bits" in capsys.readouterr().out
+
+
+def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is no part"):
+        measuring.text_of(tmp_path / "plays.txt")

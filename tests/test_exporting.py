@@ -45,7 +45,9 @@ def test_reading_and_decoding_from_bytes(models, dtype):
 
     functions = partial(read, config), partial(start, config), partial(decode, config, most=2)
     wanted = run(*map(jax.jit, functions))
-    state, _ = start(config, params, read(config, params, reading, tokens, places), tokens, lengths, request)
+    state, _ = jax.eval_shape(
+        functions[1], params, jax.eval_shape(functions[0], params, reading, tokens, places), tokens, lengths, request
+    )
     found = run(
         from_bytes(functions[0], params, reading, tokens, places),
         from_bytes(functions[1], params, reading._replace(cache=state.cache), tokens, lengths, request),

@@ -94,6 +94,7 @@ def test_programs_stand_beside_what_compilers_foretold_of_them(report, tmp_path)
     assert beside.hardware_of(jax.devices("cpu")[0]) is None
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_compile_report_run(report, tmp_path):
     run = report.Run(jax.devices("cpu")[0], report.SMALL, 600.0)
     train, prefill, decode = report.programs(run)

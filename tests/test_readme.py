@@ -5,12 +5,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import llama_jax
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_python_of_the_readme_runs(stories_folder, tmp_path, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 6

@@ -8,6 +8,7 @@ import zipfile
 import jax
 import numpy as np
 import pytest
+from conftest import jit_logits
 from make_joined_goldens import CONFIG, JOINED, OPTIMIZERS, TOKENS, logits_of, recipe_of, write_text
 
 import llama_jax
@@ -40,12 +41,12 @@ def test_the_model_is_the_same(old, expected, name):
     np.testing.assert_allclose(logits_of(folder), expected[f"{name}.logits"], rtol=1e-5, atol=1e-6)
     sizes = MeshSizes(fsdp=2, tensor=2)
     config, params, _ = llama_jax.load(folder, mesh=sizes)
-    logits = llama_jax.logits(config, params, TOKENS)[:, ::6, : CONFIG.vocab_size]
+    logits = jit_logits(config, params, TOKENS)[:, ::6, : CONFIG.vocab_size]
     np.testing.assert_allclose(logits, expected[f"{name}.logits"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_seed_gives_the_same_model(expected):
-    logits = llama_jax.logits(CONFIG, llama_jax.init(CONFIG, jax.random.key(0)), TOKENS)
+    logits = jit_logits(CONFIG, llama_jax.init(CONFIG, jax.random.key(0)), TOKENS)
     np.testing.assert_allclose(logits[:, ::6], expected["saved.logits"], rtol=1e-5, atol=1e-6)
 
 

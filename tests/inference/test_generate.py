@@ -107,7 +107,7 @@ def test_any_number_of_new_tokens(model):
 def test_logprobs_are_the_models_own(model):
     result = llama_jax.generate(*model, [PROMPTS[0]], max_new_tokens=NEW, sampling=Sampling(temperature=2.0, top_k=9))[0]
     ids = PROMPTS[0] + result.tokens
-    scores = jax.nn.log_softmax(llama_jax.logits(*model, np.array([ids]))[0])
+    scores = jax.nn.log_softmax(jit_logits(*model, np.array([ids]))[0])
     want = [float(scores[len(PROMPTS[0]) - 1 + i, token]) for i, token in enumerate(result.tokens)]
     np.testing.assert_allclose(result.logprobs, want, atol=1e-4)
 

@@ -73,6 +73,7 @@ def test_what_cannot_be(model, options, message):
 
 
 class TestInt8:
+    @pytest.mark.slow
     def test_perplexity_on_real_text_is_within_half_a_percent(self, stories):
         """Read in pieces through the cache, so that every token but the first of a piece is predicted from int8 keys."""
         config, params, tokenizer = stories

@@ -21,6 +21,7 @@ KINDS = list(make_goldens.KINDS)
 TOKENS = make_goldens.tokens(make_goldens.KINDS["gqa"])
 jit_forward = jax.jit(forward, static_argnums=0)
 jit_logits = jax.jit(logits, static_argnums=0)
+jit_unembed = jax.jit(unembed, static_argnums=0)
 
 
 def cached_logits(config, params, tokens, pieces, stacked=False):
@@ -29,7 +30,7 @@ def cached_logits(config, params, tokens, pieces, stacked=False):
     out, start = [], 0
     for size in pieces:
         hidden, cache = jit_forward(config, params, tokens[:, start : start + size], cache)
-        out.append(unembed(config, params, hidden))
+        out.append(jit_unembed(config, params, hidden))
         start += size
     np.testing.assert_array_equal(cache.length, [start] * len(tokens))
     return jnp.concatenate(out, axis=1)
@@ -90,14 +91,14 @@ def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models, stacked):
     cache = llama_jax.init_cache(config, 3, 16, stacked=stacked)
     hidden, cache = jit_forward(config, params, padded, cache, places=Places(jnp.asarray(lengths)))
     np.testing.assert_array_equal(cache.length, lengths)
-    got = [[unembed(config, params, hidden[i, :n])] for i, n in enumerate(lengths)]
+    got = [[jit_unembed(config, params, hidden[i, :n])] for i, n in enumerate(lengths)]
     for step in range(more):
         token = np.array([[text[n + step]] for text, n in zip(texts, lengths, strict=True)])
         hidden, cache = jit_forward(config, params, token, cache)
         for i in range(3):
-            got[i].append(unembed(config, params, hidden[i]))
+            got[i].append(jit_unembed(config, params, hidden[i]))
     for i, text in enumerate(texts):
-        np.testing.assert_allclose(np.concatenate(got[i]), logits(config, params, text[None])[0], atol=1e-5)
+        np.testing.assert_allclose(np.concatenate(got[i]), jit_logits(config, params, text[None])[0], atol=1e-5)
 
 
 def test_a_future_token_cannot_change_a_past_logit(models):
@@ -135,11 +136,11 @@ def test_no_gradient_flows_into_the_cache(models):
         hidden, cache = forward(config, params, TOKENS, cache)
         return jnp.sum(jnp.sin(hidden)), cache
 
-    grads, _ = jax.grad(loss, has_aux=True)(params)
+    grads, _ = jax.jit(jax.grad(loss, has_aux=True))(params)
     for block in grads.blocks:
         np.testing.assert_array_equal(block.attention.qkv[:, -2:], 0)
         assert np.abs(block.attention.qkv[:, :-2]).max() > 0
-    through = jax.grad(lambda params: jnp.sum(loss(params)[1].k[1]))(params)
+    through = jax.jit(jax.grad(lambda params: jnp.sum(loss(params)[1].k[1])))(params)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(through))
 
 
@@ -177,14 +178,14 @@ def test_a_token_outside_the_vocabulary_is_named(models):
 def test_a_full_cache_is_an_error_before_anything_runs(models):
     config, params = models["gqa"]
     cache = llama_jax.init_cache(config, 2, 8)
-    _, cache = forward(config, params, TOKENS[:, :6], cache)
+    _, cache = jit_forward(config, params, TOKENS[:, :6], cache)
     with pytest.raises(GenerationError, match="3 tokens after 6 do not fit into a cache of capacity=8"):
         forward(config, params, TOKENS[:, 6:9], cache)
     with pytest.raises(GenerationError, match="9 tokens after 0"):
         jit_forward(config, params, TOKENS[:, :9], cache)
     with pytest.raises(GenerationError, match="batch=1 but the cache has 2 rows"):
         forward(config, params, TOKENS[:1, :1], cache)
-    _, cache = forward(config, params, TOKENS[:, 6:8], cache)
+    _, cache = jit_forward(config, params, TOKENS[:, 6:8], cache)
     np.testing.assert_array_equal(cache.length, [8, 8])
 
 

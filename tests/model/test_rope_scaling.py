@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import make_goldens
 import numpy as np
 import pytest
-from conftest import params_of
+from conftest import jit_logits, params_of
 from hypothesis import given
 from hypothesis import strategies as st
 from make_goldens import ROPE_LENGTHS, ROPE_MODELS, ROPES
@@ -94,7 +94,7 @@ def test_frequencies_are_those_of_transformers(name, ropes):
 def test_logits_are_those_of_transformers(name, ropes, scaled):
     """The attention factor and, for a dynamic scaling, the length of the rows reach the scores."""
     config, params = scaled[name]
-    got = llama_jax.logits(config, params, make_goldens.tokens(config))
+    got = jit_logits(config, params, make_goldens.tokens(config))
     np.testing.assert_allclose(got, ropes[f"{name} logits"], atol=2e-4, rtol=0)
 
 

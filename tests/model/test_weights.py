@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit_logits
 from flax import struct
 
 import llama_jax
@@ -69,7 +70,7 @@ def adapted(models):
 def test_logits_and_tokens_are_those_of_the_merged_weights(adapted):
     config, params = adapted
     tokens = jnp.asarray([[1, 5, 9, 2, 7], [3, 3, 8, 1, 4]])
-    found, wanted = (llama_jax.logits(config, one, tokens) for one in (params, merge(params)))
+    found, wanted = (jit_logits(config, one, tokens) for one in (params, merge(params)))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
     ours, theirs = (llama_jax.generate(config, one, [[1, 5], [2]], max_new_tokens=8) for one in (params, merge(params)))
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
@@ -80,9 +81,7 @@ def test_layers_are_stacked_with_what_they_are_made_of(adapted):
     tokens = jnp.asarray([[1, 5, 9, 2, 7]])
     stacked = llama_jax.stack(params)
     assert isinstance(stacked.blocks.attention.qkv, Adapted)
-    np.testing.assert_allclose(
-        llama_jax.logits(config, stacked, tokens), llama_jax.logits(config, params, tokens), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(jit_logits(config, stacked, tokens), jit_logits(config, params, tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_no_weight_for_a_file(adapted, tmp_path):

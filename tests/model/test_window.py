@@ -114,7 +114,10 @@ def test_ragged_rows(model, tokens):
     assert list(done) == [LENGTH, 24]
 
 
-@given(st.integers(0, 3), st.integers(1, 9), st.integers(0, 40), st.integers(1, 4))
+jit_slots = jax.jit(slots_of, static_argnums=1)
+
+
+@given(st.sampled_from([0, 3]), st.sampled_from([1, 4, 9]), st.integers(0, 40), st.integers(1, 4))
 def test_every_slot_knows_its_position(sinks, ring, length, new):
     """The positions that slots are said to hold are those that were written there."""
     new = min(new, ring)
@@ -123,7 +126,7 @@ def test_every_slot_knows_its_position(sinks, ring, length, new):
     written = np.full(sinks + ring, NO_KEY)
     for position in range(length + new):
         cache = cache.replace(length=jnp.array([position]))
-        written[int(slots_of(cache, 1)[0])] = position
+        written[int(jit_slots(cache, 1)[0])] = position
     cache = cache.replace(length=jnp.array([length]))
     assert list(np.asarray(key_positions(cache, new))[0]) == list(written)
     each = slots_of(cache, new + 1)[0, :new]

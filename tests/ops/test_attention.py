@@ -60,7 +60,7 @@ def value_and_gradients_of(function, arrays):
         mixed = function(arrays[0], View.of(*arrays[1:]))
         return jnp.sum(jnp.sin(mixed)), mixed
 
-    gradients, mixed = jax.grad(total, has_aux=True)(arrays)
+    gradients, mixed = jax.jit(jax.grad(total, has_aux=True))(arrays)
     return mixed, gradients
 
 

@@ -22,7 +22,7 @@ def gradients(function, *arguments):
         out = function(*arguments)
         return jnp.sum(out * normal(99, *out.shape).astype(out.dtype))
 
-    return jax.grad(weighted, argnums=tuple(range(len(arguments))))(*arguments)
+    return jax.jit(jax.grad(weighted, argnums=tuple(range(len(arguments)))))(*arguments)
 
 
 def precise_gradients(function, *arguments):

@@ -1,6 +1,6 @@
 import pytest
 import vocabularies
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError
@@ -58,6 +58,7 @@ def all_kinds(tmp_path_factory):
     }
 
 
+@settings(max_examples=4)  # each template is rendered by a process of its own
 @given(chat=chats())
 def test_the_formats_are_those_of_the_templates(all_kinds, chat):
     for format, tokenizer in all_kinds.items():
@@ -96,6 +97,7 @@ def test_zephyr_is_tinyllamas(all_kinds):
     assert encode_chat(tokenizer, CHAT, "zephyr") == tokenizer.encode(text, bos=False, special=True)
 
 
+@settings(max_examples=4)
 @given(text=TEXTS)
 def test_special_tokens_in_a_message_are_text(all_kinds, text):
     """Their number is the format's own, and the message comes out as it went in."""

@@ -41,7 +41,7 @@ def test_importing_the_room_loads_no_library():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(text=MIXED)
 def test_decoding_gives_the_text_back(all_kinds, text):
     for kind, tokenizer in all_kinds.items():
@@ -51,7 +51,7 @@ def test_decoding_gives_the_text_back(all_kinds, text):
         assert tokenizer.decode(tokenizer.encode(text, eos=True)) == text, kind
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(text=MIXED)
 def test_special_tokens_in_a_text_are_text(all_kinds, text):
     for kind, tokenizer in all_kinds.items():
@@ -59,7 +59,7 @@ def test_special_tokens_in_a_text_are_text(all_kinds, text):
         assert not set(tokenizer.encode(text, bos=False)) & set(tokenizer.special_tokens.values()), kind
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(text=MIXED)
 def test_streaming_gives_what_decoding_gives(all_kinds, text):
     for kind, tokenizer in all_kinds.items():
