@@ -85,6 +85,7 @@ def test_the_first_validation_stories_give_the_figure_of_the_card(card, text, tm
     assert found.bits_per_byte == pytest.approx(float(said[2]), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_eval_gives_the_figure_of_the_card(run, card, text, tmp_path, monkeypatch):
     """With plain options, on the stories that the experiment writes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -155,6 +155,7 @@ def test_unknown_section(report, tmp_path, capsys):
     assert "unknown section 'decoding'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_time_left_skips_everything(report, tmp_path):
     code, found = run_main(report, tmp_path, time_limit=0)
     assert code == 0

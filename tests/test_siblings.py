@@ -98,7 +98,7 @@ def test_each_differs_from_a_llama(models, kind):
 
 
 @each
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_cache_and_pieces_give_the_same(models, kind, stacked):
     config, params = models[kind]
     params = stack(params) if stacked else params

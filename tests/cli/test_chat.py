@@ -47,6 +47,7 @@ def turns(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
+@pytest.mark.slow
 @given(lengths=st.lists(st.integers(0, 30), max_size=9).filter(lambda some: len(some) % 2 == 1), room=st.integers(10, 200))
 def test_the_oldest_exchanges_are_dropped_and_no_more_than_needed(lengths, room):
     system = [{"role": "system", "content": "S" * 5}]

@@ -308,6 +308,7 @@ def test_a_stdout_that_is_closed_or_full_is_no_traceback(closed, code, said, sto
     assert len(done.stderr.splitlines()) == (1 if said else 0)
 
 
+@pytest.mark.slow
 def test_a_second_start_finds_its_programs_compiled(stories_folder, tmp_path, environment):
     environment = environment | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     arguments = ["generate", "Once", "--model", str(stories_folder), "--max-new-tokens", "5", "--seed", "1"]
@@ -351,6 +352,7 @@ def test_stop_strings_across_tokens(text, stop, shown):
     assert out.shown == "".join(written) == shown
 
 
+@pytest.mark.slow
 def test_flags_are_set_before_jax_starts(environment, tmp_path):
     """In place of an accelerator: what is set for a platform, and what this version of XLA does not have."""
     code = """

@@ -235,6 +235,7 @@ def test_help_imports_nothing_heavy():
     assert "--mesh" in done.stdout
 
 
+@pytest.mark.slow
 def test_meshes_are_compared_by_what_they_take_and_send():
     row = mesh_report.look("stories-260k", "fsdp=2", 64, ("h200", "tpu-v5p"))
     assert (row["devices"], row["batch"]) == (2, 2)

@@ -128,6 +128,7 @@ def test_a_cache_does_not_grow_beyond_its_limit(data, cache, monkeypatch):
     assert len(list(cache.iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_cache(data, cache):
     """Each finds the other in the middle of the same corpus; both get it, and one file is left."""
     code = f"""

@@ -210,6 +210,7 @@ def test_stories_260k_greedy_text_is_exactly_what_llama2c_gives(stories, stories
     assert stories.tokenizer.decode(result.tokens) == (stories_folder / "expected.txt").read_text()
 
 
+@pytest.mark.slow
 def test_stories_260k_in_bfloat16_agrees_for_a_hundred_tokens(stories):
     low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), stories.params)
     want = llama_jax.generate(stories.config, stories.params, [[1]], max_new_tokens=100)[0].tokens

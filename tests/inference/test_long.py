@@ -95,6 +95,7 @@ class TestInt8:
         assert whole < 6  # the model knows such text: an error could show
         assert abs(short / whole - 1) < 0.005
 
+    @pytest.mark.slow
     def test_generation(self, stories):
         config, params, tokenizer = stories
         prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("Lily and Tom went to the park.")]

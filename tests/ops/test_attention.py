@@ -200,7 +200,7 @@ class TestViews:
         found = ops.attend(queries, stacked, Seen.whole(LENGTH), scale=0.5)
         np.testing.assert_array_equal(found, ops.attend(queries, View.of(keys, values), Seen.whole(LENGTH), scale=0.5))
 
-    @pytest.mark.parametrize(("new", "groups"), [(1, 1), (1, 3), (7, 3)])
+    @pytest.mark.parametrize(("new", "groups"), [pytest.param(1, 1, marks=pytest.mark.slow), (1, 3), (7, 3)])
     @pytest.mark.parametrize("backend", ["rows", "blockwise"])
     def test_quantized_keys_cost_no_more_than_their_own_rounding(self, backend, new, groups):
         """Beside attention to the same rounded keys and values in full: queries are not rounded, on a CPU to 16 bits."""
@@ -455,7 +455,7 @@ def piece_over_a_cache(batch, new, slots):
 
 
 class TestKernels:
-    @pytest.mark.parametrize("window", [None, 100])
+    @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 100])
     @pytest.mark.parametrize("packed", [False, True])
     def test_cudnn_is_given_what_it_means(self, packed, window, monkeypatch):
         """Computed by XLA in cuDNN's place: layout, scale, mask, window and blocks are those of the reference."""

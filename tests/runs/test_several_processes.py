@@ -184,6 +184,7 @@ def test_a_signal_to_one_saves_all(started, tmp_path):
     assert (tmp_path / CHECKPOINTS / stopped).is_dir()
 
 
+@pytest.mark.slow
 def test_what_is_missing_and_what_differs(started, tmp_path):
     with started(tmp_path, "--start-timeout", 1.5, of=3) as running:
         results = ended(running)

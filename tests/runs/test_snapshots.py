@@ -230,12 +230,18 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
     ("spoil", "named"),
     [
         (lambda step: os.truncate(largest(step / "rest"), 1000), r"checkpoints/20/rest/.* is not what was saved"),
-        (lambda step: largest(step / "params").unlink(), r"checkpoints/20/params/.* is missing"),
-        (lambda step: (step / "params/_METADATA").write_text("{"), "checkpoints/20/params/_METADATA is not what was saved"),
-        (lambda step: shutil.rmtree(step / "rest"), "checkpoints/20/rest/.* is missing"),
+        pytest.param(
+            lambda step: largest(step / "params").unlink(), r"checkpoints/20/params/.* is missing", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda step: (step / "params/_METADATA").write_text("{"),
+            "checkpoints/20/params/_METADATA is not what was saved",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda step: shutil.rmtree(step / "rest"), "checkpoints/20/rest/.* is missing", marks=pytest.mark.slow),
         (lambda step: (step / "about/note.json").write_text("{"), "checkpoints/20/about/note.json is not what was saved"),
         (lambda step: flip(largest(step / "rest")), r"checkpoints/20/rest/.* is not what was saved"),
-        (lambda step: (step / "_CHECKPOINT_METADATA").unlink(), "checkpoints/20"),
+        pytest.param(lambda step: (step / "_CHECKPOINT_METADATA").unlink(), "checkpoints/20", marks=pytest.mark.slow),
     ],
     ids=["truncated", "array gone", "metadata", "part gone", "note", "one bit", "checkpoint metadata"],
 )

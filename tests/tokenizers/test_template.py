@@ -121,7 +121,11 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+# Each is rendered by a process that spends its whole budget; a part of them without -m slow.
+LONGER = {"macros", "lists of lists", "dictionaries", "dict", "squares", "block", "join", "sum of lists", "method"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONGER else x for x in ENDLESS])
 def test_none_runs_for_ever_or_fills_the_memory(name):
     """Each of these would take hours or gigabytes; the budget ends it, on a slow machine the time."""
     started = time.process_time()
