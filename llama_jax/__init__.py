@@ -21,6 +21,7 @@ and what they are told:
   LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
                                       OptimizerSettings: by what rule parameters change
   Sampling                            how to choose tokens
+  PromptLookup, DraftModel            what proposes tokens, to be verified several at once: the same tokens, sooner
   KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
@@ -52,10 +53,12 @@ _HOME = {
     "TokenizerError": "errors",
     "UserError": "errors",
     "register_for_export": "exporting",
+    "DraftModel": "inference.speculation",
     "Generation": "inference.generate",
     "Piece": "inference.state",
     "generate": "inference.generate",
     "stream": "inference.generate",
+    "PromptLookup": "inference.speculation",
     "Sampling": "inference.sampling",
     "CacheOptions": "model.window",
     "KVCache": "model.cache",
@@ -120,6 +123,7 @@ __all__ = [
     "CheckpointError",
     "Compute",
     "ConfigError",
+    "DraftModel",
     "Evaluation",
     "Generation",
     "GenerationError",
@@ -136,6 +140,7 @@ __all__ = [
     "OptimizerSettings",
     "Piece",
     "Places",
+    "PromptLookup",
     "Recipe",
     "RopeScaling",
     "Sampling",
@@ -182,6 +187,7 @@ if TYPE_CHECKING:
     from llama_jax.exporting import register_for_export
     from llama_jax.inference.generate import Generation, generate, stream
     from llama_jax.inference.sampling import Sampling
+    from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.inference.state import Piece
     from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, unembed

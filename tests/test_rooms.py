@@ -60,8 +60,8 @@ CORE = ("ops", "model", "training", "inference", "parallel")
 MOST_ARGUMENTS = 7
 # What a user writes as keywords, where a bundle would only be one more name to import.
 MORE_ARGUMENTS = {
-    "inference/generate.py generate": 8,  # model, prompts, limit, and the bundles of sampling, cache and computation
-    "inference/generate.py stream": 9,  # those of generate, and turns
+    "inference/generate.py generate": 9,  # model, prompts, limit, and the bundles of sampling, cache, computation and draft
+    "inference/generate.py stream": 10,  # those of generate, and turns
     "model/cache.py init_cache": 8,  # three of its keywords are fields of the KVCache that it makes
 }
 

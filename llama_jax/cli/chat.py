@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import GenerationError, UserError
@@ -57,6 +58,7 @@ class Chat(ModelOptions):
 
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
+        parse_draft(self.draft)
         for name in ("max_new_tokens", "context"):
             value = getattr(self, name)
             if value is not None:
@@ -64,6 +66,7 @@ class Chat(ModelOptions):
 
         start_backend()
         config, params, tokenizer = self.load()
+        draft = self.drafter(tokenizer)
         context = config.max_seq_len if self.context is None else self.context
         if context > config.max_seq_len:
             raise GenerationError(
@@ -121,6 +124,7 @@ class Chat(ModelOptions):
                     stop_tokens=ends,
                     cache=options,
                     compute=Compute(attention=self.attention),
+                    draft=draft,
                 )
                 answer = reply(tokenizer, pieces, ends, at_start=format != "plain")
                 history = [*kept, {"role": "assistant", "content": answer}]
@@ -156,9 +160,13 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
     from llama_jax.cli.text import Text
 
     text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
+    from llama_jax.inference.drafting import DraftedPiece
+
+    drafted: list[DraftedPiece] = []
     with _interruptible() as interrupted:
         count, ended = 0, False
         for piece in pieces:
+            drafted += [piece] if isinstance(piece, DraftedPiece) else []
             for token in piece.tokens[0][piece.valid[0]].tolist():
                 ended = token in ends
                 if not ended:
@@ -172,6 +180,9 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
             _note("the reply was stopped")
         elif not ended:
             _note(f"the reply was cut at {count} tokens; --max-new-tokens allows more")
+        if drafted:
+            made = sum(int(piece.valid.sum()) for piece in drafted)
+            _note(draft_summary(draft_statistics("", made, [piece.counts for piece in drafted])))
     return text.shown
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
 from llama_jax.cli.prompts import read_prompts
 from llama_jax.config.numbers import require_positive_int
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from llama_jax.cli.runtime import Clock
     from llama_jax.cli.text import Text
     from llama_jax.config import LlamaConfig
-    from llama_jax.inference.sampling import Sampling
+    from llama_jax.inference.drafting import Counts
     from llama_jax.model.params import Llama
     from llama_jax.model.window import CacheOptions
 
@@ -64,6 +65,7 @@ class Generate(ModelOptions):
         # Impossible values are refused before minutes go into loading.
         seed = self.choose_seed()
         sampling, options = self.sampling(seed), self.cache_options()
+        parse_draft(self.draft)
         several = self._several()
         for name, value in (("max_new_tokens", self.max_new_tokens), ("batch", self.batch)):
             if value is not None:
@@ -76,23 +78,28 @@ class Generate(ModelOptions):
 
         start_backend()
         config, params, tokenizer = self.load()
+        draft = self.drafter(tokenizer)
         loaded = time.perf_counter()
         encoded = [tokenizer.encode(prompt) for prompt in prompts]
         limits = [self._limit(config, len(ids), line) for line, ids in enumerate(encoded, 1)]
         ends = () if self.ignore_eos else tokenizer.stop_ids
-        prepare(config, encoded, limits, sampling, ends, options)  # which refuses what cannot be before anything is printed
+        # Which refuse what cannot be before anything is printed.
+        _, lengths, request = prepare(config, encoded, limits, sampling, ends, options)
+        if draft is not None:
+            draft.check(config, params, lengths, request, options)
         rows = [
             _Row(prompt, ids, Text(tokenizer, self.stop, write=_discard if several or self.json else _print), ends)
             for prompt, ids in zip(prompts, encoded, strict=True)
         ]
         if not (several or self.json):
             _print(prompts[0])
-        clock, batch = Clock(compiling), self.batch or BATCH
+        clock, batch, counts = Clock(compiling), self.batch or BATCH, list[Any]()
         with observed() as attention:
             for first in range(0, len(rows), batch):
                 part = slice(first, first + batch)
                 seeds = [(seed + first + i) % 2**32 for i in range(len(rows[part]))]
-                self._continue(config, params, rows[part], limits[part], sampling.replace(seed=seeds), options, clock)
+                settings = {"sampling": sampling.replace(seed=seeds), "cache": options, "draft": draft}
+                counts += self._continue(config, params, rows[part], limits[part], settings, clock)
                 if several:
                     for row, own in zip(rows[part], seeds, strict=True):
                         print(json.dumps(row.as_dict() | {"seed": own}, ensure_ascii=False), flush=True)
@@ -115,6 +122,7 @@ class Generate(ModelOptions):
             "new_tokens": made,
             "prefill_tokens_per_second": _rate(read, clock.prefill_seconds),
             "decode_tokens_per_second": clock.decode_rate,
+            "draft": draft and draft_statistics(self.draft, made - len(rows), counts),
             "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
             "cache_bytes": min(batch, len(rows)) * size,
         }
@@ -147,12 +155,12 @@ class Generate(ModelOptions):
         params: Llama,
         rows: list[_Row],
         limits: list[int],
-        sampling: Sampling,
-        options: CacheOptions,
+        settings: dict[str, Any],
         clock: Clock,
-    ) -> None:
-        """Generate for rows together until all have ended."""
+    ) -> list[Counts]:
+        """Generate for rows together until all have ended; what each piece took."""
         import llama_jax
+        from llama_jax.inference.drafting import counts_of
         from llama_jax.model.options import Compute
 
         pieces = llama_jax.stream(
@@ -160,15 +168,16 @@ class Generate(ModelOptions):
             params,
             [row.ids for row in rows],
             max_new_tokens=limits,
-            sampling=sampling,
             stop_tokens=rows[0].ends,
-            cache=options,
             compute=Compute(attention=self.attention),
+            **settings,
         )
+        counts = []
         clock.begin()
         try:
             for piece in pieces:
                 clock.piece(int(piece.valid.sum()))
+                counts.append(counts_of(piece))
                 for row, tokens, logprobs, valid in zip(rows, *piece, strict=True):
                     row.push(tokens[valid].tolist(), logprobs[valid].tolist())
                 if all(row.stopped for row in rows):
@@ -176,6 +185,7 @@ class Generate(ModelOptions):
         finally:
             for row in rows:
                 row.text.finish()
+        return counts
 
 
 @dataclass
@@ -235,10 +245,11 @@ def _cache_bytes(config: LlamaConfig, options: CacheOptions, prompt: int, new: i
 def _summary(s: dict) -> str:
     megabyte = 1e6
     mesh = f" · mesh {s['mesh']}" if s["mesh"] else ""
+    draft = f" ({draft_summary(s['draft'])})" if s["draft"] else ""
     return (
         f"{s['backend']} ({s['device']}){mesh} · {s['dtype']} · attention {s['attention']} · seed {s['seed']}\n"
         f"load {s['load_seconds']:.2f} s · compile {s['compile_seconds']:.2f} s"
         f" · prefill {s['prompt_tokens']} tokens, {s['prefill_tokens_per_second']:.1f}/s"
-        f" · decode {s['new_tokens']} tokens, {s['decode_tokens_per_second']:.1f}/s"
+        f" · decode {s['new_tokens']} tokens, {s['decode_tokens_per_second']:.1f}/s{draft}"
         f" · weights {s['weight_bytes'] / megabyte:.1f} MB · cache {s['cache_bytes'] / megabyte:.1f} MB"
     )

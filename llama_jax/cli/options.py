@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from llama_jax.cli.draft import check_draft, load_draft
 from llama_jax.cli.rope import with_rope
 from llama_jax.errors import GenerationError
 
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
+    from llama_jax.inference.speculation import Drafter
     from llama_jax.model.params import Llama
     from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes
@@ -69,6 +71,10 @@ class ModelOptions(RememberOptions):
     lengthens the context; none leaves out the model's own."""
     attention: ATTENTION = "auto"
     """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
+    draft: str = ""
+    """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
+    them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
+    prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
 
@@ -105,6 +111,12 @@ class ModelOptions(RememberOptions):
         make_mesh(sizes)
         return sizes
 
+    def drafter(self, tokenizer: Tokenizer) -> Drafter | None:
+        """What proposes tokens, or None; GenerationError for a draft with another vocabulary than the model's."""
+        if not self.draft:
+            return None
+        return load_draft(self.draft, None if self.dtype == "auto" else self.dtype, tokenizer, self.mesh_sizes())
+
     def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none, or one that is not the model's."""
         import jax.numpy as jnp
@@ -117,6 +129,8 @@ class ModelOptions(RememberOptions):
         path = bundled() if self.model is None else self.model
         if self.rope:  # that it cannot be is said before minutes go into loading
             with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
+        if self.draft:
+            check_draft(self.draft, llama_jax.checkpoints.open_checkpoint(path).config)
         config, params, tokenizer = llama_jax.load(
             path,
             dtype,

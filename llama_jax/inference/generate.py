@@ -16,6 +16,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import token_ids
+from llama_jax.inference.drafting import Counts, Drafter, drafting, with_counts
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare
 from llama_jax.inference.sampling import Sampling
@@ -38,11 +39,13 @@ class Generation:
       tokens: its ids, without the prompt and without the stop token that ended it.
       logprobs: log-probability of each under the model itself, before penalty, temperature and filters.
       finish_reason: "stop" where a stop token ended it, "length" where `max_new_tokens` did.
+      counts: of a generation with a draft, its passes and what was drafted and accepted.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    counts: Counts | None = None
 
 
 def generate(
@@ -55,6 +58,7 @@ def generate(
     stop_tokens: Sequence[int] = (),
     cache: CacheOptions = CacheOptions(),
     compute: Compute = Compute(),
+    draft: Drafter | None = None,
 ) -> list[Generation]:
     """Continue each prompt. In float32 a row of a batch gets the tokens that it would get alone.
 
@@ -71,6 +75,8 @@ def generate(
       cache: how the generation remembers: in int8, or a window of what was last, after which a row may become longer than
         the model's context.
       compute: an attention of one's own, or a dtype; the parameters' is meant.
+      draft: what proposes tokens, several of which are then verified at once, a `PromptLookup` or a `DraftModel`. It changes
+        how fast the tokens come and, near ties apart, not which they are.
 
     Returns:
       One `Generation` per prompt: tokens, logprobs and why it ended.
@@ -90,10 +96,12 @@ def generate(
             stop_tokens=stop_tokens,
             cache=cache,
             compute=compute,
+            draft=draft,
             turns=LONGEST_PIECE,
         )
     )
-    return continuations(pieces, stop_tokens)
+    results = continuations(pieces, stop_tokens)
+    return results if draft is None else with_counts(results, pieces)
 
 
 def stream(
@@ -106,6 +114,7 @@ def stream(
     stop_tokens: Sequence[int] = (),
     cache: CacheOptions = CacheOptions(),
     compute: Compute = Compute(),
+    draft: Drafter | None = None,
     turns: int = 1,
 ) -> Iterator[Piece]:
     """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * min(`turns`, 64) at most.
@@ -120,12 +129,14 @@ def stream(
     if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies
         layout = layout_of(params)
         check_rows(layout, len(prompts))
-    run = _Run(config, params, compute, layout)
+    run = Run(config, params, compute, layout)
+    if draft is not None:
+        return drafting(run, draft, (tokens, lengths, request), cache, int(turns))
     return run.stream(tokens, lengths, request, cache, int(turns))
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """The compiled functions of `inference.state`, with what is the same in all calls of a generation."""
 
     config: LlamaConfig
@@ -136,28 +147,32 @@ class _Run:
     def stream(
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
     ) -> Iterator[Piece]:
-        reading = self.read_prompts(tokens, lengths, options)
-        (device, *_) = reading.hidden.devices()
-        decode_there = _decode_for(device.platform)
-        state, packed = _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
+        state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, request)
         piece, done, _ = unpack(packed)
         yield piece
 
         filled = int(lengths.max())
+        most = min(turns, LONGEST_PIECE)
         while not done.all():
-            room = turns
+            room = most
             if options.window is None:  # else slots are used again
-                capacity = bucket(filled + CHUNK, SMALLEST_CACHE)
-                if capacity > state.cache.capacity:
-                    state = state.replace(cache=_enlarge(state.cache, capacity, self.layout))
-                room = min((state.cache.capacity - filled) // CHUNK, turns)
-            most = min(turns, LONGEST_PIECE)
-            state, packed = decode_there(
-                self.config, self.params, state, np.int32(min(room, most)), most, self.compute, self.layout
-            )
+                state = state.replace(cache=self.enlarge(state.cache, bucket(filled + CHUNK, SMALLEST_CACHE)))
+                room = min((state.cache.capacity - filled) // CHUNK, most)
+            state, packed = self.decode(state, room, most)
             piece, done, taken = unpack(packed)
             filled += taken * CHUNK
             yield piece
+
+    def start(self, reading: Reading, tokens: np.ndarray, lengths: np.ndarray, request: Request) -> tuple[State, jax.Array]:
+        return _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
+
+    def decode(self, state: State, turns: int, most: int) -> tuple[State, jax.Array]:
+        (device, *_) = state.token.devices()
+        decode_there = _decode_for(device.platform)
+        return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.layout)
+
+    def enlarge(self, cache: KVCache, capacity: int) -> KVCache:
+        return _enlarge(cache, capacity, self.layout) if capacity > cache.capacity else cache
 
     def read_prompts(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> Reading:
         """Prefill in pieces of at most LARGEST_PREFILL tokens, the cache growing with what is read."""
@@ -168,8 +183,7 @@ class _Run:
         reading = _empty_reading(self.config, self.params, batch, capacity, options, self.layout)
         for begin in range(0, int(lengths.max()), piece):
             if options.window is None and begin + piece > reading.cache.capacity:
-                cache = _enlarge(reading.cache, bucket(begin + piece, piece), self.layout)
-                reading = reading._replace(cache=cache)
+                reading = reading._replace(cache=self.enlarge(reading.cache, bucket(begin + piece, piece)))
             places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths)
             part = tokens[:, begin : begin + piece]
             reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)

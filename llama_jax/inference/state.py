@@ -153,7 +153,7 @@ def start(
         done=jnp.zeros(batch, bool),
     )
     with layout.context():
-        state, logprobs = _choose(config, params, state, reading.hidden, layout)
+        state, logprobs = choose(state, logits_of(config, params, reading.hidden, layout), layout)
     token, done, logprobs = (layout.constrain(x, "everywhere") for x in (state.token, state.done, logprobs))
     produced = Piece(token[:, None], logprobs[:, None], jnp.ones((batch, 1), bool))
     return state.replace(token=token, done=done), produced
@@ -207,14 +207,18 @@ def advance(
     places = Places(lengths=valid.astype(jnp.int32))
     hidden, cache = forward(config, params, state.token[:, None], state.cache, places=places, compute=compute, layout=layout)
     with layout.context():
-        state, logprobs = _choose(config, params, state.replace(cache=lay_out(cache, layout)), hidden[:, 0], layout)
+        logits = logits_of(config, params, hidden[:, 0], layout)
+        state, logprobs = choose(state.replace(cache=lay_out(cache, layout)), logits, layout)
     return state, (state.token, logprobs, valid)
 
 
-def _choose(config: LlamaConfig, params: Llama, state: State, hidden: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
-    """The state after one more token, chosen from the hidden states [B, D], and its log-probability float32[B]."""
-    # float32 also of a model in float64: what is drawn is made of 32 random bits.
-    logits = layout.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
+def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, layout: Layout) -> jax.Array:
+    """float32[B, V] also of a model in float64: what is drawn is made of 32 random bits."""
+    return layout.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
+
+
+def choose(state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+    """The state after one more token of every row that is not done, and its log-probability float32[B]."""
     token = sample(logits, state.request.sampling, state.seen, state.count)
     token = jnp.where(state.done, state.token, token)
     # Row by row, not by pairs of indices: each device then looks at its own rows only.

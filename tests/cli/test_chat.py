@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -198,6 +199,14 @@ def test_plain_is_one_text_that_both_write():
 
     assert reply(Spaced(), pieces(" upon#"), (256,), at_start=False) == " upon"
     assert reply(Spaced(), pieces(" upon#"), (256,)) == "upon"
+
+
+def test_a_draft_changes_no_reply_and_says_what_it_was_worth(chat):
+    options = ["--format", "plain", "--max-new-tokens", 12]
+    plain, drafted = chat(b"Once upon a time\n", *options), chat(b"Once upon a time\n", *options, "--draft", "prompt:3")
+    assert drafted.stdout == plain.stdout
+    assert re.search(r"llama-jax: [\d.]+ tokens per pass, \d+ of \d+ drafted tokens accepted", drafted.stderr)
+    assert "tokens per pass" not in plain.stderr
 
 
 def test_any_model_goes_on_with_plain_text(chat):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,24 @@ def test_generate_as_json(run, stories_folder):
     assert json.loads(again.stdout)["tokens"] == result["tokens"]
 
 
+def test_generate_with_a_draft_is_the_same(run, stories_folder):
+    arguments = ["generate", "Once upon a time", "--model", stories_folder, "--max-new-tokens", 40, "--seed", 3, "--json"]
+    expected = json.loads(run(*arguments).stdout)
+    assert expected["statistics"]["draft"] is None
+    for draft in ("prompt", "prompt:3", stories_folder, f"{stories_folder / 'stories260K.bin'}:2"):
+        done = run(*arguments, "--draft", draft)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["tokens"] == expected["tokens"]
+        statistics = found["statistics"]["draft"]
+        assert statistics["draft"] == str(draft)
+        assert statistics["passes"] >= 10
+        assert 1 <= statistics["tokens_per_pass"] <= 16
+        assert statistics["accepted"] <= statistics["drafted"]
+    said = run(*arguments[:-1], "--draft", "prompt").stderr
+    assert re.search(r"decode 40 tokens, [\d.]+/s \([\d.]+ tokens per pass, \d+ of \d+ drafted tokens accepted\)", said)
+
+
 def test_generate_ends_at_a_stop_string(run, stories_folder):
     done = run("generate", "Once upon a time", "--model", stories_folder, "--temperature", 0, "--stop", "park", "--json")
     result = json.loads(done.stdout)
@@ -131,6 +150,9 @@ def test_generate_ends_at_a_stop_string(run, stories_folder):
         (["--prompt-file", "MODEL"], "cannot be read (Is a directory)"),
         (["--prompt-file", "-"], "the prompt in stdin is empty"),
         (["Once", "--batch", "0"], "batch=0 must be"),
+        (["Once", "--draft", "prompt:0"], "tokens=0 of a draft must be a whole number from 1 to 15"),
+        (["Once", "--draft", "nowhere"], "nowhere does not exist"),
+        (["Once", "--draft", "MODEL"], "has a vocabulary of 512, the model one of 4096; give a draft with the model's own"),
         (["Once", "--batch", "4"], "batch=4 is for the prompts of a .jsonl (--prompt-file); leave it out"),
         (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),

@@ -1,0 +1,217 @@
+"""What drafts are worth: generation with them beside generation without, in one process, interleaved, and the same tokens.
+
+    python experiments/speculation.py
+    python experiments/speculation.py --cases stories copied --repetitions 5
+
+Cases:
+  stories  the bundled model goes on with stories, greedy and sampled, drafting by prompt lookup: does it cost anything?
+  copied   text that repeats itself, by prompt lookup: random weights of the 15M and 110M shapes, which end in a loop.
+  draft    a 15M draft for a 110M model, random weights both. As no trained pair is at hand, what the draft computed is
+           replaced by the model's own next tokens, and by wrong ones so often that the given share is accepted.
+
+Speed-up is the ratio of the medians of the time after the first token. Everything counts, also trying what does not pay.
+Tokens that differ are compared by how near the tie was: the gap of the two log-probabilities under the model.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import struct
+from measuring import cpu_name, settings, versions, write_report
+
+import llama_jax
+from llama_jax import DraftModel, PromptLookup, Sampling
+from llama_jax.inference.drafting import DraftedPiece
+from llama_jax.inference.speculation import Drafter
+
+Case = Literal["stories", "copied", "draft"]
+OPENINGS = (
+    "Once upon a time",
+    "Lily and Tom went to the park.",
+    "The little dog was sad because",
+    "One day, a big bear",
+    "There was a small house in the woods.",
+    "Sara likes to play with her red ball.",
+    "The sun was hot and the sky was blue.",
+    "Ben found a shiny stone near the river.",
+)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Measure what drafts are worth."""
+
+    cases: tuple[Case, ...] = ("stories", "copied", "draft")
+    new_tokens: int = 256
+    repetitions: int = 5
+    """Interleaved repetitions; the first is a warm-up and not counted."""
+    acceptances: tuple[float, ...] = (0.6, 0.7, 0.8, 0.9)
+    """Of the drafts of the case draft."""
+    output: Path = Path("experiments/results/speculation_cpu.json")
+
+
+class Rehearsed(Drafter, struct.PyTreeNode):
+    """A draft model whose cost is paid, and whose proposals are replaced by given tokens int32[B, any]."""
+
+    model: DraftModel
+    answers: jax.Array
+    tokens: int = struct.field(pytree_node=False, default=4)
+
+    def begin(self, *arguments: Any) -> Any:
+        model, memory = self.model.begin(*arguments)
+        return self.replace(model=model), memory
+
+    def follow(self, *arguments: Any) -> Any:
+        return self.model.follow(*arguments)
+
+    def roll_back(self, *arguments: Any) -> Any:
+        return self.model.roll_back(*arguments)
+
+    def propose(self, memory: Any, state: Any, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
+        drafts, memory = self.model.propose(memory, state, history, count)
+        places = jnp.minimum(state.count[:, None] + jnp.arange(count), self.answers.shape[1] - 1)
+        told = jnp.take_along_axis(self.answers, places, axis=1)
+        return jnp.where(drafts < 0, drafts, told), memory  # never below zero, which the compiler does not know
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation, timed: seconds after the first token, the tokens of each row, passes, drafted and accepted tokens."""
+
+    seconds: float
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    counts: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, model: Any, prompts: Sequence[Sequence[int]], draft: Drafter | None, **options: Any) -> Run:
+        pieces = llama_jax.stream(*model, prompts, draft=draft, turns=64, **options)
+        found = [next(pieces)]
+        started = time.perf_counter()
+        found += pieces
+        seconds = time.perf_counter() - started
+        rows = range(len(prompts))
+        tokens = [[t for piece in found for t in piece.tokens[row][piece.valid[row]].tolist()] for row in rows]
+        logprobs = [[x for piece in found for x in piece.logprobs[row][piece.valid[row]].tolist()] for row in rows]
+        drafted = [piece.counts for piece in found if isinstance(piece, DraftedPiece)]
+        counts = tuple(sum(int(each.sum()) for each in part) for part in zip(*drafted, strict=True)) or (0, 0, 0)
+        return cls(seconds, tokens, logprobs, counts)  # type: ignore[arg-type]
+
+
+def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Arguments, **options: Any) -> dict[str, Any]:
+    """A row of the table."""
+    run = partial(Run.of, model, prompts, max_new_tokens=arguments.new_tokens, **options)
+    plain, drafted = [], []
+    for _ in range(arguments.repetitions):
+        plain.append(run(None))
+        drafted.append(run(draft))
+    gaps = gaps_of(plain[0], drafted[0])
+    passes, offered, accepted = drafted[-1].counts
+    made = sum(map(len, drafted[-1].tokens)) - len(prompts)
+    seconds = [statistics.median(each.seconds for each in runs[1:]) for runs in (plain, drafted)]
+    row = {
+        "case": name,
+        "batch": len(prompts),
+        "plain_tokens_per_second": round(made / seconds[0], 1),
+        "drafted_tokens_per_second": round(made / seconds[1], 1),
+        "speedup": round(seconds[0] / seconds[1], 3),
+        "tokens_per_pass": round(made / passes, 2),
+        "accepted": round(accepted / offered, 3) if offered else None,
+        "same_rows": f"{len(prompts) - len(gaps)} of {len(prompts)}",
+        "gaps_where_not": gaps,
+        "seconds": {"plain": [x.seconds for x in plain], "drafted": [x.seconds for x in drafted]},
+    }
+    print(line(row), flush=True)
+    return row
+
+
+def gaps_of(one: Run, other: Run) -> list[dict[str, Any]]:
+    """Of each row that is not the same: after how many tokens it parts, and how far the two log-probabilities are apart."""
+    found = []
+    for row, tokens in enumerate(one.tokens):
+        at = next((i for i, (a, b) in enumerate(zip(tokens, other.tokens[row], strict=False)) if a != b), None)
+        if at is not None:
+            found.append({"row": row, "after": at, "gap": abs(one.logprobs[row][at] - other.logprobs[row][at])})
+    return found
+
+
+def stories(arguments: Arguments) -> list[dict[str, Any]]:
+    config, params, tokenizer = llama_jax.load()
+    assert tokenizer is not None
+    prompts, rows = [tokenizer.encode(text) for text in OPENINGS], []
+    for batch in (1, 8):
+        for name, sampling in (("greedy", Sampling()), ("sampled", Sampling(temperature=0.8, top_p=0.95, seed=7))):
+            what = f"stories, bundled model, {name}"
+            rows.append(compare(what, (config, params), prompts[:batch], PromptLookup(), arguments, sampling=sampling))
+    return rows
+
+
+def shape(name: str, seed: int) -> tuple[Any, Any]:
+    config = llama_jax.preset(name)
+    return config, llama_jax.unstack(llama_jax.init(config, jax.random.key(seed)))
+
+
+def random_prompts(config: Any, batch: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(3, config.vocab_size, (batch, 16)).tolist()
+
+
+def copied(arguments: Arguments) -> list[dict[str, Any]]:
+    rows = []
+    for name in ("stories-15m", "stories-110m"):
+        model = shape(name, 0)
+        for batch in (1, 8):
+            prompts = random_prompts(model[0], batch)
+            rows.append(compare(f"copied, {name}", model, prompts, PromptLookup(), arguments))
+    return rows
+
+
+def draft(arguments: Arguments) -> list[dict[str, Any]]:
+    target, small = shape("stories-110m", 0), shape("stories-15m", 1)
+    prompts, rows = random_prompts(target[0], 1), []
+    found = llama_jax.generate(*target, prompts, max_new_tokens=arguments.new_tokens)
+    tokens = np.array([row.tokens for row in found], np.int32)
+    for acceptance in arguments.acceptances:
+        wrong = np.random.default_rng(1).random(tokens.shape) >= acceptance
+        answers = jnp.array(np.where(wrong, (tokens + 1) % target[0].vocab_size, tokens))
+        drafter = Rehearsed(DraftModel(*small), answers, 4)
+        rows.append(compare(f"draft 15M for 110M, acceptance {acceptance}", target, prompts, drafter, arguments))
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
+    return (
+        f"| {row['case']} | {row['batch']} | {row['plain_tokens_per_second']:,.1f} | {row['drafted_tokens_per_second']:,.1f}"
+        f" | {row['speedup']:.2f} | {row['tokens_per_pass']:.2f} | {accepted} | {row['same_rows']} |"
+    )
+
+
+def main(arguments: Arguments) -> None:
+    print("| case | batch | plain, tokens/s | drafted | speed-up | tokens per pass | accepted | same rows |")
+    print("|---|---|---|---|---|---|---|---|")
+    cases = {"stories": stories, "copied": copied, "draft": draft}
+    rows = [row for case in arguments.cases for row in cases[case](arguments)]
+    report = {
+        "cpu": cpu_name(),
+        "machine": platform.machine(),
+        "versions": versions("jax", "jaxlib"),
+        "settings": settings(arguments),
+        "rows": rows,
+    }
+    write_report(arguments.output, report)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

@@ -1,0 +1,146 @@
+"""What proposes the next tokens of every row, and what that took; how they are verified is in `inference.speculation`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.state import Piece, Request, State
+from llama_jax.model.params import Llama
+from llama_jax.model.window import CacheOptions
+
+Prompts = tuple[np.ndarray, np.ndarray, Request]  # as `prepare` gives them
+MOST_DRAFTED = 15  # with the token before them 16, as many as any cache with a window has room for (`ring_of`)
+
+
+class Drafter:
+    """A way to propose tokens. What it proposes changes no token that is generated, only how fast they come.
+
+    One of your own is a subclass with a `propose`, of `flax.struct.PyTreeNode` too. What it remembers from pass to pass is
+    a tree of its own, the memory, given and returned.
+
+    Attributes:
+      tokens: proposed for each row and pass at most, 1 to 15. Fewer are drafted, or none, where that is faster.
+
+    Raises:
+      GenerationError: another number.
+    """
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        check_number("tokens", self.tokens, MOST_DRAFTED)
+
+    def check(
+        self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
+    ) -> None:
+        """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
+
+    def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[Drafter, Any]:
+        """The drafter ready for prompts int32[B, T] with lengths int32[B], and its memory of them."""
+        return self, ()
+
+    def follow(self, memory: Any, history: np.ndarray, known: np.ndarray, capacity: int) -> Any:
+        """The memory after tokens that came without drafting, before `propose` is compiled.
+
+        Args:
+          history: int32[B, S], all tokens of the rows.
+          known: int32[B], how many there are.
+          capacity: tokens that a row may have before this is called again.
+        """
+        return memory
+
+    def propose(self, memory: Any, state: State, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
+        """Propose the next tokens of every row; traced by `jax.jit`.
+
+        Args:
+          history: int32[B, S], the tokens of each row: [0, state.cache.length) are read, and at `state.cache.length` stands
+            `state.token`. What follows is undefined.
+          count: tokens to propose.
+
+        Returns:
+          int32[B, count], -1 for none; and the memory.
+        """
+        raise NotImplementedError
+
+    def roll_back(self, memory: Any, lengths: jax.Array) -> Any:
+        """The memory of rows of which the model has read and accepted `lengths`, int32[B], tokens; traced."""
+        return memory
+
+
+class Counts(NamedTuple):
+    """What tokens took: numbers of one row, or int[B].
+
+    Attributes:
+      passes: of the model, with drafts and without, apart from those that read the prompt and gave the first token.
+      drafted: tokens that were proposed.
+      accepted: how many of them the model chose too.
+    """
+
+    passes: Any
+    drafted: Any
+    accepted: Any
+
+
+class DraftedPiece(Piece):
+    """A `Piece` of a generation that drafts, in which `valid` is False after the last token of each row in the piece.
+
+    Attributes:
+      counts: what it took, int[B].
+    """
+
+    counts: Counts
+
+    @classmethod
+    def of(cls, piece: Piece, counts: Counts) -> DraftedPiece:
+        """The piece without gaps between the tokens of a row."""
+        order = np.argsort(~piece.valid, axis=1, kind="stable")[:, : max(int(piece.valid.sum(axis=1).max()), 1)]
+        found = cls(*(np.take_along_axis(part, order, axis=1) for part in piece))
+        found.counts = counts
+        return found
+
+
+def with_counts(results: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
+    """The results of a generation that drafted, with what each row took."""
+    totals = [np.sum(each, axis=0) for each in zip(*(counts_of(piece) for piece in pieces), strict=True)]
+    return [replace(result, counts=Counts(*(int(total[row]) for total in totals))) for row, result in enumerate(results)]
+
+
+def counts_of(piece: Piece) -> Counts:
+    """Those of a piece; zeros where nothing was drafted with it."""
+    if isinstance(piece, DraftedPiece):
+        return piece.counts
+    return Counts(*np.zeros((3, len(piece.valid)), np.int64))
+
+
+def drafting(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[Piece]:
+    """The pieces of `stream` with a draft.
+
+    Raises:
+      GenerationError: what is no drafter, or cannot draft for this model and these prompts; several processes.
+      MeshError: a draft on other devices.
+    """
+    if not isinstance(drafter, Drafter):
+        raise GenerationError(f"draft={shown(drafter, 40)} must be a PromptLookup, a DraftModel or another Drafter")
+    if jax.process_count() > 1:
+        raise GenerationError(
+            f"draft: this is one of {jax.process_count()} processes, whose clocks would choose different numbers of drafts;"
+            " leave it out"
+        )
+    _, lengths, request = prompts
+    drafter.check(run.config, run.params, lengths, request, options)
+    from llama_jax.inference.speculation.run import drafted_pieces  # whoever does not draft needs none of it
+
+    return drafted_pieces(run, drafter, prompts, options, turns)
+
+
+def check_number(name: str, value: Any, most: int) -> None:
+    """Raise GenerationError for what is no whole number from 1 to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise GenerationError(f"{name}={value!r} of a draft must be a whole number from 1 to {most}")

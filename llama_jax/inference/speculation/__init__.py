@@ -1,0 +1,7 @@
+"""Speculation: several tokens per pass of the model, and the same tokens as without."""
+
+from llama_jax.inference.drafting import Drafter
+from llama_jax.inference.speculation.draft_model import DraftModel
+from llama_jax.inference.speculation.lookup import PromptLookup
+
+__all__ = ["DraftModel", "Drafter", "PromptLookup"]

@@ -1,0 +1,151 @@
+"""Drafts from a smaller model of the same vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.sharding import NamedSharding
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError, MeshError
+from llama_jax.inference.drafting import Drafter
+from llama_jax.inference.generate import Run
+from llama_jax.inference.placement import check_rows, layout_of
+from llama_jax.inference.sampling import sample
+from llama_jax.inference.state import Request, State, lay_out
+from llama_jax.model.cache import KVCache
+from llama_jax.model.checks import check_params
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Llama
+from llama_jax.model.window import CacheOptions
+
+FOLLOWED = 64  # tokens that came without the draft and are read at once: one program
+
+
+class DraftModel(Drafter, struct.PyTreeNode):
+    """A smaller model with the same vocabulary (Leviathan et al. 2022), which chooses with the model's own random numbers.
+
+    Both draw from the same stream of the row's seed, so that they agree where their probabilities do, sampled or greedy.
+    Its cache remembers as the model's does, in int8 or through a window.
+
+    Attributes:
+      config, params: the draft, as `load` gives it; for a model on a mesh, loaded over the same mesh.
+      tokens: see `Drafter`.
+      layout: over which devices the parameters lie; found by `begin`.
+    """
+
+    config: LlamaConfig = struct.field(pytree_node=False)
+    params: Llama
+    tokens: int = struct.field(pytree_node=False, default=4)
+    layout: Layout = struct.field(pytree_node=False, default=Layout())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.config, LlamaConfig):
+            raise GenerationError(f"config of a draft is a {type(self.config).__name__}; give LlamaConfig and parameters")
+
+    def check(
+        self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
+    ) -> None:
+        """See `Drafter.check`; ConfigError for parameters that are not those of the draft's configuration."""
+        if self.config.vocab_size != config.vocab_size:
+            raise GenerationError(
+                f"the draft has a vocabulary of {self.config.vocab_size}, the model one of {config.vocab_size}; give a draft"
+                " with the model's own tokenizer"
+            )
+        check_params(self.config, self.params)
+        longest = int((lengths + request.limit).max()) if options.window is None else options.window + options.sinks
+        if longest > self.config.max_seq_len:
+            raise GenerationError(
+                f"the draft's context is {self.config.max_seq_len} tokens, and {longest} are needed; generate less, or let"
+                " both models see a window only (--window, CacheOptions(window=...))"
+            )
+        if _devices(self.params) != _devices(params):
+            raise MeshError("the draft lies on other devices than the model; load both with the same mesh")
+        check_rows(layout_of(self.params), len(lengths))
+
+    def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[DraftModel, KVCache]:
+        """See `Drafter.begin`; the memory is the draft's cache."""
+        placed = self.replace(layout=layout_of(self.params))
+        cache = placed._run().read_prompts(tokens, lengths, options).cache
+        return placed, placed.roll_back(cache, cache.length)
+
+    def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray, capacity: int) -> KVCache:
+        """See `Drafter.follow`: reads what is missing, but for the last two tokens, which `propose` reads."""
+        width = FOLLOWED
+        if memory.window is None:
+            memory = self._run().enlarge(memory, capacity)
+        else:
+            width = min(width, memory.capacity - memory.sinks - memory.window + 1)
+        read = np.asarray(memory.length)
+        ends = np.maximum(known - 2, read)
+        while (ends > read).any():
+            lengths = np.minimum(ends - read, width)
+            columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
+            part = np.take_along_axis(history, columns, axis=1)
+            memory = _read(self, memory, part, lengths.astype(np.int32), known.astype(np.int32))
+            read = read + lengths
+        return memory
+
+    def propose(self, memory: KVCache, state: State, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+        """See `Drafter.propose`.
+
+        The token before the last is read again: after a pass of which all drafts were accepted the draft has not read the
+        last of them, and else the slot is written with what it holds.
+        """
+        request, vocab = state.request, min(state.seen.shape[-1], self._rows())
+        last_two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, state.cache.length)
+
+        def draw(cache: KVCache, tokens: jax.Array, seen: jax.Array, step: jax.Array) -> Any:
+            ends = cache.length[:, None] + 1 + jnp.arange(tokens.shape[1])
+            places = Places(rope_lengths=ends)
+            hidden, cache = forward(self.config, self.params, tokens, cache, places=places, layout=self.layout)
+            with self.layout.context():
+                logits = unembed(self.config, self.params, hidden[:, -1]).astype(jnp.float32)[:, :vocab]
+                token = sample(logits, request.sampling, seen, step)
+            seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
+            return lay_out(cache, self.layout), seen, token
+
+        cache, seen, first = draw(memory, last_two, state.seen[:, :vocab], state.count)
+
+        def next_one(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
+            cache, seen, token = carry
+            cache, seen, token = draw(cache, token[:, None], seen, state.count + i)
+            return (cache, seen, token), token
+
+        steps = jnp.arange(1, count, dtype=jnp.int32)
+        (cache, _, _), rest = lax.scan(next_one, (cache, seen, first), steps)
+        return jnp.concatenate([first[:, None], rest.T], axis=1), cache
+
+    def roll_back(self, memory: KVCache, lengths: jax.Array) -> KVCache:
+        """See `Drafter.roll_back`: but for the last of them, which is read again."""
+        return memory.replace(length=lengths - 1)
+
+    def _run(self) -> Run:
+        return Run(self.config, self.params, Compute(), self.layout)
+
+    def _rows(self) -> int:
+        head = self.params.embedding if self.params.lm_head is None else self.params.lm_head
+        return head.shape[0]
+
+
+def _read_more(draft: DraftModel, cache: KVCache, tokens: jax.Array, lengths: jax.Array, whole: jax.Array) -> KVCache:
+    """The cache with `lengths` more tokens of each row, int32[B, any], of rows that have int32[B] in the end."""
+    places = Places(lengths, rope_lengths=whole)
+    _, cache = forward(draft.config, draft.params, tokens, cache, places=places, layout=draft.layout)
+    return lay_out(cache, draft.layout)
+
+
+_read = jax.jit(_read_more, donate_argnums=1)
+
+
+def _devices(params: Llama) -> Any:
+    """Where the parameters lie: the mesh, or None on a single device."""
+    sharding = getattr(params.embedding, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None

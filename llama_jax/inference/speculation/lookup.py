@@ -1,0 +1,67 @@
+"""Drafts from the text itself: what followed the last tokens where they stood before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from llama_jax.errors import GenerationError
+from llama_jax.inference.drafting import Drafter, check_number
+from llama_jax.inference.state import State
+
+
+class PromptLookup(Drafter, struct.PyTreeNode):
+    """Prompt lookup (Saxena 2023): no second model, and worth it where text is copied, from the prompt or from itself.
+
+    The place that is continued is the one before which most of the row's last tokens stand, and of equal ones the latest.
+
+    Attributes:
+      tokens: see `Drafter`.
+      longest: last tokens that are compared, at most.
+      shortest: last tokens that must stand there, else nothing is drafted.
+
+    Raises:
+      GenerationError: numbers that cannot be.
+    """
+
+    tokens: int = struct.field(pytree_node=False, default=8)
+    longest: int = struct.field(pytree_node=False, default=8)
+    shortest: int = struct.field(pytree_node=False, default=2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("longest", self.longest, 64)
+        check_number("shortest", self.shortest, 64)
+        if self.shortest > self.longest:
+            raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
+
+    def propose(self, memory: Any, state: State, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
+        """See `Drafter.propose`."""
+
+        def of_row(row: jax.Array, last: jax.Array) -> jax.Array:
+            return continued(row, last, count, self.longest, self.shortest)
+
+        return jax.vmap(of_row)(history, state.cache.length), memory
+
+
+def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortest: int) -> jax.Array:
+    """What followed the tokens up to `last` where they stood before: int32[count], -1 where they did not.
+
+    Args:
+      row: int32[S].
+      last: int32[], the index of the last token.
+    """
+    slots = jnp.arange(row.shape[0], dtype=jnp.int32)
+    same, run = slots < last, jnp.zeros_like(slots)
+    for back in range(longest):  # compared backwards, as long as all are the same
+        wanted = row[jnp.maximum(last - back, 0)]
+        same &= (jnp.roll(row, back) == wanted) & (slots >= back)
+        run += same
+    score = jnp.max(jnp.where(run >= shortest, run * len(slots) + slots, -1))
+    place = score % len(slots)
+    # What follows beyond the last token is what would follow if the text went on as it does from there.
+    following = place + 1 + jnp.arange(count, dtype=jnp.int32) % jnp.maximum(last - place, 1)
+    return jnp.where(score >= 0, row[following], -1)

@@ -1,0 +1,102 @@
+"""How many tokens to draft next: as many as make the most tokens per second, by what has been measured in this generation.
+
+No cost is assumed. The host sees how long a pass with each number of drafts takes, 0 being plain decoding, and how many
+drafts are accepted, and takes the number with the highest rate. What it does not take it tries again at times, for which it
+spends a hundredth of the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+TRYING = 0.01  # of the time may go into trying what is slower, as far as is known
+MEMORY = 48  # tokens of a row after which what was accepted counts half
+PATIENCE = 4  # pieces between two tries
+MARGIN = 1.05  # by which drafts must be faster: the acceptance is known from few tokens
+SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What is known, an immutable value.
+
+    Attributes:
+      numbers: that may be drafted, ascending, the first 0.
+      seconds: of a pass with each, or None where that is not known.
+      hits, trials: drafts that were accepted, and those looked at; the older the less they count.
+      elapsed, wasted: seconds in all, and those that the fastest number would have saved.
+      since: pieces since another number than the best was tried.
+    """
+
+    numbers: tuple[int, ...]
+    seconds: tuple[float | None, ...]
+    hits: float = 0.0
+    trials: float = 0.0
+    elapsed: float = 0.0
+    wasted: float = 0.0
+    since: int = 0
+
+    @classmethod
+    def of(cls, tokens: int) -> Pace:
+        """For at most `tokens` drafted: none, and `tokens` halved down to 2."""
+        numbers = [tokens]
+        while numbers[-1] >= 4:
+            numbers.append(numbers[-1] // 2)
+        return cls((0, *reversed(numbers)), (None,) * (1 + len(numbers)))
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a draft is what the model chooses where all before it were; little is taken for granted."""
+        return self.hits / (self.trials + 1)
+
+    def expected(self, number: int) -> float:
+        """Tokens of a row and pass: 1 + a + ... + a^number (Leviathan et al. 2022, equation 1)."""
+        return sum(self.acceptance**i for i in range(number + 1))
+
+    def rate(self, number: int) -> float:
+        """Tokens of a row per second; of a number that has not been tried as if it cost what the next smaller one does."""
+        known = [s for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and 0 < n <= number]
+        seconds = self.seconds[0] if number == 0 else known[-1] if known else None
+        return 0.0 if seconds is None else self.expected(number) / seconds
+
+    @property
+    def best(self) -> int:
+        """The number with the highest rate; none where drafts are hardly better."""
+        number = max(self.numbers[1:], key=self.rate)
+        return number if self.rate(number) > MARGIN * self.rate(0) else 0
+
+    def choose(self) -> int:
+        """The number to draft next."""
+        for number, seconds in zip((self.numbers[1], 0), (self.seconds[1], self.seconds[0]), strict=True):
+            if seconds is None:
+                return number
+        best = self.best
+        if self.since < PATIENCE:
+            return best
+        other = 0 if best else max(self.numbers[1:], key=self.rate)
+        seconds = self.expected(other) / self.rate(other)  # of a pass, which may give no more than one token
+        costs = max(seconds - 1 / self.rate(best), 0.0)
+        return other if self.wasted + costs <= TRYING * self.elapsed else best
+
+    def observe(self, number: int, passes: int, rows: float, accepted: int, looked_at: int, seconds: float | None) -> Pace:
+        """After a piece.
+
+        Args:
+          passes: of the piece, or steps.
+          rows: that were on their way, on average.
+          accepted, looked_at: drafts; those after one that was wrong were not looked at.
+          seconds: None where they are not to be counted, because a program may have been compiled in them.
+        """
+        per_row = passes + (accepted / rows if rows else 0.0)
+        kept = 0.5 ** (per_row / MEMORY)
+        found = replace(self, hits=self.hits * kept + accepted, trials=self.trials * kept + looked_at, since=self.since + 1)
+        if seconds is None:
+            return found
+        new, old = seconds / passes, self.seconds[self.numbers.index(number)]
+        believed = new if old is None or new < old else old + SOFTENING * (new - old)
+        times = tuple(believed if n == number else s for n, s in zip(self.numbers, self.seconds, strict=True))
+        found = replace(found, seconds=times, elapsed=self.elapsed + seconds)
+        if number == found.best or not found.rate(found.best):
+            return found
+        wasted = max(seconds - per_row / found.rate(found.best), 0.0)
+        return replace(found, wasted=self.wasted + wasted, since=0)

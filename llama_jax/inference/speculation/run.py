@@ -1,0 +1,143 @@
+"""A generation that drafts: pieces of plain decoding, and pieces of passes over drafts, as its pace says."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.flags import decoding_on_tpu
+from llama_jax.inference.drafting import Counts, DraftedPiece, Drafter, Prompts
+from llama_jax.inference.generate import LONGEST_PIECE, SMALLEST_CACHE, Run, pack, piece_of, unpack
+from llama_jax.inference.speculation.pace import Pace
+from llama_jax.inference.speculation.verify import Model, Size, Work, run_passes
+from llama_jax.inference.state import CHUNK, Piece, State
+from llama_jax.model.cache import bucket
+from llama_jax.model.window import CacheOptions
+
+MOST_PASSES, MOST_TURNS = 16, 16  # of a piece, after which it may be time to draft more, or less
+
+
+def drafted_pieces(run: Run, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[Piece]:
+    """The pieces of `stream` with a draft that has been checked."""
+    tokens, lengths, _ = prompts
+    state, packed = run.start(run.read_prompts(tokens, lengths, options), *prompts)
+    piece, done, _ = unpack(packed)
+    yield piece
+
+    drafter, memory = drafter.begin(tokens, lengths, options)
+    model = Model(run.params, run.config, run.compute, run.layout)
+    text = _Text.of(tokens, lengths).with_piece(piece)
+    pace, before, doubled, met = Pace.of(drafter.tokens), -1, 1, set[Any]()
+    while not done.all():
+        number = pace.choose()
+        doubled = 2 * doubled if number == before else 1
+        width = number + 1 if number else CHUNK
+        longest = min(turns, MOST_TURNS) if number == 0 else min(max(turns * CHUNK // width, 1), MOST_PASSES)
+        count, filled = min(doubled, longest), int(text.known.max())
+        if options.window is None:
+            state = state.replace(cache=run.enlarge(state.cache, bucket(filled + width, SMALLEST_CACHE)))
+            count = min(count, (state.cache.capacity - filled) // width)
+        text = text.with_room(
+            state.cache.capacity if options.window is None else bucket(filled + count * width, SMALLEST_CACHE)
+        )
+        if number:
+            memory = drafter.follow(memory, text.history, text.known, text.capacity)
+
+        started = time.perf_counter()
+        if number:
+            passes = _passes_on(_platform(state))
+            state, memory, packed = passes(
+                model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
+            )
+            piece, done, taken, counts, looked_at = _unpack(packed, number)
+        else:
+            state, packed = run.decode(state, count, min(turns, LONGEST_PIECE))
+            piece, done, taken = unpack(packed)
+            taken *= CHUNK
+            given = piece.valid.sum(axis=1)
+            counts, looked_at = Counts(given, np.zeros_like(given), np.zeros_like(given)), 0
+        seconds = time.perf_counter() - started
+
+        # The first piece of a program may have been compiled, and has taken the longer.
+        program = number, state.cache.capacity, text.capacity if number else 0
+        rows, accepted = counts.passes.sum() / taken, int(counts.accepted.sum())
+        pace = pace.observe(number, taken, rows, accepted, looked_at, seconds if program in met else None)
+        before = number if program in met else -1
+        met.add(program)
+        text = text.with_piece(piece)
+        yield DraftedPiece.of(piece, counts)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """All tokens of the rows: history int32[B, S] and how many of them are known, int[B]."""
+
+    history: np.ndarray
+    known: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, lengths: np.ndarray) -> _Text:
+        return cls(tokens, lengths.astype(np.int64))
+
+    @property
+    def capacity(self) -> int:
+        return self.history.shape[1]
+
+    def with_room(self, capacity: int) -> _Text:
+        missing = max(capacity - self.capacity, 0)
+        return self if not missing else replace(self, history=np.pad(self.history, ((0, 0), (0, missing))))
+
+    def with_piece(self, piece: Piece) -> _Text:
+        new = piece.valid.sum(axis=1)
+        history = self.with_room(int((self.known + new).max())).history.copy()
+        for row, (begin, count) in enumerate(zip(self.known, new, strict=True)):
+            history[row, begin : begin + count] = piece.tokens[row][piece.valid[row]]
+        return _Text(history, self.known + new)
+
+
+def _run_packed(
+    model: Model, drafter: Drafter, state: State, memory: Any, history: jax.Array, passes: jax.Array, size: Size
+) -> tuple[State, Any, jax.Array]:
+    """`run_passes`, with what it gave as one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
+    work, taken, found = run_passes(model, drafter, Work(state, memory, history), passes, size)
+    counts = jnp.concatenate([found.offered, found.accepted], axis=1)
+    packed = jnp.concatenate([counts, pack(found.piece, work.state.done, taken)], axis=1)
+    return work.state, work.memory, model.layout.constrain(packed, "everywhere")
+
+
+def _unpack(packed: jax.Array, drafted: int) -> tuple[Piece, np.ndarray, int, Counts, int]:
+    """The piece, which rows are done, the passes, what they took, and how many drafts were looked at.
+
+    Raises:
+      GenerationError: the model's logits were not numbers.
+    """
+    array, width = np.asarray(packed), drafted + 1
+    most = (array.shape[1] - 2) // (2 + 3 * width)
+    offered, accepted, rest = np.split(array, [most, 2 * most], axis=1)
+    done, taken = rest[:, -2].astype(bool), int(rest[0, -1])
+    parts = (rest[:, i * most * width :][:, : taken * width] for i in range(3))
+    tokens, logprobs, valid = map(np.ascontiguousarray, parts)
+    piece = piece_of(tokens, logprobs.view(np.float32), valid.astype(bool))
+    live = piece.valid.reshape(len(array), taken, width).any(axis=2)
+    offered, accepted = offered[:, :taken], accepted[:, :taken]
+    counts = Counts(live.sum(axis=1), offered.sum(axis=1), accepted.sum(axis=1))
+    # Of the drafts of a pass those up to the first that was wrong; none at all counts as a wrong one.
+    return piece, done, taken, counts, int((accepted + (live & (accepted < drafted))).sum())
+
+
+def _platform(state: State) -> str:
+    (device, *_) = state.token.devices()
+    return device.platform
+
+
+@functools.cache
+def _passes_on(platform: str) -> Callable[..., tuple[State, Any, jax.Array]]:
+    options = decoding_on_tpu() if platform == "tpu" else None
+    return jax.jit(_run_packed, static_argnums=6, donate_argnums=(2, 3), compiler_options=options)

@@ -1,0 +1,154 @@
+"""One pass over the last token and the drafts after it, and what the model itself chooses at each of them.
+
+The token at every position is sampled from the model's own logits with that position's own random numbers, and is the next
+token as long as all drafts before it were what the model chose. So the tokens are those of decoding one by one, for the same
+seed, whatever was drafted (arXiv 2408.07978); what Leviathan et al. 2022 (arXiv 2211.17192) keep is their distribution. Sums
+of several rows are rounded in another order than those of one: a near tie may fall otherwise, as it may in another batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.inference.drafting import Drafter
+from llama_jax.inference.state import Piece, State, choose, lay_out
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Llama
+
+
+class Model(struct.PyTreeNode):
+    """The model that verifies, and how and where it computes."""
+
+    params: Llama
+    config: LlamaConfig = struct.field(pytree_node=False)
+    compute: Compute = struct.field(pytree_node=False, default=Compute())
+    layout: Layout = struct.field(pytree_node=False, default=Layout())
+
+
+class Work(NamedTuple):
+    """What changes from pass to pass: the state, the drafter's memory, and the rows' tokens (see `Drafter.propose`)."""
+
+    state: State
+    memory: Any
+    history: jax.Array
+
+
+class Passes(NamedTuple):
+    """What some passes gave.
+
+    Attributes:
+      piece: [B, passes * (drafted + 1)], of each pass the tokens that it gave and then nothing valid.
+      offered: int32[B, passes], tokens that were drafted.
+      accepted: int32[B, passes], how many of them the model chose too.
+    """
+
+    piece: Piece
+    offered: jax.Array
+    accepted: jax.Array
+
+
+def verify(model: Model, state: State, drafts: jax.Array) -> tuple[State, Piece]:
+    """Read the token of every row and its drafts, and choose after each of them.
+
+    Args:
+      drafts: int32[B, T - 1]; -1 for none, which is never accepted.
+
+    Returns:
+      The state after the tokens that were chosen, whose cache holds nothing else, but in slots that its length leaves out;
+      and they, [B, T], of a row that is not done one at least.
+    """
+    layout = model.layout
+    tokens = jnp.concatenate([state.token[:, None], jnp.maximum(drafts, 0)], axis=1)
+    before = state.cache.length
+    # Each as long as its row is when it is decoded alone.
+    places = Places(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
+    options: dict[str, Any] = {"places": places, "compute": model.compute, "layout": layout}
+    hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
+    with layout.context():
+        logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
+        state, piece = _choose_each(state.replace(cache=None), logits, drafts, layout)
+    length = before + jnp.sum(piece.valid, axis=1, dtype=jnp.int32)
+    return state.replace(cache=lay_out(cache.replace(length=length), layout)), piece
+
+
+def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layout) -> tuple[State, Piece]:
+    """One position after the other, until no row's draft was right: the rest is not sampled."""
+    batch, width = drafts.shape[0], drafts.shape[1] + 1
+    wanted = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)
+
+    def at(x: jax.Array, position: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(x, position, axis=1, keepdims=False)
+
+    def one(carry: Any) -> Any:
+        position, state, going, out = carry
+        stands = state.done | ~going
+        chosen, logprobs = choose(state.replace(done=stands), layout.constrain(at(logits, position), "logits"), layout)
+        done = jnp.where(stands, state.done, chosen.done)
+        new = chosen.token, logprobs, ~stands
+        out = tuple(lax.dynamic_update_index_in_dim(whole, x, position, 1) for whole, x in zip(out, new, strict=True))
+        going &= ~done & (chosen.token == at(wanted, position))
+        return position + 1, chosen.replace(done=done), going, out
+
+    def unfinished(carry: Any) -> jax.Array:
+        return (carry[0] < width) & jnp.any(carry[2])
+
+    out = tuple(jnp.zeros((batch, width), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    _, state, _, out = lax.while_loop(unfinished, one, (jnp.int32(0), state, ~state.done, out))
+    return state, Piece(*out)
+
+
+class Size(NamedTuple):
+    """What a program of passes is compiled for: tokens `drafted` for each row and pass, and room for `most` passes."""
+
+    drafted: int
+    most: int
+
+
+def run_passes(model: Model, drafter: Drafter, work: Work, passes: jax.Array, size: Size) -> tuple[Work, jax.Array, Passes]:
+    """Up to `passes` of them, until all rows are done.
+
+    Cache, memory and history must have room for `passes` * (drafted + 1) more tokens in each row.
+
+    Args:
+      passes: int32[], at most `size.most`.
+
+    Returns:
+      What has changed; how many passes there were, int32[]; and what they gave, of which so many are filled.
+    """
+    batch, width = work.state.token.shape[0], size.drafted + 1
+    layout = model.layout
+
+    def one(carry: Any) -> Any:
+        (state, memory, history), taken, tokens, counts = carry
+        drafts, memory = drafter.propose(memory, state, history, size.drafted)
+        live, last = ~state.done, state.cache.length
+        state, piece = verify(model, state, drafts)
+        memory = drafter.roll_back(memory, state.cache.length)
+        put = lambda row, new, last: lax.dynamic_update_slice_in_dim(row, new, last + 1, 0)
+        history = layout.constrain(jax.vmap(put)(history, piece.tokens, last), "row")
+        tokens = tuple(
+            lax.dynamic_update_slice_in_dim(whole, new, taken * width, 1) for whole, new in zip(tokens, piece, strict=True)
+        )
+        right = piece.valid[:, :-1] & (piece.tokens[:, :-1] == drafts)
+        new = jnp.sum(live[:, None] & (drafts >= 0), axis=1), jnp.sum(right, axis=1)
+        counts = tuple(
+            lax.dynamic_update_index_in_dim(whole, x.astype(jnp.int32), taken, 1)
+            for whole, x in zip(counts, new, strict=True)
+        )
+        return Work(state, memory, history), taken + 1, tokens, counts
+
+    def unfinished(carry: Any) -> jax.Array:
+        return (carry[1] < passes) & ~jnp.all(carry[0].state.done)
+
+    tokens = tuple(jnp.zeros((batch, size.most * width), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    counts = tuple(jnp.zeros((batch, size.most), jnp.int32) for _ in range(2))
+    work, taken, tokens, counts = lax.while_loop(unfinished, one, (work, jnp.int32(0), tokens, counts))
+    state = work.state.replace(done=layout.constrain(work.state.done, "everywhere"))
+    return work._replace(state=state), taken, Passes(Piece(*tokens), *counts)
