@@ -29,7 +29,7 @@ from llama_jax.model.trees import param_shapes, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
 from llama_jax.ops.weights import Name
-from llama_jax.ops.weights.kinds import bits_of
+from llama_jax.ops.weights.planes import bits_of
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.pmapped import pmap_over

@@ -53,8 +53,9 @@ def load(
     Args:
       path: see `open_checkpoint`; None is the small stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
-      quantize: keep matrices in fewer bits, made while they are read: "int8", "int4", "q8_0" or "q4_0" (`ops.weights`);
-        "keep" takes the blocks of a GGUF as they are (other formats have none). `dtype` is then that of the computation.
+      quantize: keep matrices in fewer bits, made while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
+        (`ops.weights`); "keep" takes the blocks of a GGUF as they are (other formats have none). `dtype` is then that of
+        the computation.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;

@@ -17,7 +17,7 @@ from llama_jax.checkpoints.tensors import Opened, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import BLOCKS, Block, Llama, Row, rows, shape_of
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
-from llama_jax.ops.weights.kinds import join
+from llama_jax.ops.weights.planes import join
 from llama_jax.tokenizers import Tokenizer
 
 

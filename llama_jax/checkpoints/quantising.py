@@ -1,35 +1,36 @@
-"""Weights quantised while they are read, or kept in the blocks of their file: the dense model is never in memory."""
+"""Weights quantised while they are read, or kept as their files have them: the dense model is never in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.fill import Array, Part, Target, fill, fill_targets
 from llama_jax.checkpoints.tensors import Described, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
-from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, shardings_of_planes
-from llama_jax.ops.weights.kinds import split
+from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, fitting, shardings_of_planes
+from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights.weight import columns_on_each
 
 Quantization = Literal[Name, "keep"]
-WRITABLE = tuple(name for name in get_args(Name) if KINDS[name].encode is not None)
 
 
 def check_quantize(quantize: str | None) -> None:
     """Raise CheckpointError for what a model cannot be read as."""
-    if quantize is None or quantize == "keep" or quantize in WRITABLE:
+    if quantize is None or quantize == "keep" or quantize in MADE:
         return
     if quantize in KINDS:
         raise CheckpointError(
             f"quantize={quantize!r}: blocks of this kind are only kept, from a GGUF that has them; use 'keep',"
-            f" or one of {', '.join(WRITABLE)}"
+            f" or one of {', '.join(MADE)}"
         )
-    raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(WRITABLE)}, keep")
+    raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MADE)}, keep")
 
 
 def check_kept(tensors: Iterable[Described], where: Path) -> None:
@@ -38,7 +39,7 @@ def check_kept(tensors: Iterable[Described], where: Path) -> None:
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         known = ", ".join(name.upper() for name, form in KINDS.items() if form.of_gguf)
         raise CheckpointError(
-            f"quantize='keep': {where} has no tensor in blocks of {known} ({kinds}); use {', '.join(WRITABLE)}"
+            f"quantize='keep': {where} has no tensor in blocks of {known} ({kinds}); use {', '.join(MADE)}"
         )
 
 
@@ -47,8 +48,8 @@ def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sh
 
     Args:
       dtype: of the computation, and of what is not quantised.
-      quantize: a kind, by the nearest numbers; or "keep": blocks of a GGUF as they are, in several parts where queries, keys
-        and values are of different kinds, and floats where a tensor has none that are kept.
+      quantize: a kind, by the nearest numbers; or "keep": what is quantised in the files as it is, in several parts where
+        queries, keys and values are of different kinds, and floats where a tensor is not, or in no kind that is kept.
 
     Raises:
       CheckpointError: rows that are not made of whole blocks, or what `fill` raises.
@@ -56,7 +57,7 @@ def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sh
     if quantize is None or not array.is_matrix:
         return fill(array, dtype, sharding)
     if quantize != "keep":
-        form = KINDS[quantize]
+        form = fitting(quantize, columns_on_each(array.shape, sharding))
         _check_columns(array, form, sharding)
         encode = form.encode
         assert encode is not None  # `check_quantize` refuses the others
@@ -87,9 +88,8 @@ def _kept_as(part: Part) -> Kind | None:
 
 
 def _check_columns(array: Array, form: Kind, sharding: Any) -> None:
-    columns, parts = array.shape[-1], 1
-    if sharding is not None:
-        parts = columns // sharding.shard_shape(array.shape)[-1]
+    columns = array.shape[-1]
+    parts = columns // columns_on_each(array.shape, sharding)
     if columns % (form.block * parts):
         over = f" on each of {parts} devices" if parts > 1 else ""
         raise CheckpointError(
@@ -127,13 +127,10 @@ def _reading_blocks(array: Array, form: Kind) -> Callable[[int, int], Sequence[n
             blocks = blocks_of(part.tensor)
             assert blocks is not None
             raw = blocks.read(start * per_entry, stop * per_entry)
-            count = array.shape[-1] // form.block
-            for plane, found, memory in zip(
-                form.planes, split(raw.reshape(*raw.shape[:-1], count, -1), form.planes), out, strict=True
-            ):
+            for found, memory in zip(form.from_rows(raw, array.shape[-1]), out, strict=True):
                 hole = memory if part.columns is None else memory[:, part.columns]
                 found = found.reshape(hole.shape)
-                if plane.dtype == np.float16 and not np.isfinite(found).all():
+                if jnp.issubdtype(found.dtype, jnp.floating) and not np.isfinite(found).all():
                     raise CheckpointError(f"{part.label} holds NaN or infinity; the file is damaged")
                 hole[...] = half_from_interleaved(found) if part.interleaved else found
         return out

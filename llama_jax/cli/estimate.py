@@ -49,7 +49,7 @@ class Estimate:
     """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
     cache: Literal["auto", "int8"] = "auto"
     """When decoding, keys and values are of the dtype, or 8-bit numbers with a factor for each head and position."""
-    quantize: Literal["none", "int8", "int4", "q8_0", "q4_0"] = "none"
+    quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"] = "none"
     """When decoding, matrices are kept in fewer bits."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""

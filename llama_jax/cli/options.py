@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
-QUANTIZE = Literal["none", "int8", "int4", "q8_0", "q4_0", "keep"]
+QUANTIZE = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "keep"]
 ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 
 
@@ -64,8 +64,8 @@ class ModelOptions(RememberOptions):
     dtype: DTYPES = "auto"
     """Type of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
     quantize: QUANTIZE = "none"
-    """Keep the matrices in fewer bits: int8 has a factor for each row, int4 for each 128 numbers, q8_0 and q4_0 are blocks
-    of GGUF. keep takes the blocks that a GGUF has as they are, of 4, 5, 6 or 8 bits."""
+    """Keep the matrices in fewer bits: int8 and fp8 have a factor for each row, int4 for each 128 numbers, nf4 is that of
+    QLoRA, q8_0 and q4_0 are blocks of GGUF. keep takes what a quantised file has as it is, of 4, 5, 6 or 8 bits."""
     rope: str = ""
     """Another rope scaling than the model's own: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also
     lengthens the context; none leaves out the model's own."""

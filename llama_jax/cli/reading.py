@@ -54,7 +54,7 @@ class TextOptions:
     dtype: DTYPES = "auto"
     """Type of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
     quantize: QUANTIZE = "none"
-    """Keep the matrices in fewer bits, to see what it costs: int8, int4, q8_0, q4_0, or keep: a GGUF's as they are."""
+    """Keep the matrices in fewer bits, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0, or keep: as its files do."""
     rope: str = ""
     """Another rope scaling, to try without training: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16.
     The context is then FACTOR times as long; 'none' leaves out the model's own."""

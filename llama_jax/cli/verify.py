@@ -49,7 +49,7 @@ class Verify:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "none"
-    """Keep the matrices of PATH in fewer bits: int8, int4, q8_0, q4_0, or keep: those of a GGUF as they are."""
+    """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files."""
     per_layer: bool = False
     """Show how every layer differs."""
     json: bool = False

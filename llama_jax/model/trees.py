@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
-from llama_jax.ops.weights import KINDS, JoinedWeight, Name, QuantizedWeight, quantized, shardings_of_planes
+from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight, fitting, quantized, shardings_of_planes
+from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights.weight import columns_on_each
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
@@ -82,7 +84,8 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32,
 
 
 def quantize(params: Llama, kind: Name) -> Llama:
-    """The parameters with their matrices in fewer bits, by the nearest numbers: "int8", "int4", "q8_0" or "q4_0".
+    """The parameters with their matrices in fewer bits, by the nearest numbers: "int8", "int4", "fp8", "nf4", "q8_0" or
+    "q4_0".
 
     A file is better quantised while it is read (`checkpoints.load`), which never holds the dense model. Of
     `jax.ShapeDtypeStruct`s, with or without shardings, it gives those of what would be kept.
@@ -90,15 +93,14 @@ def quantize(params: Llama, kind: Name) -> Llama:
     Raises:
       ConfigError: a kind into which nothing is quantised here, or rows that are not made of whole blocks.
     """
-    form = KINDS.get(kind)
-    if form is None or form.encode is None:
-        known = ", ".join(name for name, one in KINDS.items() if one.encode is not None)
-        raise ConfigError(f"quantize={kind!r} is not one of {known}")
+    if kind not in MADE:
+        raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MADE)}")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
         row = row_at(path)
         if not row.is_matrix:
             return leaf
+        form = fitting(kind, columns_on_each(leaf.shape, leaf.sharding))
         if leaf.shape[-1] % form.block:
             raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}")
         if not isinstance(leaf, jax.ShapeDtypeStruct):
@@ -108,7 +110,7 @@ def quantize(params: Llama, kind: Name) -> Llama:
             jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
             for plane, place in zip(form.planes, places, strict=True)
         ]
-        return QuantizedWeight(tuple(shapes), kind, str(leaf.dtype))
+        return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(of_leaf, params)
 

@@ -14,6 +14,7 @@ from llama_jax.checkpoints.tensors import read_bytes
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.trees import count, dequantize, quantize
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes
 
 FORMATS = Path(__file__).parents[1] / "goldens" / "formats"
@@ -38,7 +39,9 @@ def divergence(config, params, other, tokens) -> float:
     return float(jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean())
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("int8", 2e-4), ("q8_0", 2e-4), ("q4_0", 2.5e-2)])
+@pytest.mark.parametrize(
+    ("kind", "limit"), [("int8", 2e-4), ("fp8", 2e-3), ("q8_0", 2e-4), ("q4_0", 2.5e-2), ("int4", 4e-2), ("nf4", 2.5e-2)]
+)
 def test_the_bundled_model_hardly_changes(kind, limit, stories_model):
     config, params, tokenizer = stories_model
     _, found, _ = llama_jax.load(bundled(), "float32", quantize=kind)
@@ -114,7 +117,7 @@ def test_other_formats_hold_the_numbers(tmp_path, stories_model):
     same(llama_jax.load(tmp_path / "orbax", quantize="int8").params, quantize(dequantize(found), "int8"))
 
 
-@pytest.mark.parametrize("quantization", ["int8", pytest.param("q8_0", marks=pytest.mark.slow), "keep"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8", pytest.param("q8_0", marks=pytest.mark.slow), "keep"])
 def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
     """Heads are copied (two of one), the vocabulary is padded, rows and columns lie on different devices."""
     config, params, tokenizer = stories_model
@@ -137,9 +140,19 @@ def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
         same(llama_jax.load(tmp_path / f"{sizes.fsdp}.gguf").params, dequantize(alone.params))
 
 
+def test_over_a_mesh_groups_are_those_that_each_device_holds_whole(stories_model):
+    config, params, _ = stories_model
+    there = llama_jax.load(bundled(), "float32", quantize="int4", mesh=MeshSizes(tensor=2)).params
+    block = there.blocks[0]
+    assert (block.feed_forward.gate.kind, block.attention.out.kind) == ("int4_64", "int4_32")
+    logits = llama_jax.logits(config, quantize(params, "int4"), jnp.asarray([[1, 5, 9]]))
+    found = llama_jax.logits(config, dequantize(unfit(config, there)), jnp.asarray([[1, 5, 9]]))
+    np.testing.assert_allclose(found, logits, atol=2)
+
+
 def test_what_cannot_be_is_one_line(tmp_path, stories_model):
     config, params, tokenizer = stories_model
-    with pytest.raises(CheckpointError, match="quantize='int3' is not one of int8, int4, q8_0, q4_0, keep"):
+    with pytest.raises(CheckpointError, match="quantize='int3' is not one of int8, int4, fp8, nf4, q8_0, q4_0, keep"):
         llama_jax.load(bundled(), quantize="int3")
     with pytest.raises(
         CheckpointError, match="quantize='q4_k': blocks of this kind are only kept, from a GGUF that has them"
@@ -149,13 +162,13 @@ def test_what_cannot_be_is_one_line(tmp_path, stories_model):
         CheckpointError, match=r"quantize='keep': .* has no tensor in blocks of Q8_0, .*Q6_K \(\w*16\); use int8"
     ):
         llama_jax.load(bundled(), quantize="keep")
-    with pytest.raises(CheckpointError, match="rows of 192 numbers, and int4 needs multiples of 128"):
-        llama_jax.load(bundled(), quantize="int4")
+    with pytest.raises(CheckpointError, match="rows of 192 numbers, and int4_32 needs multiples of 32 on each of 4 devices"):
+        llama_jax.load(bundled(), quantize="int4", mesh=MeshSizes(fsdp=4))
     with pytest.raises(CheckpointError, match="q8_0 needs multiples of 32 on each of 4 devices"):
         llama_jax.load(bundled(), quantize="q8_0", mesh=MeshSizes(fsdp=4))
-    with pytest.raises(ConfigError, match="rows of 192 numbers, and int4 needs multiples of 128"):
-        quantize(params, "int4")
-    with pytest.raises(ConfigError, match="quantize='q6_k' is not one of int8, int4, q8_0, q4_0"):
+    with pytest.raises(ConfigError, match="rows of 48 numbers, and nf4 needs multiples of 64"):
+        quantize(params.replace(embedding=params.embedding[:, :48]), "nf4")
+    with pytest.raises(ConfigError, match="quantize='q6_k' is not one of int8, int4, fp8, nf4, q8_0, q4_0"):
         quantize(params, "q6_k")
     with pytest.raises(CheckpointError, match="dtype='q4_0' is a type of GGUF"):
         llama_jax.save(tmp_path / "x", config, params, tokenizer, dtype="q4_0")

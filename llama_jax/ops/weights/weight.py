@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.layers import PRODUCT, project
-from llama_jax.ops.weights.kinds import KINDS, Kind, Plane
+from llama_jax.ops.weights.kinds import KINDS, fitting
+from llama_jax.ops.weights.planes import FP8, Kind, Plane
 
 FEW_ROWS = 16  # of so many tokens at most, sums of groups are made apart and weighted afterwards
 CHUNK = 1 << 22
@@ -122,14 +123,19 @@ def quantized(matrix: Any, kind: str) -> QuantizedWeight:
     """A matrix [*out, D] as a weight of a kind, by the nearest numbers, where the matrix lies.
 
     Args:
-      kind: one that has an `encode`, of whose block D is a multiple.
+      kind: one that has an `encode`, of whose block D is a multiple; of one with several groups the largest is taken.
     """
-    form = KINDS[kind]
+    form = fitting(kind, columns_on_each(matrix.shape, getattr(matrix, "sharding", None)))
     assert form.encode is not None
     places = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
     found = form.encode(np.asarray(matrix, np.float32))
     planes = tuple(jax.device_put(plane, place) for plane, place in zip(found, places, strict=True))
-    return QuantizedWeight(planes, kind, str(matrix.dtype))
+    return QuantizedWeight(planes, form.name, str(matrix.dtype))
+
+
+def columns_on_each(shape: tuple[int, ...], sharding: Any) -> int:
+    """Numbers of a row that each device holds: groups are not divided among devices."""
+    return shape[-1] if sharding is None else sharding.shard_shape(shape)[-1]
 
 
 def shardings_of_planes(form: Kind, sharding: Any, ndim: int) -> tuple[Any, ...]:
@@ -206,26 +212,34 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], form: Kind) -> jax.Arr
     their sums weighted, 1.8 MB for a row and 15 for eight; of more rows that would be larger than the weight itself, which
     is decoded by chunks that stay in the caches.
     """
-    if form.name == "int8":
+    if factor_afterwards(form):
         values, scales = planes
         return _dot(x, values.astype(x.dtype)) * scales
     if groups_apart(form, len(x)):
-        values, scales = planes
+        values, scales, *zeros = planes
         groups = x.reshape(len(x), *values.shape[1:])
         sums = jnp.einsum("tgi,ngi->tng", groups, values.astype(x.dtype), preferred_element_type=jnp.float32)
+        if zeros:
+            sums -= jnp.sum(groups, axis=-1, dtype=jnp.float32)[:, None] * zeros[0].astype(jnp.float32)
         return jnp.sum(sums * scales, axis=-1)
     return _by_chunks(x, planes, form)
+
+
+@for_cpu(lambda plain, form: form.name == "int8")  # floats of 8 bits would be written as wider ones
+def factor_afterwards(form: Kind) -> bool:
+    """Whether a weight is multiplied as it lies, and the result by the factor of each row."""
+    return form.has_row_factors
 
 
 @for_cpu(lambda plain, form, tokens: False)  # which would write the integers as floats
 def groups_apart(form: Kind, tokens: int) -> bool:
     """Whether the groups of a weight are multiplied apart, see `multiply`."""
-    return form.name == "int4" and tokens <= FEW_ROWS
+    return form.planes[0].grouped and tokens <= FEW_ROWS
 
 
 def multiply_turned(gradient: jax.Array, planes: tuple[jax.Array, ...], form: Kind) -> jax.Array:
     """[T, N] by the planes of [N, D]: float32[T, D], the derivative of `multiply` for its first argument."""
-    if form.name == "int8":
+    if factor_afterwards(form):
         values, scales = planes
         weighted = (gradient * scales).astype(gradient.dtype)
         return jnp.tensordot(weighted, values.astype(gradient.dtype), 1, preferred_element_type=jnp.float32)
@@ -273,7 +287,7 @@ class _Chunks(NamedTuple):
         least = -(-total * columns // decoded_at_once())
         count = next((n for n in range(least, min(2 * least, total) + 1) if total % n == 0), least)
         chunks = cls(form, planes, columns, -(-total // count), count)
-        return chunks._replace(planes=tuple(map(chunks.divide, planes)))
+        return chunks._replace(planes=tuple(chunks.divide(_as_bits(plane)) for plane in planes))
 
     def divide(self, array: jax.Array) -> jax.Array:
         """[N, ...] as [rows, count, ...]; with zeros at the end where N is no multiple, as a prime number of tokens."""
@@ -287,7 +301,18 @@ class _Chunks(NamedTuple):
         return lax.dynamic_index_in_dim(array, index, axis=1, keepdims=False)
 
     def decode(self, index: jax.Array, dtype: Any) -> jax.Array:
-        return self.form.decode(*(self.take(plane, index) for plane in self.planes)).astype(dtype)
+        taken = [self.take(plane, index) for plane in self.planes]
+        typed = [_from_bits(array, plane.dtype) for array, plane in zip(taken, self.form.planes, strict=True)]
+        return self.form.decode(*typed).astype(dtype)
+
+
+def _as_bits(plane: jax.Array) -> jax.Array:
+    """Floats of 8 bits as integers: XLA for CPU moves no others, and would make a whole plane wider to cut a part of it."""
+    return lax.bitcast_convert_type(plane, jnp.uint8) if plane.dtype == FP8 else plane
+
+
+def _from_bits(plane: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(plane, FP8) if dtype == FP8 else plane
 
 
 def _dot(x: jax.Array, rows: jax.Array) -> jax.Array:

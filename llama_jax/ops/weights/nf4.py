@@ -1,0 +1,120 @@
+"""The kinds of bitsandbytes in 4 bits: a number is one of sixteen, times a factor for each 64 (Dettmers et al. 2023, QLoRA).
+
+With double quantisation the factors are in 8 bits themselves: one of 256 numbers, times a factor of many of them, plus an
+offset. bitsandbytes shares those factors between 256 blocks of the whole tensor, whatever its rows; here they lie where the
+blocks do, so that rows and columns can be moved and divided. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from llama_jax.ops.weights.planes import Array, Kind, Plane, groups_of, joined, rows_of, wide
+
+BLOCK = 64
+# The sixteen: quantiles of a normal distribution, with zero and both ends (QLoRA, appendix E).
+NF4 = np.asarray(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+
+
+def dynamic_map() -> np.ndarray:
+    """The 256 numbers that factors are kept as: with seven exponents, and as many fractions as each leaves bits for
+    (Dettmers 2015, 8-bit approximations for parallelism in deep learning, section 2)."""
+    found = [np.float32(0), np.float32(1)]
+    tenth = float(np.float32(0.1))
+    for i in range(7):
+        count = 2**i
+        step, places = float(np.float32(1 - tenth) / np.float32(count)), np.arange(count + 1)
+        # From both ends and rounded once, as PyTorch divides an interval: so the numbers are the same to the last bit.
+        ends = np.where(places < (count + 1) // 2, tenth + step * places, 1 - step * (count - places)).astype(np.float32)
+        means = np.float32(10.0 ** (i - 6)) * ((ends[:-1] + ends[1:]) / np.float32(2))
+        found += [*means, *-means]
+    return np.sort(np.asarray(found, np.float32))
+
+
+DYNAMIC = dynamic_map()
+
+
+def _looked_up(table: np.ndarray, indices: Array) -> Array:
+    """The entries of one of the tables. Of sixteen JAX chooses by the bits: an accelerator gathers slower."""
+    if isinstance(indices, np.ndarray):
+        return table[indices]
+    import jax.numpy as jnp
+
+    if len(table) > 16:
+        return jnp.asarray(table)[indices.astype(np.int32)]
+    found = [jnp.float32(number) for number in table]
+    for bit in range(4):
+        high = (indices >> np.uint8(bit)) & 1 == 1
+        found = [jnp.where(high, found[i + 1], found[i]) for i in range(0, len(found), 2)]
+    return found[0]
+
+
+def _numbers(values: Array) -> Array:
+    """uint8[..., D / 2] as float32[..., D / 64, 64]: of each byte the high half first."""
+    pairs = groups_of(values, 1)
+    return groups_of(_looked_up(NF4, rows_of(joined([pairs >> 4, pairs & 15]))), BLOCK)
+
+
+def _decode(values: Array, factors: Array) -> Array:
+    return rows_of(_numbers(values) * factors[..., None])
+
+
+def _decode_rows(values: Array, absmax: Array, nested: Array, offset: Array) -> Array:
+    return _decode(values, _looked_up(DYNAMIC, absmax) * nested[..., None] + offset[..., None])
+
+
+def _decode_groups(values: Array, absmax: Array, nested: Array, offset: Array) -> Array:
+    """With a nested factor for each 256 numbers."""
+    factors = rows_of(groups_of(_looked_up(DYNAMIC, absmax), 256 // BLOCK) * wide(nested)[..., None])
+    return _decode(values, factors + offset[..., None])
+
+
+def _nearest(table: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """uint8: which entry of a table in order is nearest, the lower of two that are as near."""
+    return np.searchsorted((table[:-1] + table[1:]) / np.float32(2), x, side="left").astype(np.uint8)
+
+
+def _encode_values(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    groups = groups_of(x, BLOCK)
+    absmax = np.abs(groups).max(-1)
+    scaled = groups / np.where(absmax == 0, 1, absmax)[..., None]
+    pairs = groups_of(rows_of(_nearest(NF4, scaled)), 2)
+    return (pairs[..., 0] << 4) | pairs[..., 1], absmax
+
+
+def _encode(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    """As bitsandbytes, but that offset and nested factor are those of a row, and so do not depend on other rows."""
+    values, absmax = _encode_values(x)
+    offset = absmax.mean(-1, dtype=np.float32)
+    rest = absmax - offset[..., None]
+    nested = np.abs(rest).max(-1)
+    return values, _nearest(DYNAMIC, rest / np.where(nested == 0, 1, nested)[..., None]), nested, offset
+
+
+_VALUES = Plane("values", np.uint8, 1, 2)
+_DOUBLE = (_VALUES, Plane("absmax", np.uint8, 1, BLOCK))
+_OFFSET = Plane("offset", np.float32, 0, 1)
+DOUBLE = Kind("nf4", BLOCK, (*_DOUBLE, Plane("nested", np.float32, 0, 1), _OFFSET), _decode_rows, _encode)
+DOUBLE_256 = Kind("nf4_256", 256, (*_DOUBLE, Plane("nested", np.float32, 1, 256), _OFFSET), _decode_groups)
+SINGLE = Kind("nf4_single", BLOCK, (_VALUES, Plane("absmax", np.float32, 1, BLOCK)), _decode)
+NF4_KINDS = (DOUBLE, DOUBLE_256, SINGLE)

@@ -1,0 +1,162 @@
+"""What a kind of quantised weights is: which arrays a matrix is kept as, and how its numbers come back from them.
+
+A matrix [*out, D] is kept as planes: arrays whose axes are those of the matrix but for the last, along which a plane has an
+entry for each number, for each group of them, or for two numbers in a byte. All functions here are of NumPy's arrays as well
+as JAX's, so that files are read with what computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+Array = Any  # numpy.ndarray or jax.Array
+
+INT4 = np.dtype(ml_dtypes.int4)
+FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One of the arrays of a kind.
+
+    Attributes:
+      name: of what it holds.
+      dtype: of its entries.
+      entries, numbers: so many entries for so many numbers of a row; 0 entries where there is one for a whole row, and the
+        plane lacks the last axis.
+      grouped: its last two axes are groups, and the entries of a group.
+    """
+
+    name: str
+    dtype: Any
+    entries: int
+    numbers: int
+    grouped: bool = False
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the plane of a matrix."""
+        *out, columns = shape
+        return (*out, *self.end(columns))
+
+    def end(self, columns: int) -> tuple[int, ...]:
+        """Its axes for the columns of a matrix."""
+        if not self.entries:
+            return ()
+        if self.grouped:
+            return (columns // self.numbers, self.entries)
+        return (columns * self.entries // self.numbers,)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a weight is kept.
+
+    Attributes:
+      name: "int8".
+      block: a row's length must be a multiple of it.
+      planes: the arrays, in the order of the leaf, and, of GGUF's kinds, of the bytes of a block.
+      decode: the planes as float32[*out, D].
+      encode: a matrix float32[*out, D] of NumPy as planes; None for kinds that are only read from files.
+      of_gguf: whether a GGUF holds such blocks.
+    """
+
+    name: str
+    block: int
+    planes: tuple[Plane, ...]
+    decode: Callable[..., Array]
+    encode: Callable[[np.ndarray], tuple[np.ndarray, ...]] | None = None
+    of_gguf: bool = False
+
+    @property
+    def bits(self) -> float:
+        """For each number of a long row."""
+        return sum(bits_of(plane.dtype) * plane.entries / plane.numbers for plane in self.planes)
+
+    @property
+    def has_row_factors(self) -> bool:
+        """Whether the only factor of a number is that of its row."""
+        return len(self.planes) == 2 and not self.planes[1].entries
+
+    def bytes_of_row(self, columns: int) -> int:
+        """Of a row in the bytes that `from_rows` reads."""
+        return sum(math.prod(plane.end(columns)) * np.dtype(plane.dtype).itemsize for plane in self.planes)
+
+    def to_rows(self, planes: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Planes of a matrix [rows, D] as the bytes of each row: uint8[rows, bytes]. Integers of 4 bits take a byte each."""
+        rows = [np.ascontiguousarray(plane).reshape(len(plane), -1) for plane in planes]
+        return np.concatenate([each.view(np.uint8) for each in rows], axis=1)
+
+    def from_rows(self, raw: np.ndarray, columns: int) -> tuple[np.ndarray, ...]:
+        """The planes of rows in bytes, uint8[..., bytes]: a GGUF's blocks, or what `to_rows` gives."""
+        if self.of_gguf:
+            return split(raw.reshape(*raw.shape[:-1], columns // self.block, -1), self.planes)
+        found, at = [], 0
+        for plane in self.planes:
+            size = math.prod(plane.end(columns)) * np.dtype(plane.dtype).itemsize
+            part = np.ascontiguousarray(raw[..., at : at + size]).view(plane.dtype)
+            found.append(part.reshape(*raw.shape[:-1], *plane.end(columns)))
+            at += size
+        return tuple(found)
+
+
+def bits_of(dtype: Any) -> int:
+    """In memory: of the integers of 4 bits JAX's arrays hold two in a byte, whatever their `nbytes` says."""
+    return 4 if np.dtype(dtype) == INT4 else 8 * np.dtype(dtype).itemsize
+
+
+def groups_of(x: Array, size: int) -> Array:
+    """[..., D] as [..., D / size, size]."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def rows_of(x: Array) -> Array:
+    """[..., groups, size] as [..., D]."""
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def wide(x: Array) -> Array:
+    return x.astype(np.float32)
+
+
+def joined(arrays: list[Array]) -> Array:
+    """Along the last axis, where they are."""
+    return np.concatenate(arrays, -1) if isinstance(arrays[0], np.ndarray) else jnp.concatenate(arrays, -1)
+
+
+def nibbles(x: Array, size: int) -> Array:
+    """uint8[..., D / 2] as [..., groups, 2, size / 2]: of each group's bytes the low halves, and then the high ones."""
+    pairs = groups_of(x, size // 2)
+    return joined([pairs & 15, pairs >> 4]).reshape(*pairs.shape[:-1], 2, size // 2)
+
+
+def split(blocks: np.ndarray, planes: tuple[Plane, ...]) -> tuple[np.ndarray, ...]:
+    """The planes of blocks of a file, uint8[..., blocks, bytes]."""
+    found, at = [], 0
+    block = planes_block(planes)
+    for plane in planes:
+        size = block * plane.entries // plane.numbers * np.dtype(plane.dtype).itemsize
+        part = np.ascontiguousarray(blocks[..., at : at + size]).view(plane.dtype)
+        found.append(part.reshape(*blocks.shape[:-2], -1))
+        at += size
+    return tuple(found)
+
+
+def join(planes: tuple[np.ndarray, ...], kind: Kind) -> np.ndarray:
+    """The blocks of a file, uint8[..., blocks, bytes], of which `split` gave the planes."""
+    parts = []
+    for array, plane in zip(planes, kind.planes, strict=True):
+        entries = kind.block * plane.entries // plane.numbers
+        parts.append(np.ascontiguousarray(groups_of(np.asarray(array), entries)).view(np.uint8))
+    return np.concatenate(parts, -1)
+
+
+def planes_block(planes: tuple[Plane, ...]) -> int:
+    """Numbers in a block: those that the rarest entry stands for."""
+    return max(plane.numbers for plane in planes)
