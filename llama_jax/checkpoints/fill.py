@@ -149,7 +149,8 @@ def _key(place: Place) -> tuple:
 def _each_run(array: Array, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
     """Call work(start, stop) for runs that cover the union of ranges of the leading axis, on a few threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
-    step = max(1, RUN // entry)
+    least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
+    step = max(1, RUN // entry, least)
     runs: list[tuple[int, int]] = []
     reached = 0
     for start, stop in ranges:

@@ -187,7 +187,7 @@ def write_file(
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
 
     def stored_as(piece: Piece) -> str:
-        if keep and blocks_of(piece.tensor) is not None:
+        if keep and piece.tensor.kind in KEPT_TYPES and blocks_of(piece.tensor) is not None:
             return piece.tensor.kind
         return "F32" if len(piece.tensor.shape) == 1 else kind
 
@@ -241,7 +241,7 @@ def write_file(
         stored_in = dict(zip(map(id, todo), kinds, strict=True))
         for piece in progress(todo) if progress else todo:
             stored = stored_in[id(piece)]
-            blocks = piece.blocks() if keep else None
+            blocks = piece.blocks() if keep and stored == piece.tensor.kind else None
             if blocks is not None:
                 writer.write_tensor_data(blocks)
             elif stored in QUANTIZED:

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from llama_jax.checkpoints.huggingface_config import read_config, write_config
+from llama_jax.checkpoints.huggingface_config import read_config, read_scheme, write_config
 from llama_jax.checkpoints.layout import Piece, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
+from llama_jax.checkpoints.quantized_files import with_weights
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, kind_of, read_bytes
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.files import LARGEST_JSON, read_object
@@ -41,6 +42,7 @@ def open_folder(folder: Path) -> Opened:
       CheckpointError: a file that is missing, damaged or of an unsupported kind.
     """
     config = read_config(folder)
+    scheme = read_scheme(folder)
     for (single, index), read, what in (
         (SAFETENSORS, _read_safetensors, "safetensors"),
         (PICKLED, read_tensors, "pytorch_model.bin"),
@@ -51,11 +53,16 @@ def open_folder(folder: Path) -> Opened:
             tensors = read(folder / single)
         else:
             continue
+        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
+        if scheme is not None:
+            if what != "safetensors":
+                raise CheckpointError(f"{folder} has quantised weights in {what}; they are read from safetensors")
+            tensors = with_weights(str(folder), tensors, scheme)
         return Opened(
-            format=f"Hugging Face {what}",
+            format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
             path=folder,
             config=config,
-            tensors=_experts_joined(folder, {name: t for name, t in tensors.items() if not IGNORED.fullmatch(name)}),
+            tensors=_experts_joined(folder, tensors),
             names=NAMES,
             interleaved=False,
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from llama_jax.checkpoints.quantized_config import Scheme, scheme_from_dict
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.errors import CheckpointError, ConfigError, shown
@@ -105,6 +106,12 @@ def read_config(folder: Path) -> LlamaConfig:
         raise CheckpointError(f"{path}: {in_file}") from None
 
 
+def read_scheme(folder: Path) -> Scheme | None:
+    """How the weights of a folder are quantised, whose ``config.json`` was read; None where they are not."""
+    found = read_object(folder / "config.json", CheckpointError).get("quantization_config")
+    return None if found is None else scheme_from_dict(found)
+
+
 def write_config(folder: Path, config: LlamaConfig, **more: Any) -> None:
     """Write ``config.json``, with settings that are not part of a configuration, such as token ids."""
     (folder / "config.json").write_text(json.dumps(config_to_dict(config) | more, indent=2) + "\n")
@@ -123,7 +130,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         if found.get(name, supported) not in (supported, None) and name not in READ.get(kind, ()):
             raise ConfigError(f"{name}={shown(found[name])} is not supported; a {kind} has {name}={supported!r}")
     if found.get("quantization_config") is not None:
-        raise ConfigError("quantization_config is set: quantised weights are not supported; use the unquantised release")
+        scheme_from_dict(found["quantization_config"])
 
     missing = [name for name in _REQUIRED if name not in found]
     if missing:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.fill import Array, Part, Target, fill, fill_targets
+from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.tensors import Described, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
 from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, fitting, shardings_of_planes
 from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights.planes import in_smaller_groups
 from llama_jax.ops.weights.weight import columns_on_each
 
 Quantization = Literal[Name, "keep"]
@@ -34,12 +36,15 @@ def check_quantize(quantize: str | None) -> None:
 
 
 def check_kept(tensors: Iterable[Described], where: Path) -> None:
-    """Raise CheckpointError where no tensor of a model is in blocks that could be kept."""
+    """Raise CheckpointError where no tensor of a model is quantised so that it could be kept, or its columns lie apart."""
+    if any(isinstance(tensor, Reordered) for tensor in tensors):
+        raise CheckpointError(
+            f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
+        )
     if not any(KINDS.get(tensor.kind.lower()) is not None and blocks_of(tensor) is not None for tensor in tensors):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
-        known = ", ".join(name.upper() for name, form in KINDS.items() if form.of_gguf)
         raise CheckpointError(
-            f"quantize='keep': {where} has no tensor in blocks of {known} ({kinds}); use {', '.join(MADE)}"
+            f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
         )
 
 
@@ -72,8 +77,9 @@ def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sh
         return JoinedWeight(tuple(fill_weight(one, dtype, quantize, sharding) for one in alone))
     if forms[0] is None:
         return fill(array, dtype, sharding)
-    _check_columns(array, forms[0], sharding)
-    return _fill_planes(array, forms[0], dtype, sharding, _reading_blocks(array, forms[0]))
+    form = fitting(forms[0].name, columns_on_each(array.shape, sharding))
+    _check_columns(array, form, sharding)
+    return _fill_planes(array, form, dtype, sharding, _reading_blocks(array, forms[0], form))
 
 
 def _width(part: Part) -> int:
@@ -116,8 +122,11 @@ def _fill_planes(
     return QuantizedWeight(tuple(fill_targets(array, targets, write)), form.name, str(dtype))
 
 
-def _reading_blocks(array: Array, form: Kind) -> Callable[[int, int], Sequence[np.ndarray]]:
-    """Reads rows as planes; the blocks lie along the columns, so that rows may be moved as those of floats are."""
+def _reading_blocks(array: Array, kept: Kind, form: Kind) -> Callable[[int, int], Sequence[np.ndarray]]:
+    """Reads rows of a kind as planes of `form`, which may have smaller groups.
+
+    Blocks lie along the columns, so that rows may be moved as those of floats are.
+    """
 
     def rows(start: int, stop: int) -> Sequence[np.ndarray]:
         shape = (stop - start, *array.shape[1:])
@@ -127,7 +136,10 @@ def _reading_blocks(array: Array, form: Kind) -> Callable[[int, int], Sequence[n
             blocks = blocks_of(part.tensor)
             assert blocks is not None
             raw = blocks.read(start * per_entry, stop * per_entry)
-            for found, memory in zip(form.from_rows(raw, array.shape[-1]), out, strict=True):
+            planes = kept.from_rows(raw, array.shape[-1])
+            if kept is not form:
+                planes = in_smaller_groups(planes, kept, form)
+            for found, memory in zip(planes, out, strict=True):
                 hole = memory if part.columns is None else memory[:, part.columns]
                 found = found.reshape(hole.shape)
                 if jnp.issubdtype(found.dtype, jnp.floating) and not np.isfinite(found).all():

@@ -70,7 +70,7 @@ class Tensor(Described, Protocol):
 
 
 def blocks_of(tensor: Described) -> Tensor | None:
-    """The rows of a tensor in the blocks of GGUF as bytes, uint8[rows, ..., bytes]; None where they are no such blocks."""
+    """The rows of a quantised tensor as bytes, uint8[rows, ..., bytes], which `Kind.from_rows` reads; None of any other."""
     return getattr(tensor, "blocks", None)
 
 
@@ -189,6 +189,12 @@ class Stacked(Combined):
     def read(self, start: int, stop: int) -> np.ndarray:
         return np.stack([part.read(0, part.shape[0]) for part in self.parts[start:stop]])
 
+    @property
+    def blocks(self) -> Stacked | None:
+        """Those of its parts, where all are quantised."""
+        found = [blocks_of(part) for part in self.parts]
+        return None if any(each is None for each in found) else Stacked([each for each in found if each is not None])
+
     def entry(self, index: int) -> Tensor:
         return self.parts[index]
 
@@ -231,4 +237,15 @@ def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:
             if not got:
                 raise CheckpointError(f"{path} ends at byte {offset + filled}, {offset + count} are needed; copy it again")
             filled += got
+    return found
+
+
+def read_strips(path: Path, offsets: Sequence[int], count: int) -> np.ndarray:
+    """`count` bytes of a file from each of some offsets: uint8[offsets, count]. For errors see `read_bytes`."""
+    found = np.empty((len(offsets), count), np.uint8)
+    with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
+        for strip, offset in zip(found, offsets, strict=True):
+            file.seek(offset)
+            if file.readinto(strip.data) != count:
+                raise CheckpointError(f"{path} ends before byte {offset + count}, which is needed; copy it again")
     return found

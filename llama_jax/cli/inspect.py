@@ -152,8 +152,11 @@ def _files(opened: Opened | Stored) -> list[Path]:
 
 
 def _files_of(tensor: Any) -> list[Path]:
+    from llama_jax.checkpoints.quantized_tensors import Quantized
     from llama_jax.checkpoints.tensors import Combined, Derived
 
+    if isinstance(tensor, Quantized):
+        return [part.path for part in tensor.parts.values()]
     if isinstance(tensor, Combined):
         return [file for part in tensor.parts for file in _files_of(part)]
     return _files_of(tensor.tensor) if isinstance(tensor, Derived) else [tensor.path]

@@ -14,13 +14,15 @@ Name = Literal["int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", "q5_k", "q6
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*SCALED, *NF4_KINDS, *BLOCKS)}
 MADE: tuple[str, ...] = tuple(name for name in get_args(Name) if KINDS[name].encode is not None)  # of floats
-GROUPED = {"int4": ("int4", "int4_64", "int4_32")}  # by the largest group first
+# Kinds that are alike but for their groups, by the largest first.
+FAMILIES = (("int4", "int4_64", "int4_32"), ("int4_asym", "int4_asym_64", "int4_asym_32"), ("fp8_128", "fp8_64", "fp8_32"))
 
 
 def fitting(name: str, columns: int) -> Kind:
-    """The kind of a name for rows of so many numbers on each device: of several groups the largest that divides them.
+    """The kind of a name for rows of so many numbers on each device: with its groups, or the largest smaller ones that fit.
 
-    Where none does, the one whose block is smallest, for a message.
+    Where none fits, the one whose block is smallest, for a message.
     """
-    kinds = [KINDS[each] for each in GROUPED.get(name, (name,))]
+    names = next((family[family.index(name) :] for family in FAMILIES if name in family), (name,))
+    kinds = [KINDS[each] for each in names]
     return next((kind for kind in kinds if columns % kind.block == 0), kinds[-1])

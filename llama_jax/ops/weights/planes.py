@@ -106,6 +106,15 @@ class Kind:
         return tuple(found)
 
 
+def in_smaller_groups(planes: tuple[np.ndarray, ...], kind: Kind, smaller: Kind) -> tuple[np.ndarray, ...]:
+    """Planes of a kind as those of one that differs in its groups alone: what a group shares is repeated."""
+    times = kind.block // smaller.block
+    return tuple(
+        array.reshape(*array.shape[:-2], -1, smaller.block) if plane.grouped else np.repeat(array, times, axis=-1)
+        for array, plane in zip(planes, kind.planes, strict=True)
+    )
+
+
 def bits_of(dtype: Any) -> int:
     """In memory: of the integers of 4 bits JAX's arrays hold two in a byte, whatever their `nbytes` says."""
     return 4 if np.dtype(dtype) == INT4 else 8 * np.dtype(dtype).itemsize
