@@ -54,8 +54,8 @@ def load(
       path: see `open_checkpoint`; None is the small stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
       quantize: keep matrices in fewer bits, made while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
-        (`ops.weights`); "keep" takes the blocks of a GGUF as they are (other formats have none). `dtype` is then that of
-        the computation.
+        (`ops.weights`); "keep" takes what a GGUF or a Hugging Face folder has quantised as it is. `dtype` is then that of
+        the computation. None gives floats, but of an orbax checkpoint of a quantised model what was saved.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
@@ -81,7 +81,7 @@ def load(
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
-    if quantize == "keep":
+    if quantize == "keep" and not (isinstance(opened, store.Stored) and opened.kinds):
         check_kept(list(opened.tensors.values()), opened.path)
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
@@ -99,7 +99,7 @@ def load(
         params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, progress=progress)
         return Checkpoint(config, params, vocabulary)
     params = store.load_params(opened, dtype, shardings=shardings)
-    if quantize is not None and quantize != "keep":  # of which no orbax checkpoint has any
+    if quantize is not None and quantize != "keep":  # what orbax has quantised is kept without being asked for
         params = quantized_params(params, quantize)
     return Checkpoint(config, params if mesh is None else fit_on_mesh(opened.config, mesh, params), vocabulary)
 

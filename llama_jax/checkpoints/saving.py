@@ -17,6 +17,7 @@ from llama_jax.checkpoints.beside import files_beside, write_beside
 from llama_jax.checkpoints.layout import Piece
 from llama_jax.checkpoints.loading import load, open_checkpoint
 from llama_jax.checkpoints.memory import from_params
+from llama_jax.checkpoints.quantising import Quantization, check_quantize
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
@@ -55,8 +56,8 @@ def save(
       format: None goes by the name: "gguf" where it ends in ``.gguf``, "llama2c" where in ``.bin``, else "safetensors".
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
       dtype: of the written tensors; None keeps that of the parameters, and in a GGUF the blocks that they are in. "q8_0" and
-        "q4_0" are for GGUF alone, "llama2c" is float32. Other formats and types hold the numbers that quantised parameters
-        stand for.
+        "q4_0" are for GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and
+        types hold the numbers that those stand for.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
 
@@ -76,7 +77,7 @@ def save(
         _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
         return
     with appearing(Path(path), folder=True, overwrite=overwrite) as target:
-        store.save(target, config, _checked(dequantize(params), dtype), Path(path))
+        store.save(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
 
@@ -87,22 +88,29 @@ def convert(
     *,
     format: Format | None = None,
     dtype: Kind | None = None,
+    quantize: Quantization | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
 ) -> None:
     """Write the model at `source`, of any format, in another: tensor by tensor, so that it need not fit into memory.
 
     From and to "orbax" it does go through memory. For the arguments and errors see `save`; None for `dtype` keeps each
-    tensor's own, and of a GGUF the blocks if another is written; elsewhere those become float32.
+    tensor's own, and of a GGUF the blocks if another is written; elsewhere those become float32. For `quantize`, which is
+    for "orbax" alone, see `load`.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
+    if quantize is not None and (format != "orbax" or dtype is not None):
+        raise CheckpointError(
+            f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes dtype='q8_0' or 'q4_0'"
+        )
+    check_quantize(quantize)
     opened = open_checkpoint(source)
     if not isinstance(opened, store.Stored) and format != "orbax":
         _write(Path(path), opened, format, dtype, overwrite, progress, [Path(source), opened.path])
         return
     check_room(Path(path), folder=format in FOLDERS, overwrite=overwrite, sources=[Path(source), opened.path])
-    config, params, tokenizer = load(source)
+    config, params, tokenizer = load(source, quantize=quantize)
     save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
 
 
@@ -173,6 +181,8 @@ def _checked(params: Llama, dtype: Kind | None) -> Llama:
     """The parameters in a type, finite in it: what the other formats see to tensor by tensor."""
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
+        if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
+            return array  # planes of a quantised weight, whose factors are looked at
         target = array.dtype if dtype is None else FLOATS[KINDS[dtype]]
         largest = float(jnp.maximum(array.max(), -array.min()))
         if not math.isfinite(largest):

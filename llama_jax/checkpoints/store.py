@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from llama_jax.checkpoints import stored_weights
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
 from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, is_step, steps_in
@@ -26,6 +27,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, unstack
+from llama_jax.ops.weights import QuantizedWeight
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.writing import cannot_write
 
@@ -49,6 +51,16 @@ class Array:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A quantised weight, as `inspect` names it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class OnHost:
     """Asks orbax for an array in the host's memory, by having no sharding."""
 
@@ -63,15 +75,19 @@ class Stored:
     Attributes:
       arrays: the folder that orbax wrote, and by which name the parameters are in it.
       stacked: whether they are one block whose arrays have a leading axis L, as in a step of a training run.
+      found: all arrays that are stored, by name; several may be one of the tensors.
+      kinds: of the weights that are quantised, see `stored_weights`.
     """
 
     format: str
     path: Path
     config: LlamaConfig
-    tensors: Mapping[str, Array]
+    tensors: Mapping[str, Array | Weight]
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     stacked: bool
+    found: Mapping[str, Array]
+    kinds: stored_weights.Kinds
 
 
 def recognises(folder: Path) -> bool:
@@ -92,17 +108,33 @@ def open_folder(folder: Path) -> Stored:
     else:
         about, arrays = folder, (folder / PARAMS, "state")
     config = read_config(about)
+    kinds, dtype = ({}, "float32") if stacked else stored_weights.read_kinds(folder)
+    found = describe(*arrays)
     stored = Stored(
         format=f"orbax, step {folder.resolve().name} of a run" if stacked else "orbax",
         path=folder,
         config=config,
-        tensors=describe(*arrays),
+        tensors=found,
         tokenizer=partial(find_tokenizer, about, config.vocab_size),
         arrays=arrays,
         stacked=stacked,
+        found=found,
+        kinds=kinds,
     )
-    _shape(stored)
-    return stored
+    return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
+
+
+def _tensors(shapes: Llama, found: Mapping[str, Array], dtype: np.dtype) -> dict[str, Array | Weight]:
+    """What is stored, with the planes of each quantised matrix as one."""
+    tensors: dict[str, Array | Weight] = {}
+    for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
+        name = name_of(path)
+        if isinstance(leaf, QuantizedWeight):
+            size = sum(found[name_of((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
+            tensors[name] = Weight(stored_weights.matrix_of(leaf), dtype, leaf.kind.upper(), size)
+        else:
+            tensors[name] = found[name]
+    return tensors
 
 
 def describe(folder: Path, name: str) -> dict[str, Array]:
@@ -215,9 +247,11 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
+    params = unstack(params)
+    stored_weights.write_kinds(folder, stored_weights.kinds_of(params, name_of), str(params.embedding.dtype))
     with quiet():
         try:
-            ocp.save(folder.absolute() / PARAMS, unstack(params))
+            ocp.save(folder.absolute() / PARAMS, stored_weights.to_arrays(params))
         except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
             wait_for_writers()
             raise CheckpointError(cannot_write(path or folder, error_of_writing(error))) from None
@@ -246,12 +280,15 @@ def load_params(
     if stored.stacked:  # onto the host first: so the devices never hold a stack beside the blocks that are cut from it
         wanted = jax.tree.map(lambda array: OnHost(array.shape, target), shape)
     else:
-        wanted = jax.tree.map(lambda array, place: jax.ShapeDtypeStruct(array.shape, target, sharding=place), shape, places)
-    params = asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted))
+        asked = partial(stored_weights.placed, target=target, where=stored.path)
+        wanted = jax.tree.map(
+            lambda array, place: asked(array, place=place), shape, places, is_leaf=stored_weights.is_weight
+        )
+    params = stored_weights.from_arrays(asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted)))
     if stored.stacked:
         params = jax.tree.map(jax.device_put, unstack(params), places)
     for path, array in jax.tree.leaves_with_path(params):
-        if not bool(jnp.isfinite(array).all()):
+        if jnp.issubdtype(array.dtype, jnp.floating) and not bool(jnp.isfinite(array).all()):
             name = name_of(path)
             raise CheckpointError(
                 f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the training went wrong, or {target} is"
@@ -276,10 +313,12 @@ def _shape(stored: Stored) -> Llama:
     Raises:
       CheckpointError: the stored arrays have others.
     """
-    config, found = stored.config, stored.tensors
+    config, found = stored.config, stored.found
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
     shape = param_shapes(config, stacked=stored.stacked)
+    if stored.kinds:
+        shape = stored_weights.with_kinds(config, shape, stored.kinds, name_of, stored.path)
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}
     for name in sorted(needed.keys() | found.keys()):
         held = list(found[name].shape) if name in found else None
@@ -288,6 +327,10 @@ def _shape(stored: Stored) -> Llama:
             raise CheckpointError(
                 f"{stored.path}: array {name!r} has shape {held}, the configuration needs {wanted}; are both of one model?"
             )
+    for path, leaf in jax.tree.leaves_with_path(shape) if stored.kinds else ():
+        name, inside = name_of(path), name_of(path).rpartition(".planes.")[0]
+        if inside and found[name].dtype != leaf.dtype:
+            raise CheckpointError(f"{stored.path}: array {name!r} is {found[name].dtype}, its kind needs {leaf.dtype}")
     return shape
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from llama_jax.cli.options import QUANTIZE
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Convert:
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
     """Type of what is written; auto keeps that of the source: of a GGUF, written as another, its blocks too, which elsewhere
     become float32. q8_0 and q4_0 are for gguf alone."""
+    quantize: QUANTIZE = "none"
+    """For orbax alone: write the matrices in fewer bits; keep takes what the files have quantised as it is."""
     overwrite: bool = False
     """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
 
@@ -45,7 +48,15 @@ class Convert:
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
         bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
         with ending_in_order("stopped; nothing was written"):
-            convert(self.source, self.destination, format=self.format, dtype=dtype, overwrite=self.overwrite, progress=bar)
+            convert(
+                self.source,
+                self.destination,
+                format=self.format,
+                dtype=dtype,
+                quantize=None if self.quantize == "none" else self.quantize,
+                overwrite=self.overwrite,
+                progress=bar,
+            )
         files = self.destination.rglob("*") if self.destination.is_dir() else [self.destination]
         size = sum(path.stat().st_size for path in files if path.is_file())
         print(f"{self.destination}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

@@ -101,10 +101,12 @@ def quantize(params: Llama, kind: Name) -> Llama:
         if not row.is_matrix:
             return leaf
         form = fitting(kind, columns_on_each(leaf.shape, leaf.sharding))
+        if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
+            return leaf
         if leaf.shape[-1] % form.block:
             raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}")
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantized(leaf, kind)
+            return quantized(leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight) else leaf, kind)
         places = shardings_of_planes(form, leaf.sharding, len(leaf.shape))
         shapes = [
             jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
@@ -112,7 +114,8 @@ def quantize(params: Llama, kind: Name) -> Llama:
         ]
         return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype))
 
-    return jax.tree_util.tree_map_with_path(of_leaf, params)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
+    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_weight)
 
 
 def dequantize(params: Llama) -> Llama:

@@ -9,6 +9,7 @@ import jax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama, Row
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel.fit import changed, fit_array, has_groups, laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import param_specs, shardings
@@ -39,8 +40,12 @@ def fit_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
         place = attrgetter(row.path)(placement)
         if array.sharding == place or not (row.has_vocabulary or has_groups(row)):  # nothing was to be fitted
             return array
+        if isinstance(array, QuantizedWeight):
+            place = array.replace(planes=shardings_of_planes(array.form, place, array.ndim))
+        if isinstance(array, JoinedWeight):
+            return fit_array(target, row, array)  # as it is, or refused
         found = jax.block_until_ready(jax.jit(partial(fit_array, target, row), out_shardings=place)(array))
-        array.delete()
+        jax.tree.map(lambda given: given.delete(), array)
         return found
 
     return changed(params, move)

@@ -21,6 +21,7 @@ from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
+from llama_jax.model.trees import dequantize
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import preparing
@@ -141,7 +142,7 @@ def train(
             processes.wait("text tokenised")
         preparing.describe(log, recipe, corpora)
         preparing.agree(processes, folder, recipe, mesh, backend, corpora, note)
-        start = None if weights is None or note is not None else load(weights, "float32").params
+        start = None if weights is None or note is not None else dequantize(load(weights, "float32").params)
         program = make_program(recipe, mesh, backend)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:

@@ -1,5 +1,6 @@
 """Models whose matrices are quantised while they are read, or kept in the blocks of a GGUF."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.gguf_file import read_file
+from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.checkpoints.tensors import read_bytes
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.trees import count, dequantize, quantize
@@ -111,10 +113,9 @@ def test_written_in_blocks_and_kept(kind, tmp_path, stories_model):
 def test_other_formats_hold_the_numbers(tmp_path, stories_model):
     config, params, tokenizer = stories_model
     found = quantize(params, "int8")
-    for name, format in (("folder", "safetensors"), ("orbax", "orbax"), ("a.gguf", "gguf")):
+    for name, format in (("folder", "safetensors"), ("a.gguf", "gguf")):
         llama_jax.save(tmp_path / name, config, found, tokenizer, format=format)
         same(llama_jax.load(tmp_path / name).params, dequantize(found))
-    same(llama_jax.load(tmp_path / "orbax", quantize="int8").params, quantize(dequantize(found), "int8"))
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8", pytest.param("q8_0", marks=pytest.mark.slow), "keep"])
@@ -182,3 +183,78 @@ def test_a_damaged_factor_is_noticed(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_up\.weight' holds NaN or infinity; the file is damaged"):
         llama_jax.load(tmp_path / "bad.gguf", quantize="keep")
+
+
+# --- orbax ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nf4", "q4_0"])
+def test_orbax_keeps_planes(kind, tmp_path, stories_model):
+    config, params, tokenizer = stories_model
+    found = quantize(params, kind)
+    llama_jax.save(tmp_path / "a", config, found, tokenizer, format="orbax")
+    same(llama_jax.load(tmp_path / "a").params, found)
+    same(llama_jax.load(tmp_path / "a", quantize="keep").params, found)
+    assert llama_jax.load(tmp_path / "a", "bfloat16").params.blocks[0].attention.out.dtype == jnp.bfloat16
+    kinds = {tensor.kind for tensor in open_checkpoint(tmp_path / "a").tensors.values()}
+    assert kinds == {"F32", kind.upper(), *(["INT4_64"] if kind == "int4" else [])}
+
+
+def test_orbax_in_another_way(tmp_path, stories_model):
+    config, params, tokenizer = stories_model
+    found = quantize(params, "int8")
+    llama_jax.convert(bundled(), tmp_path / "a", format="orbax", quantize="int8")
+    same(llama_jax.load(tmp_path / "a", "float32").params, found)
+    same(llama_jax.load(tmp_path / "a", "float32", quantize="fp8").params, quantize(dequantize(found), "fp8"))
+    llama_jax.save(tmp_path / "b", config, found, tokenizer, format="orbax", dtype="float32")
+    same(llama_jax.load(tmp_path / "b").params, dequantize(found))
+    llama_jax.convert(tmp_path / "b", tmp_path / "c", format="orbax", quantize="nf4")
+    llama_jax.convert(tmp_path / "c", tmp_path / "d.gguf")
+    same(llama_jax.load(tmp_path / "d.gguf").params, dequantize(quantize(dequantize(found), "nf4")))
+    with pytest.raises(CheckpointError, match="quantize='int8' is for format='orbax' without a dtype"):
+        llama_jax.convert(tmp_path / "a", tmp_path / "e.gguf", quantize="int8")
+
+
+def test_orbax_of_parts_in_different_kinds(tmp_path):
+    config, params, tokenizer = llama_jax.load(Q4_K_M, quantize="keep")
+    llama_jax.save(tmp_path / "a", config, params, tokenizer, format="orbax")
+    same(llama_jax.load(tmp_path / "a").params, params)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
+    config, params, tokenizer = stories_model
+    found = quantize(params, kind)
+    llama_jax.save(tmp_path / "a", config, found, tokenizer, format="orbax")
+    if kind == "int4":
+        with pytest.raises(
+            CheckpointError, match="rows of 192 numbers, and int4_64 needs multiples of 64 on each of 2 devices"
+        ):
+            llama_jax.load(tmp_path / "a", mesh=MeshSizes(tensor=2))
+        return
+    there = llama_jax.load(tmp_path / "a", mesh=MeshSizes(fsdp=2, tensor=2))
+    same(unfit(config, there.params), found)
+    prompts = [tokenizer.encode("Once upon a time")] * 2
+    wanted = llama_jax.generate(config, found, prompts, max_new_tokens=4)
+    assert llama_jax.generate(there.config, there.params, prompts, max_new_tokens=4)[0].tokens == wanted[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda kinds: kinds | {"embedding": "int3"}, "has 'embedding' in the kind 'int3', which is not known"),
+        (lambda kinds: kinds | {"final_norm": "int8"}, "has final_norm in 'int8', and it cannot be"),
+        (lambda kinds: kinds | {"nothing": "int8"}, "names 'nothing', which this model has not"),
+        (lambda kinds: kinds | {"embedding": "fp8"}, "'embedding.planes.0' is int8, its kind needs uint8"),
+        (lambda kinds: kinds | {"embedding": ["int8"] * 3}, "has embedding in .*, and it cannot be"),
+        (lambda kinds: {}, "array 'blocks.0.attention.out' has shape None"),
+    ],
+)
+def test_damaged_kinds_of_orbax_are_named(change, message, tmp_path, stories_model):
+    config, params, _ = stories_model
+    llama_jax.save(tmp_path / "a", config, quantize(params, "int8"), format="orbax")
+    file = tmp_path / "a" / "quantized.json"
+    found = json.loads(file.read_text())
+    file.write_text(json.dumps(found | {"kinds": change(found["kinds"])}))
+    with pytest.raises(CheckpointError, match=message):
+        llama_jax.load(tmp_path / "a")

@@ -1,0 +1,193 @@
+"""Quantised weights in the orbax format: their planes as arrays, and beside them a file that says of which kind each is.
+
+Integers of 4 bits are written two in a byte, floats of 8 bits as bytes: what reads arrays knows neither everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax.checkpoints.tensors import FLOATS
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, shown
+from llama_jax.files import read_object
+from llama_jax.model.params import Llama, row_at
+from llama_jax.ops.weights import KINDS, JoinedWeight, Plane, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.planes import FP8, INT4
+from llama_jax.ops.weights.weight import columns_on_each
+
+FILE = "quantized.json"
+Kinds = Mapping[str, Any]  # by the name of a weight: its kind; of a joined one those of its parts, None where one is floats
+
+
+def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:
+    """The kinds of the weights that are quantised."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_weight):
+        if isinstance(leaf, JoinedWeight):
+            found[name_of(path)] = [getattr(part, "kind", None) for part in leaf.parts]
+        elif isinstance(leaf, QuantizedWeight):
+            found[name_of(path)] = leaf.kind
+    return found
+
+
+def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
+    """Write the file, where something is quantised."""
+    if kinds:
+        (folder / FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
+
+
+def read_kinds(folder: Path) -> tuple[Kinds, str]:
+    """The kinds, and the type of the computation; none where there is no such file.
+
+    Raises:
+      CheckpointError: a damaged file, or a kind that is not known.
+    """
+    if not (folder / FILE).exists():
+        return {}, "float32"
+    found = read_object(folder / FILE, CheckpointError)
+    kinds, dtype = found.get("kinds"), found.get("dtype")
+    if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
+        raise CheckpointError(f"{folder / FILE} says nothing of kinds, or of a type ({shown(dtype, 40)}); copy it again")
+    for name, kind in kinds.items():
+        for each in kind if isinstance(kind, list) else [kind]:
+            if not (isinstance(each, str) and each in KINDS) and not (each is None and isinstance(kind, list)):
+                raise CheckpointError(
+                    f"{folder / FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
+                )
+    return kinds, dtype
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether something stands in the place of a matrix."""
+    return isinstance(leaf, QuantizedWeight | JoinedWeight)
+
+
+def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Path) -> Llama:
+    """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantised.
+
+    Raises:
+      CheckpointError: what is no matrix, or does not consist of whole blocks.
+    """
+    left = set(kinds)
+
+    def change(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        kind, row = kinds.get(name_of(path)), row_at(path)
+        if kind is None:
+            return leaf
+        left.discard(name_of(path))
+        widths = (config.queries_per_kv_head, 1, 1)
+        if not row.is_matrix or (isinstance(kind, list) and (len(kind) != len(widths) or row.axes != "K G+2 H D")):
+            raise CheckpointError(
+                f"{where / FILE} has {name_of(path)} in {shown(kind, 40)}, and it cannot be; copy it again"
+            )
+        if not isinstance(kind, list):
+            return of_kind(leaf.shape, kind, name_of(path))
+        heads, _, *rest = leaf.shape
+        shapes = [(heads, width, *rest) for width in widths]
+        parts = [
+            jax.ShapeDtypeStruct(shape, leaf.dtype) if each is None else of_kind(shape, each, name_of(path))
+            for shape, each in zip(shapes, kind, strict=True)
+        ]
+        return JoinedWeight(tuple(parts))
+
+    def of_kind(shape: tuple[int, ...], kind: str, name: str) -> QuantizedWeight:
+        form = KINDS[kind]
+        if shape[-1] % form.block:
+            raise CheckpointError(f"{where / FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks")
+        return QuantizedWeight(tuple(_stored(plane, plane.shape(shape)) for plane in form.planes), kind, "float32")
+
+    found = jax.tree_util.tree_map_with_path(change, shapes)
+    if left:
+        raise CheckpointError(f"{where / FILE} names {shown(min(left), 60)}, which this model has not; copy it again")
+    return found
+
+
+def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    if plane.dtype == INT4:
+        return jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 2), np.dtype(np.uint8))
+    return jax.ShapeDtypeStruct(shape, np.dtype(np.uint8) if plane.dtype == FP8 else np.dtype(plane.dtype))
+
+
+def placed(shape: Any, target: np.dtype, place: Any, where: Path) -> Any:
+    """What to ask of orbax for a parameter that is to lie at `place`: floats cast, planes as they are."""
+    if isinstance(shape, JoinedWeight):
+        return JoinedWeight(tuple(placed(part, target, place, where) for part in shape.parts))
+    if not isinstance(shape, QuantizedWeight):
+        return jax.ShapeDtypeStruct(shape.shape, target, sharding=place)
+    form, matrix = shape.form, matrix_of(shape)
+    columns = columns_on_each(matrix, place)
+    if columns % form.block:
+        over = f" on each of {matrix[-1] // columns} devices"
+        raise CheckpointError(
+            f"{where} has rows of {matrix[-1]} numbers, and {form.name} needs multiples of {form.block}{over}"
+        )
+    places = shardings_of_planes(form, place, len(matrix))
+    planes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=at) for one, at in zip(shape.planes, places, strict=True)]
+    return QuantizedWeight(tuple(planes), shape.kind, str(target))
+
+
+def matrix_of(stored: QuantizedWeight) -> tuple[int, ...]:
+    """The shape of the matrix that stored planes are of."""
+    first, array = stored.form.planes[0], stored.planes[0]
+    if first.grouped:
+        return (*array.shape[:-2], array.shape[-2] * first.numbers)
+    return (*array.shape[:-1], array.shape[-1] * first.numbers // first.entries)
+
+
+def to_arrays(params: Llama) -> Llama:
+    """The parameters with their planes as they are written."""
+    return _over_planes(params, _to_bytes)
+
+
+def from_arrays(params: Llama) -> Llama:
+    """What `to_arrays` was given."""
+    return _over_planes(params, _from_bytes)
+
+
+def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, JoinedWeight):
+            return JoinedWeight(tuple(map(changed, leaf.parts)))
+        if not isinstance(leaf, QuantizedWeight):
+            return leaf
+        planes = zip(leaf.planes, leaf.form.planes, strict=True)
+        return leaf.replace(planes=tuple(change(array, plane) for array, plane in planes))
+
+    return jax.tree.map(changed, params, is_leaf=is_weight)
+
+
+def _to_bytes(array: Any, plane: Plane) -> Any:
+    if plane.dtype == FP8:
+        return lax.bitcast_convert_type(array, jnp.uint8)
+    if plane.dtype != INT4:
+        return array
+
+    def packed(array: jax.Array) -> jax.Array:
+        pairs = (array.astype(jnp.int8).astype(jnp.uint8) & 15).reshape(*array.shape[:-1], -1, 2)
+        return pairs[..., 0] | (pairs[..., 1] << 4)
+
+    return jax.jit(packed)(array)
+
+
+def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
+    if plane.dtype == FP8:
+        return lax.bitcast_convert_type(array, FP8)
+    if plane.dtype != INT4:
+        return array
+
+    def unpacked(array: jax.Array) -> jax.Array:
+        pairs = jnp.stack([array & 15, array >> 4], axis=-1).astype(jnp.int8)
+        return ((pairs ^ 8) - 8).reshape(*array.shape[:-1], -1).astype(INT4)
+
+    found = jax.block_until_ready(jax.jit(unpacked, out_shardings=array.sharding)(array))
+    array.delete()
+    return found
