@@ -36,9 +36,11 @@ PATIENCE = 120  # seconds on the clock for an answer: the first case of a worker
 BYTES = 100 << 20
 DATA = 8 << 30  # bytes that a worker may have at all
 CHECKPOINTS = ("safetensors", "sharded", "meta", "training", "gguf", "q8_0", "llama2c-0", "llama2c-1", "llama2c-2")
+QUANTISED = ("int4 by 32, asymmetric", "gptq", "awq", "nf4 twice", "fp8")
 VOCABULARIES = ("sentencepiece", "ranks", "bytes", "spaces")
 # Cases of a hundred; orbax takes a tenth of a second for each, a template the start of a process.
-SHARES = dict.fromkeys(CHECKPOINTS, 7) | {"orbax": 2} | dict.fromkeys(VOCABULARIES, 5) | {"inside a gguf": 7, "template": 8}
+SHARES = dict.fromkeys(CHECKPOINTS, 6) | dict.fromkeys(QUANTISED, 2) | {"orbax": 2}
+SHARES |= dict.fromkeys(VOCABULARIES, 5) | {"inside a gguf": 7, "template": 7}
 assert sum(SHARES.values()) == 100
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.connect", "pickle.find_class")
 # What a random value in a JSON file becomes.
@@ -108,6 +110,7 @@ class Case:
         else:
             file.write_bytes(corrupt(content, rng))
         self.size = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+        self.quantize = rng.choice([None, "keep"]) if self.kind in QUANTISED else None
 
     def read(self) -> None:
         import llama_jax
@@ -121,7 +124,7 @@ class Case:
         if self.kind in VOCABULARIES:
             tokenizer = load_tokenizer(self.folder)
         else:
-            config, params, tokenizer = llama_jax.load(self.folder / self.path)
+            config, params, tokenizer = llama_jax.load(self.folder / self.path, quantize=self.quantize)
             self.size = max(self.size, 4 * llama_jax.parameter_count(config))
             del params
         if tokenizer is not None:
@@ -169,7 +172,7 @@ def make_seeds(folder: Path) -> dict[str, Any]:
     from llama_jax.tokenizers import load_tokenizer
 
     seeds: dict[str, Any] = {"template": [*TEMPLATES.values(), EVERYTHING.replace("{% break %}", "")]}
-    for kind in (*CHECKPOINTS, "orbax"):
+    for kind in (*CHECKPOINTS, *QUANTISED, "orbax"):
         (folder / kind).mkdir()
         path, files = make(kind, folder / kind)
         base = path if path.is_dir() else path.parent

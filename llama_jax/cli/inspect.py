@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 CACHE_DTYPES = ("bfloat16", "float32")
+FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
         ["parameters", f"{facts['parameters']:,}"],
         ["files", f"{len(files):,}, {size(sum(files.values()))}"],
     ]
-    rows += [[f"{kind} tensors", f"{each['tensors']:,}, {size(each['bytes'])}"] for kind, each in kinds.items()]
+    for kind, each in kinds.items():
+        bits = "" if kind in FLOATS else f", {each['bits']:.4g} bits a number"
+        rows.append([f"{kind} tensors", f"{each['tensors']:,}, {size(each['bytes'])}{bits}"])
     for dtype, count in facts["cache_bytes_per_token"].items():
         full = f"{size(count * c['max_seq_len'])} for the whole context"
         rows.append([f"{dtype} cache", f"{size(count)} per token, {full}"])
@@ -170,13 +174,16 @@ def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
     return rows + ([["experts", f"{c['experts']:,}, {c['experts_per_token']:,} for a token"]] if c["experts"] else [])
 
 
-def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, int]]:
-    """How many tensors, and bytes, there are of each kind, the most bytes first."""
-    found: dict[str, dict[str, int]] = {}
+def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, Any]]:
+    """How many tensors, numbers and bytes there are of each kind, and bits for a number, the most bytes first."""
+    found: dict[str, dict[str, Any]] = {}
     for tensor in tensors.values():
-        each = found.setdefault(tensor.kind, {"tensors": 0, "bytes": 0})
+        each = found.setdefault(tensor.kind, {"tensors": 0, "numbers": 0, "bytes": 0})
         each["tensors"] += 1
+        each["numbers"] += math.prod(tensor.shape)
         each["bytes"] += tensor.nbytes
+    for each in found.values():
+        each["bits"] = round(8 * each["bytes"] / max(1, each["numbers"]), 3)
     return dict(sorted(found.items(), key=lambda item: -item[1]["bytes"]))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ import jax
 import make_goldens
 import numpy as np
 import pytest
+import quantised_folders
 from conftest import write_hf_folder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +25,7 @@ from llama_jax.cli import main
 from llama_jax.cli.inspect import describe, page
 from llama_jax.cli.page import columns, printable, size
 from llama_jax.config import PRESETS
+from llama_jax.model.trees import quantize
 
 CONFIG = make_goldens.KINDS["gqa"]
 
@@ -92,7 +95,8 @@ def test_json(run, tmp_path):
     assert code is None
     assert found["config"] == asdict(CONFIG)
     assert found["parameters"] == llama_jax.parameter_count(CONFIG)
-    assert found["kinds"] == {"F32": {"tensors": len(make_goldens.random_tensors(CONFIG)), "bytes": 4 * found["parameters"]}}
+    count, numbers = len(make_goldens.random_tensors(CONFIG)), found["parameters"]
+    assert found["kinds"] == {"F32": {"tensors": count, "numbers": numbers, "bytes": 4 * numbers, "bits": 32}}
     assert found["files"] == {str(folder / "model.safetensors"): (folder / "model.safetensors").stat().st_size}
     assert found["cache_bytes_per_token"]["float32"] == llama_jax.cache_bytes(CONFIG, 1, 1, np.dtype(np.float32))
     assert (found["vocabulary"], found["presets"], found["problems"]) == (None, [], [])
@@ -168,7 +172,10 @@ def test_kinds_and_files_of_parts(tmp_path):
     }
     found = describe(opened(CONFIG, tensors))
     assert list(found["files"].items()) == [(str(tmp_path / "a"), 100), (str(tmp_path / "b"), 100)]
-    assert list(found["kinds"].items()) == [("F32", {"tensors": 2, "bytes": 64}), ("BF16", {"tensors": 1, "bytes": 32})]
+    assert list(found["kinds"].items()) == [
+        ("F32", {"tensors": 2, "numbers": 16, "bytes": 64, "bits": 32}),
+        ("BF16", {"tensors": 1, "numbers": 16, "bytes": 32, "bits": 16}),
+    ]
 
 
 # -- what is wrong -------------------------------------------------------------------------------------------------------
@@ -320,3 +327,26 @@ def test_columns(rows):
     first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
     expected = [f" {a}{' ' * (first - len(a) + 2 + second - len(b))}{b}  {c}" for a, b, c in rows]
     assert columns(rows, right=(1,), indent=" ").split("\n") == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "bits"), [("gptq", "INT4", "4"), ("nf4 twice", "NF4", "4"), ("fp8", "FP8_128", "8")]
+)
+def test_quantised_folders_say_kinds_bits_and_bytes(kind, name, bits, run, tmp_path):
+    quantised_folders.write_folder(tmp_path, kind, files=2)
+    code, out, _ = run(tmp_path)
+    assert code is None
+    assert re.search(rf"{name} tensors +\d+, .*, {bits}\.\d+ bits a number", out)
+    code, out, _ = run(tmp_path, "--json")
+    found = json.loads(out)
+    assert len(found["files"]) == 2
+    assert sum(each["bytes"] for each in found["kinds"].values()) <= sum(found["files"].values())
+    assert found["format"] == f"Hugging Face safetensors, {quantised_folders.FOLDERS[kind][0]['quant_method']}"
+
+
+def test_a_quantised_orbax_folder_says_its_kinds(run, tmp_path):
+    params = llama_jax.init(CONFIG, jax.random.key(0))
+    llama_jax.save(tmp_path / "a", CONFIG, quantize(params, "int8"), format="orbax")
+    code, out, _ = run(tmp_path / "a")
+    assert code is None
+    assert re.search(r"INT8 tensors +\d+, .*bits a number", out)
