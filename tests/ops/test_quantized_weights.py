@@ -106,6 +106,20 @@ def test_rows_are_looked_up():
     assert ops.look_up(jnp.arange(8.0).reshape(4, 2), ids[:, 1]).shape == (2, 2)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "q8_0", "q4_k"])
+@pytest.mark.parametrize("rows", [64, 40])
+def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows):
+    """Of 8-bit numbers 32 rows lie together; a table that has a part of that at its end is taken from row by row."""
+    table, ids = weight_of(kind, rows=rows), jnp.asarray([[0, 39, 5], [31, 32, 7]])
+    with planned_for("tpu"):
+        found = jax.jit(ops.look_up)(table, ids)
+        program = str(jax.make_jaxpr(ops.look_up)(table, ids))
+    np.testing.assert_array_equal(found, ops.look_up(table, ids))
+    eight = max((plane for plane in table.planes if plane.dtype.itemsize == 1), key=lambda plane: plane.shape[-1])
+    by_tiles = f"[2,32,{eight.shape[-1]}]" in program
+    assert by_tiles == (rows == 64 and kind != "int4")
+
+
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("tokens", [1, 2, 20, 70])
 @pytest.mark.parametrize("kind", ["int8", "int4", "q4_0"])
