@@ -10,6 +10,7 @@ The public face, loaded on first use so that importing the package costs nothing
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
   next_token_loss(config, params, batch)       what it makes smaller, of a Batch of rows
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
+  divergence(config, params, reference, corpus)  how far a quantised model's predictions are from its dense self's
   evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
   register_for_export()               programs of these as bytes, by `jax.export`
 
@@ -79,6 +80,8 @@ _HOME = {
     "stack": "model.trees",
     "unstack": "model.trees",
     "MeshSizes": "parallel.mesh",
+    "Divergence": "runs.divergence",
+    "divergence": "runs.divergence",
     "Evaluation": "runs.evaluate",
     "evaluate": "runs.evaluate",
     "LengthLoss": "runs.lengths",
@@ -123,6 +126,7 @@ __all__ = [
     "CheckpointError",
     "Compute",
     "ConfigError",
+    "Divergence",
     "DraftModel",
     "Evaluation",
     "Generation",
@@ -151,6 +155,7 @@ __all__ = [
     "UserError",
     "cache_bytes",
     "convert",
+    "divergence",
     "encode_chat",
     "evaluate",
     "evaluate_lengths",
@@ -198,6 +203,7 @@ if TYPE_CHECKING:
     from llama_jax.model.whole import logits, observe
     from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.runs.divergence import Divergence, divergence
     from llama_jax.runs.evaluate import Evaluation, evaluate
     from llama_jax.runs.lengths import LengthLoss, evaluate_lengths
     from llama_jax.runs.loop import train

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import measuring
 import numpy as np
 import pytest
+import quantisation
 import scaling
 import shakespeare
 import soft_cap
@@ -20,6 +21,7 @@ import three_ways
 import llama_jax
 from llama_jax import ops
 from llama_jax.ops.attention import Seen, View
+from llama_jax.ops.weights import KINDS
 from llama_jax.runs import recipes
 from llama_jax.tokenizers.making import byte_tokenizer
 
@@ -270,3 +272,44 @@ def test_three_ways_to_spread_a_step_take_the_same_steps(tmp_path, capsys):
 def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
     with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is no part"):
         measuring.text_of(tmp_path / "plays.txt")
+
+
+def test_kinds_that_are_compared():
+    every = quantisation.kinds_of(quantisation.Arguments())
+    assert every[:2] == ("float32", "bfloat16")
+    assert set(every[2:]) == set(KINDS)
+    assert quantisation.kinds_of(quantisation.Arguments(kinds=("q4_0", "float32"))) == ("float32", "q4_0")
+    with pytest.raises(SystemExit, match="--kinds q3: there are float32"):
+        quantisation.kinds_of(quantisation.Arguments(kinds=("q3",)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["beside", "absent"])
+def test_quantisation(data, stories_folder, tmp_path, monkeypatch, capsys):
+    """By both stages, one after the other; without the shared data with the bundled model and its own stories."""
+    monkeypatch.setattr(quantisation, "DATA", stories_folder.parent if data == "beside" else tmp_path)
+    monkeypatch.setattr(quantisation, "WRITTEN", 2)
+    base = quantisation.Arguments(
+        kinds=("float32", "int8", "int4", "q4_0"),
+        tokens=300,
+        shapes=("stories-260k",),
+        repetitions=1,
+        new_tokens=4,
+        output=tmp_path / "found.json",
+    )
+    quantisation.main(replace(base, stages=("quality",)))
+    quantisation.main(replace(base, stages=("speed",)))
+    found = json.loads(base.output.read_text())
+    assert list(found["quality"]) == (["bundled", "stories-260k"] if data == "beside" else ["bundled"])
+    bundled = found["quality"]["bundled"]
+    assert bundled["read"] == ("tinystories-valid.txt" if data == "beside" else "stories of its own")
+    rows = bundled["kinds"]
+    assert rows["float32"]["kl"] == 0 < rows["int8"]["kl"] < rows["q4_0"]["kl"]
+    assert "multiples of 128" in rows["int4"]["refused"]
+    assert 0 < rows["int8"]["by_layer"][-1] < rows["q4_0"]["by_layer"][-1] < 1
+    speeds = found["speed"]["stories-260k"]
+    assert speeds["int8"]["decode_median"] > 0 < speeds["float32"]["prefill_median"]
+    assert "refused" in speeds["q4_0"]
+    assert "| int8 |" in base.output.with_suffix(".md").read_text()
+    assert base.output.with_suffix(".png").stat().st_size > 10_000
+    assert "int4" in capsys.readouterr().out

@@ -60,6 +60,9 @@ B200 = Hardware("B200", 2250e12, 180 * GIB, 8000e9, 900e9, 8, 50e9)
 # NVIDIA L4 datasheet (2023), half of 242; NVIDIA A10 datasheet (2021): 125 dense. Both PCIe 4.0 x16, 64 GB/s both ways.
 L4 = Hardware("L4", 121e12, 24 * GIB, 300e9, 32e9, 1)
 A10 = Hardware("A10", 125e12, 24 * GIB, 600e9, 32e9, 1)
+# NVIDIA Ampere GA102 GPU architecture whitepaper (2021): bfloat16 with float32 sums, dense; between two cards a
+# bridge of four NVLinks, 56.25 GB/s in each direction.
+RTX_3090 = Hardware("GeForce RTX 3090", 71e12, 24 * GIB, 936e9, 56.25e9, 2)
 # NVIDIA Ada GPU architecture whitepaper (2023), appendix A: bfloat16 with float32 sums, dense; PCIe 4.0 x16.
 RTX_4090 = Hardware("GeForce RTX 4090", 165.2e12, 24 * GIB, 1008e9, 32e9, 1)
 # Google Cloud, "TPU v4": 275 teraflops, 1200 GBps, pods of 4096; Jouppi et al. 2023, table 4: 6 links of 50 GB/s.
@@ -87,6 +90,7 @@ BY_DEVICE_KIND = {
     "NVIDIA B200": B200,
     "NVIDIA L4": L4,
     "NVIDIA A10": A10,
+    "NVIDIA GeForce RTX 3090": RTX_3090,
     "NVIDIA GeForce RTX 4090": RTX_4090,
     "TPU v4": TPU_V4,
     "TPU v5 lite": TPU_V5E,
@@ -111,6 +115,7 @@ BY_NAME = {
     "b200": B200,
     "l4": L4,
     "a10": A10,
+    "rtx-3090": RTX_3090,
     "rtx-4090": RTX_4090,
     "tpu-v4": TPU_V4,
     "tpu-v5e": TPU_V5E,

@@ -21,6 +21,7 @@ from llama_jax.ops.weights.planes import in_smaller_groups
 from llama_jax.ops.weights.weight import columns_on_each
 
 Quantization = Literal[Name, "keep"]
+AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
 
 
 def check_quantize(quantize: str | None) -> None:
@@ -64,10 +65,8 @@ def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sh
     if quantize != "keep":
         form = fitting(quantize, columns_on_each(array.shape, sharding))
         _check_columns(array, form, sharding)
-        encode = form.encode
-        assert encode is not None  # `check_quantize` refuses the others
         return _fill_planes(
-            array, form, dtype, sharding, lambda start, stop: encode(array.rows(start, stop, np.dtype(np.float32)))
+            array, form, dtype, sharding, lambda start, stop: _encoded(array.rows(start, stop, np.dtype(np.float32)), form)
         )
     forms = [_kept_as(part) for part in array.parts]
     if len(set(forms)) > 1:
@@ -80,6 +79,18 @@ def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sh
     form = fitting(forms[0].name, columns_on_each(array.shape, sharding))
     _check_columns(array, form, sharding)
     return _fill_planes(array, form, dtype, sharding, _reading_blocks(array, forms[0], form))
+
+
+def _encoded(matrix: np.ndarray, form: Kind) -> Sequence[np.ndarray]:
+    """The planes of float32[*out, D], few rows at a time: encoding makes several arrays as large as what is given to it."""
+    assert form.encode is not None  # `check_quantize` refuses the others
+    rows = matrix.reshape(-1, matrix.shape[-1])
+    planes = [np.empty(plane.shape(rows.shape), plane.dtype) for plane in form.planes]
+    step = max(1, AT_ONCE // rows.shape[-1])
+    for start in range(0, len(rows), step):
+        for plane, found in zip(planes, form.encode(rows[start : start + step]), strict=True):
+            plane[start : start + step] = found
+    return [found.reshape(plane.shape(matrix.shape)) for found, plane in zip(planes, form.planes, strict=True)]
 
 
 def _width(part: Part) -> int:

@@ -52,6 +52,7 @@ class Chat(ModelOptions):
             sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not text must not end the chat
         from llama_jax.cli.runtime import start_backend, use_compilation_cache
         from llama_jax.model.options import Compute
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         use_compilation_cache()
         import llama_jax
@@ -88,9 +89,10 @@ class Chat(ModelOptions):
         import jax
 
         mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
+        held = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
         _note(
-            f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · format {format} · context {context} tokens"
-            f" · seed {seed} · /help lists the commands"
+            f"{jax.default_backend()}{mesh} · {params.embedding.dtype} · weights {held} · format {format}"
+            f" · context {context} tokens · seed {seed} · /help lists the commands"
         )
         history: list[Message] = []
         turn = 0

@@ -13,7 +13,7 @@ import tyro
 from llama_jax.cli.options import ATTENTION, RememberOptions
 from llama_jax.cli.page import columns, printable
 from llama_jax.cli.plot import check_picture, save_picture
-from llama_jax.cli.reading import TextOptions, numbers
+from llama_jax.cli.reading import Subject, TextOptions, numbers
 from llama_jax.cli.rope import say_beyond
 from llama_jax.errors import UserError, shown
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
     from llama_jax.model.params import Llama
+    from llama_jax.runs.divergence import Divergence
     from llama_jax.runs.evaluate import Evaluation
     from llama_jax.runs.lengths import LengthLoss
     from llama_jax.tokenizers import Tokenizer
@@ -32,12 +33,18 @@ if TYPE_CHECKING:
 class Eval(TextOptions, RememberOptions):
     """Print loss, perplexity and bits per byte of a model on texts; bits per byte compare across tokenizers.
 
+    With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
+    --against PATH itself, what quantising costs.
+
     With --lengths: the loss of the same text in windows of each length, and by position in them; then --cache, --window and
     --sinks say how the model remembers what it has read.
     """
 
     path: tyro.conf.Positional[Path]
     """A model's folder or file, of any format that is read."""
+    against: Path | None = None
+    """A reference: divergence, ratio of perplexities, and how often the most probable token is the same. It may be PATH;
+    --quantize and --rope are for PATH alone, --dtype is for both. Both are in memory at once."""
     length: int | None = None
     """Tokens of the sliding window; by default the model's context, 4096 at most."""
     stride: int | None = None
@@ -63,25 +70,33 @@ class Eval(TextOptions, RememberOptions):
         subject = self.open(self.path)
         config = subject.config
         corpus = self.corpus(subject.tokenizer, lengths)
-        sizes = self._sizes(config, corpus, lengths)
+        reference = None if self.against is None else self._reference_config(self.against, subject)
+        shorter = min([config] if reference is None else [config, reference], key=lambda one: one.max_seq_len)
+        sizes = self._sizes(shorter, corpus, lengths)
         params = self.load(subject)
+        other = None if self.against is None else self.load_dense(self.against)
 
         seconds = subject.stopwatch()
         found: Evaluation | tuple[LengthLoss, ...]
+        compared = None
         with observed() as attention:
             if lengths:
                 found = self._by_length(config, params, corpus, lengths)
+            elif reference is not None and other is not None:
+                compared = self._compared((config, params), (reference, other), corpus, sizes)
+                found = compared.model
             else:
                 found = self._by_window(config, params, corpus, sizes)
         tokens = sum(one.tokens for one in found) if isinstance(found, tuple) else found.tokens
         facts = {
             **self.facts(subject, params, tokens, seconds()),
             **(_of_lengths(found, config) if isinstance(found, tuple) else asdict(found)),
+            **({} if compared is None else {"against": self._of_comparison(compared, other)}),
             **sizes,
             "unknown_tokens": _unknown(subject.tokenizer, corpus),
             "attention": " and ".join(attention),
         }
-        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts))
+        self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts, compared))
         if self.plot is not None and isinstance(found, tuple):
             from llama_jax.runs.plot import draw_lengths
 
@@ -98,7 +113,7 @@ class Eval(TextOptions, RememberOptions):
         for name, value in alone.items():
             if value is not None and not self.lengths:
                 raise UserError(f"{name}={value} goes with --lengths alone")
-        for name, value in (("length", self.length), ("stride", self.stride)):
+        for name, value in (("length", self.length), ("stride", self.stride), ("against", self.against)):
             if value is not None and self.lengths:
                 raise UserError(
                     f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
@@ -131,6 +146,63 @@ class Eval(TextOptions, RememberOptions):
         if not math.isfinite(found.loss):
             raise self.not_finite("loss", found.loss)
         return found
+
+    def _reference_config(self, path: Path, subject: Subject) -> LlamaConfig:
+        """The configuration of the model at a path; UserError where its vocabulary is another."""
+        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.verify.soundness import TEXT
+
+        opened = open_checkpoint(path)
+        sizes = opened.config.vocab_size, subject.config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"against={path} has a vocabulary of {sizes[0]}, the model one of {sizes[1]}: their predictions cannot be"
+                " compared; give a model of the same vocabulary"
+            )
+        theirs = opened.tokenizer()
+        if theirs is not None and theirs.encode(TEXT, bos=False) != subject.tokenizer.encode(TEXT, bos=False):
+            raise UserError(
+                f"against={path} has another vocabulary than the model: its tokens stand for other text; give a model of the"
+                " same vocabulary"
+            )
+        return opened.config
+
+    def _compared(
+        self,
+        model: tuple[LlamaConfig, Llama],
+        reference: tuple[LlamaConfig, Llama],
+        corpus: Corpus,
+        sizes: dict[str, Any],
+    ) -> Divergence:
+        from tqdm import tqdm
+
+        from llama_jax.model.options import Compute
+        from llama_jax.runs.divergence import divergence
+
+        bar = partial(tqdm, desc="comparing", unit=" batches", leave=False, disable=None)
+        found = divergence(
+            *model,
+            reference[1],
+            corpus,
+            reference_config=reference[0],
+            compute=Compute(attention=self.attention),
+            progress=bar,
+            **sizes,
+        )
+        for name, one in (("loss", found.model), ("reference's loss", found.reference)):
+            if not math.isfinite(one.loss):
+                raise self.not_finite(name, one.loss)
+        if not math.isfinite(found.kl):
+            raise self.not_finite("divergence", found.kl)
+        return found
+
+    def _of_comparison(self, found: Divergence, reference: Llama | None) -> dict[str, Any]:
+        """What was found of the reference, and between both, as JSON has it."""
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
+
+        between = {name: value for name, value in asdict(found).items() if name not in ("model", "reference")}
+        held = {"weights": kinds_in_memory(reference), "weight_bytes": bytes_in_memory(reference)}
+        return {"model": str(self.against), **held, **asdict(found.reference), **between}
 
     def _by_length(
         self, config: LlamaConfig, params: Llama, corpus: Corpus, lengths: Sequence[int]
@@ -178,21 +250,41 @@ def _unknown(tokenizer: Tokenizer, corpus: Corpus) -> int:
     return sum(int((corpus.document(number) == unknown).sum()) for number in range(corpus.document_count))
 
 
-def as_page(found: Evaluation, facts: dict[str, Any]) -> str:
-    """The three numbers, and of what they are."""
-    error = "" if math.isnan(found.standard_error) else f" ± {found.standard_error:.2g}"
+def _plus_minus(error: float) -> str:
+    """A standard error; nothing where there is none."""
+    return "" if math.isnan(error) else f" ± {error:.2g}"
+
+
+def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | None = None) -> str:
+    """The three numbers, of what they are, and how far they are from a reference's."""
     bits = "none, as the text has no bytes" if math.isnan(found.bits_per_byte) else f"{found.bits_per_byte:.4f}"
     rows = [
-        ["loss", f"{found.loss:.4f}{error} nats per token"],
+        ["loss", f"{found.loss:.4f}{_plus_minus(found.standard_error)} nats per token"],
         ["perplexity", f"{found.perplexity:.5g}"],
         ["bits per byte", bits],
+        *([] if compared is None else _rows_of_comparison(compared)),
         ["read", f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents"],
         ["window", f"{facts['length']:,} tokens, stride {facts['stride']:,}"],
     ]
     if facts["unknown_tokens"]:
         share = f"{facts['unknown_tokens'] / found.tokens:.2%}"
         rows.append(["unknown", f"{share} of the tokens are <unk>: what they stand for is not predicted, only that it is"])
-    return f"{printable(facts['model'])}\n\n{columns(rows)}"
+    about = printable(facts["model"])
+    if compared is not None:
+        about += f" ({facts['weights']}) against {printable(facts['against']['model'])} ({facts['against']['weights']})"
+    return f"{about}\n\n{columns(rows)}"
+
+
+def _rows_of_comparison(found: Divergence) -> list[list[str]]:
+    """How far a model is from a reference."""
+    difference = f"{found.loss_difference:+.4f}{_plus_minus(found.loss_difference_error)}"
+    spread = f"half of the tokens at most {found.kl_median:.1e}, 99 in 100 {found.kl_99:.1e}, largest {found.kl_max:.2g}"
+    return [
+        ["reference", f"loss {found.reference.loss:.4f}, perplexity {found.reference.perplexity:.5g}"],
+        ["difference", f"{difference} nats per token, perplexity times {found.perplexity_ratio:.5f}"],
+        ["divergence", f"KL {found.kl:.2e}{_plus_minus(found.kl_error)} nats per token; {spread}"],
+        ["top token", f"the same at {found.same_top:.2%} of the tokens"],
+    ]
 
 
 def page_of_lengths(found: Sequence[LengthLoss], facts: dict[str, Any]) -> str:

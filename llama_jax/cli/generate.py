@@ -57,6 +57,7 @@ class Generate(ModelOptions):
         from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
         from llama_jax.cli.text import Text
         from llama_jax.inference.requests import prepare
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
 
         use_compilation_cache()
@@ -123,7 +124,8 @@ class Generate(ModelOptions):
             "prefill_tokens_per_second": _rate(read, clock.prefill_seconds),
             "decode_tokens_per_second": clock.decode_rate,
             "draft": draft and draft_statistics(self.draft, made - len(rows), counts),
-            "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(params)),
+            "weights": kinds_in_memory(params),
+            "weight_bytes": bytes_in_memory(params),
             "cache_bytes": min(batch, len(rows)) * size,
         }
         if self.json and not several:
@@ -251,5 +253,5 @@ def _summary(s: dict) -> str:
         f"load {s['load_seconds']:.2f} s · compile {s['compile_seconds']:.2f} s"
         f" · prefill {s['prompt_tokens']} tokens, {s['prefill_tokens_per_second']:.1f}/s"
         f" · decode {s['new_tokens']} tokens, {s['decode_tokens_per_second']:.1f}/s{draft}"
-        f" · weights {s['weight_bytes'] / megabyte:.1f} MB · cache {s['cache_bytes'] / megabyte:.1f} MB"
+        f" · weights {s['weights']}, {s['weight_bytes'] / megabyte:.1f} MB · cache {s['cache_bytes'] / megabyte:.1f} MB"
     )

@@ -125,9 +125,19 @@ class TextOptions:
         quantize = None if self.quantize == "none" else self.quantize
         return load(subject.path, dtype, quantize=quantize, tokenizer=self.tokenizer, progress=loading_bar).params
 
+    def load_dense(self, path: Path) -> Llama:
+        """The weights at another path in the same type, not quantised."""
+        from llama_jax.checkpoints.loading import load
+        from llama_jax.cli.runtime import loading_bar
+
+        dtype = None if self.dtype == "auto" else self.dtype
+        return load(path, dtype, progress=loading_bar).params
+
     def facts(self, subject: Subject, params: Llama, tokens: int, seconds: float) -> dict[str, Any]:
         """What was measured and where, and how fast `tokens` were read."""
         import jax
+
+        from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
 
         return {
             "model": str(subject.path),
@@ -137,6 +147,8 @@ class TextOptions:
             "backend": jax.default_backend(),
             "device": jax.devices()[0].device_kind,
             "dtype": str(params.embedding.dtype),
+            "weights": kinds_in_memory(params),
+            "weight_bytes": bytes_in_memory(params),
             "seconds": round(seconds, 3),
             "compile_seconds": round(subject.compiling.seconds, 3),
             "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else 0.0,
@@ -178,6 +190,7 @@ def statistics(facts: dict[str, Any]) -> str:
     """Where and how fast, for stderr."""
     attention = f" · attention {facts['attention']}" if facts.get("attention") else ""
     return (
-        f"{facts['backend']} ({facts['device']}) · {facts['dtype']}{attention} · compile {facts['compile_seconds']:.2f} s"
+        f"{facts['backend']} ({facts['device']}) · {facts['dtype']} · weights {facts['weights']},"
+        f" {facts['weight_bytes'] / 1e6:,.1f} MB{attention} · compile {facts['compile_seconds']:.2f} s"
         f" · {facts['seconds']:.2f} s, {facts['tokens_per_second']:,.1f} tokens/s"
     )

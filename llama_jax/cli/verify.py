@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.tensors import Opened
     from llama_jax.config import LlamaConfig
+    from llama_jax.model.params import Llama
     from llama_jax.tokenizers import Tokenizer
     from llama_jax.verify.compare import ComparedPart, Comparison, Differences
+    from llama_jax.verify.matrices import MatrixError
     from llama_jax.verify.trace import Origin, Trace
 
 TOKENS = 64
@@ -32,7 +34,8 @@ LARGEST_TEXT = 1 << 20  # characters
 class Verify:
     """Compare a model with a reference: its logits and every layer. Exit code 0 where they are the same, 1 where not.
 
-    Without a reference, check what a model can show of itself."""
+    Without a reference, compare a model that is quantised with itself as it is stored, and of another check what it can show
+    of itself."""
 
     path: tyro.conf.Positional[Path]
     """A model's folder or file, of any format that is read."""
@@ -49,11 +52,12 @@ class Verify:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "none"
-    """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files."""
+    """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files.
+    The reference is not quantised; where none is given it is PATH itself."""
     per_layer: bool = False
-    """Show how every layer differs."""
+    """Show how every layer differs, and with --quantize every matrix."""
     json: bool = False
-    """Print one JSON object instead, with every layer."""
+    """Print one JSON object instead, with every layer and matrix."""
 
     def run(self) -> None:
         self._check_options()
@@ -67,6 +71,7 @@ class Verify:
         use_compilation_cache()
         start_backend()
         opened = open_checkpoint(self.path)
+        self._check_quantize(opened)
         origin = self._origin(opened)
         config, tokenizer = opened.config, opened.tokenizer()
         reference: Trace | None = None
@@ -83,18 +88,50 @@ class Verify:
             check_room(self.write_oracle, config, len(tokens))
 
         # One model after the other, so that memory need hold but one.
+        quantize = None if self.quantize == "none" else self.quantize
         if self.against is not None:
             reference = run_transformers(self.against, tokens)
-        quantize = None if self.quantize == "none" else self.quantize
+        elif reference is None and quantize is not None:
+            reference = trace(load(self.path, self.dtype, progress=loading_bar).params, tokens, origin)
         params = load(self.path, self.dtype, quantize=quantize, progress=loading_bar).params
-        ours = trace(params, tokens, origin)
+        ours = trace(params, tokens, replace(origin, quantized=self._quantized(config)))
         if self.write_oracle is not None:
             write_oracle(self.write_oracle, ours if reference is None else reference)
             print(f"{self.write_oracle}: {self.write_oracle.stat().st_size / 1e6:.1f} MB written", file=sys.stderr)
         if reference is None:
             self._end_alone(ours, tokenizer, read, len(opened.tensors))
         else:
-            self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read)
+            errors = () if quantize is None else self._matrix_errors(opened, params)
+            self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
+
+    def _check_quantize(self, opened: Opened | Stored) -> None:
+        """End here where the model cannot be quantised so."""
+        from llama_jax.checkpoints.quantising import check_kept
+        from llama_jax.model.trees import param_shapes, quantize
+
+        if self.quantize == "keep":
+            check_kept(list(opened.tensors.values()), opened.path)
+        elif self.quantize != "none":
+            quantize(param_shapes(opened.config), self.quantize)
+
+    def _quantized(self, config: LlamaConfig) -> tuple[str, float] | None:
+        """What the weights are rounded by while they are read."""
+        from llama_jax.verify.rounding import rounding_of
+
+        if self.quantize == "none":
+            return None
+        return self.quantize, rounding_of(self.quantize, max(config.dim, config.hidden_dim))
+
+    def _matrix_errors(self, opened: Opened | Stored, params: Llama) -> tuple[MatrixError, ...]:
+        """Of every matrix, beside what is read once more."""
+        from llama_jax.checkpoints.assemble import plan
+        from llama_jax.checkpoints.loading import load
+        from llama_jax.checkpoints.tensors import Opened
+        from llama_jax.verify.matrices import matrix_errors
+
+        # Orbax reads whole models alone.
+        dense = plan(opened) if isinstance(opened, Opened) else load(self.path, self.dtype).params
+        return matrix_errors(params, dense)
 
     def _check_options(self) -> None:
         if self.against is not None and self.oracle is not None:
@@ -103,8 +140,10 @@ class Verify:
             for name, value in (("text", self.text), ("tokens", self.tokens), ("write-oracle", self.write_oracle)):
                 if value is not None:
                     raise UserError(f"--{name} cannot go with --oracle, whose tokens and numbers are given; leave it out")
-        elif self.against is None and self.per_layer:
+        elif self.against is None and self.per_layer and self.quantize == "none":
             raise UserError("--per-layer compares with a reference; give one with --against or --oracle")
+        if self.write_oracle is not None and self.quantize != "none":
+            raise UserError("--write-oracle stores what a model gives as it is; leave --quantize out")
         if self.tokens is not None and self.tokens < 2:
             raise UserError(f"tokens={self.tokens} must be at least 2")
 
@@ -201,18 +240,23 @@ class Verify:
         facts = {"here": _origin_facts(ours.origin), "read": read, "checks": [check._asdict() for check in checks]}
         self._end(not failed, why, page, facts)
 
-    def _end_compared(self, found: Comparison, here: Origin, there: Origin, read: str) -> NoReturn:
+    def _end_compared(
+        self, found: Comparison, here: Origin, there: Origin, read: str, errors: tuple[MatrixError, ...]
+    ) -> NoReturn:
         agreeing = f"{found.agreeing} of {found.positions}"
         if found.ties:
             agreeing += f", {found.ties} more are ties"
+        exp, ratio = _exp, _exp(found.loss - found.reference_loss)
         rows = [
             ["logits", f"largest difference {found.max_abs:.2g}, the reference's largest {found.largest:.3g}"],
             ["KL divergence", f"mean {found.kl:.2g} nats, largest {found.kl_max:.2g} at position {found.kl_max_at}"],
+            ["perplexity", f"{exp(found.loss):.5g}, the reference's {exp(found.reference_loss):.5g}: ratio {ratio:.5f}"],
             ["top-1 agreement", agreeing],
         ]
         page = f"{_described(here)}\nagainst {_described(there)}\nread {printable(read)}\n\n{columns(rows)}\n"
         if self.per_layer:
             page += f"\n{_table(found.parts)}\n"
+            page += f"\n{_table_of_matrices(errors)}\n" if errors else ""
         facts = {
             "here": _origin_facts(here),
             "there": _origin_facts(there),
@@ -221,8 +265,11 @@ class Verify:
             "rounding": found.rounding,
             "logits": {"max_abs": found.max_abs, "largest": found.largest},
             "kl": {"mean": found.kl, "max": found.kl_max, "position": found.kl_max_at},
+            "loss": {"here": found.loss, "there": found.reference_loss},
+            "perplexity_ratio": ratio,
             "top1": {"agreeing": found.agreeing, "ties": found.ties, "of": found.positions},
             "parts": [part._asdict() for part in found.parts],
+            "matrices": [error._asdict() for error in errors],
         }
         self._end(found.same, found.why, page, facts)
 
@@ -236,12 +283,28 @@ class Verify:
         sys.exit(0 if same else 1)
 
 
+def _exp(nats: float) -> float:
+    """A perplexity, which may be too large for a float."""
+    import numpy as np
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(np.exp(nats))
+
+
 def _described(origin: Origin) -> str:
-    return f"{printable(origin.name)}: {', '.join(origin.kinds)}, computed in {origin.dtype}"
+    quantized = f", quantised as {origin.quantized[0]}" if origin.quantized else ""
+    return f"{printable(origin.name)}: {', '.join(origin.kinds)}{quantized}, computed in {origin.dtype}"
 
 
 def _origin_facts(origin: Origin) -> dict[str, Any]:
-    return {"name": origin.name, "kinds": origin.kinds, "dtype": origin.dtype, "versions": origin.versions}
+    quantized = None if origin.quantized is None else origin.quantized[0]
+    return {
+        "name": origin.name,
+        "kinds": origin.kinds,
+        "quantized": quantized,
+        "dtype": origin.dtype,
+        "versions": origin.versions,
+    }
 
 
 def _settings(settings: Differences) -> dict[str, list[Any]]:
@@ -256,3 +319,19 @@ def _table(parts: tuple[ComparedPart, ...]) -> str:
   own: of the part alone, given the reference's stream, relative to what it adds
   roundings: how many times what rounding explains of its own difference"""
     return columns(rows, right=(1, 2, 3, 4), indent="  ") + legend
+
+
+def _table_of_matrices(errors: tuple[MatrixError, ...]) -> str:
+    """A row for each layer, a column for each matrix in it; those outside of the layers before."""
+    heads = ["", "kind", "bits", "error"]
+    outside = [[one.name, one.kind, f"{one.bits:.2f}", f"{one.relative:.2%}"] for one in errors if one.layer is None]
+    inside = [one for one in errors if one.layer is not None]
+    names = list(dict.fromkeys(one.name for one in inside))
+    kinds = [", ".join(dict.fromkeys(one.kind for one in inside if one.name == name)) for name in names]
+    rows = [["", *(name.split(".")[-1] for name in names)], ["", *kinds]]
+    for layer in dict.fromkeys(one.layer for one in inside):
+        of_layer = {one.name: f"{one.relative:.2%}" for one in inside if one.layer == layer}
+        rows.append([f"layer {layer}", *(of_layer.get(name, "") for name in names)])
+    tables = [columns([heads, *outside], right=(2, 3), indent="  ")] if outside else []
+    tables += [columns(rows, right=range(1, len(names) + 1), indent="  ")] if inside else []
+    return "\n\n".join(tables) + "\n  error: root mean square of what the matrix is wrong by, relative to its numbers"

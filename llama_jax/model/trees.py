@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -16,6 +17,7 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
 from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight, fitting, quantized, shardings_of_planes
 from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights.planes import bits_of
 from llama_jax.ops.weights.weight import columns_on_each
 
 
@@ -128,6 +130,22 @@ def count(params: Llama) -> int:
     """How many numbers the parameters hold; works on the shapes that `jax.eval_shape` gives as well."""
     is_weight = lambda leaf: hasattr(leaf, "project")
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_weight))
+
+
+def bytes_in_memory(params: Any) -> int:
+    """Bytes of a tree of arrays over all devices that divide it: of integers of 4 bits two are in a byte, whatever their
+    `nbytes` says."""
+    return sum(math.prod(leaf.shape) * bits_of(leaf.dtype) // 8 for leaf in jax.tree.leaves(params))
+
+
+def kinds_in_memory(params: Any) -> str:
+    """As what the matrices of a model are kept, most numbers first: "bfloat16", "int8", "q4_k and q6_k"."""
+    numbers: Counter[str] = Counter()
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+        if row_at(path).is_matrix:
+            numbers[leaf.kind if is_weight(leaf) else str(leaf.dtype)] += math.prod(leaf.shape)
+    return " and ".join(kind for kind, _ in numbers.most_common())
 
 
 def parameter_count(config: LlamaConfig) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,27 +100,41 @@ def evaluate(
     """
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
+    measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
+    sums = np.zeros(len(windows.read))
+    for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
+        np.add.at(sums, owner, nats)
+    return summary(corpus, windows, sums)
+
+
+def measured(
+    corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """What `measure` gives for all predicted tokens of the windows, a batch of B rows after the other.
+
+    Args:
+      measure: from rows to a tree of arrays [B, T].
+
+    Yields:
+      The tree of float64[n], n tokens that are predicted, and int64[n], the window of each.
+    """
     length = int(windows.read.max())  # where no document fills a window, no row is as long
     rows = pack(windows.read.tolist(), length)
-    measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
 
-    sums = np.zeros(len(windows.read))
-
-    def collect(nats: jax.Array, owner: np.ndarray) -> None:
+    def collect(found: Any, owner: np.ndarray) -> tuple[Any, np.ndarray]:
         predicted = owner >= 0
-        np.add.at(sums, owner[predicted], np.asarray(nats, np.float64)[predicted])
+        return jax.tree.map(lambda array: np.asarray(array, np.float64)[predicted], found), owner[predicted]
 
     numbers = range(-(-len(rows) // batch))
-    running: tuple[jax.Array, np.ndarray] | None = None
+    running: tuple[Any, np.ndarray] | None = None
     for number in progress(numbers) if progress else numbers:
         laid, owner = lay_rows(corpus, windows, rows[number * batch : (number + 1) * batch], batch, length)
-        started = measure(params, laid)
+        started = measure(laid)
         if running:  # collected while the device computes the next
-            collect(*running)
+            yield collect(*running)
         running = started, owner
     if running:
-        collect(*running)
-    return _summary(corpus, windows, sums)
+        yield collect(*running)
 
 
 def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None) -> Sizes:
@@ -191,6 +205,27 @@ def nats_of(
       targets: -1 where nothing is predicted, which gives 0.
       chunk, constrain: see `token_nats`.
     """
+
+    def predict(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = constrain(unembed(config, params, hidden), "logits")
+        # Compared and not gathered, for the vocabulary may lie on several devices.
+        chosen = jnp.sum(jnp.where(jnp.arange(config.vocab_size) == targets[..., None], logits, 0), axis=-1)
+        return jnp.where(targets >= 0, jax.nn.logsumexp(logits, axis=-1) - chosen, 0)
+
+    return in_chunks(predict, hidden, targets, chunk)
+
+
+def in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
+    """What a function of hidden states and targets gives, which makes logits of `chunk` positions of each row at a time.
+
+    Args:
+      predict: from a tree of [B, chunk, D] and targets [B, chunk] to a tree of [B, chunk].
+      hidden: a tree of [B, T, D].
+      targets: int32[B, T]. Of chunks in which all are negative everything is 0, and nothing is computed.
+
+    Returns:
+      The tree of [B, T].
+    """
     batch, length = targets.shape
     chunk = min(chunk, length)
     missing = -length % chunk
@@ -199,40 +234,39 @@ def nats_of(
         x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=padding)
         return x.reshape(batch, -1, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    def predict(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = constrain(unembed(config, params, hidden), "logits")
-        # Compared and not gathered, for the vocabulary may lie on several devices.
-        chosen = jnp.sum(jnp.where(jnp.arange(config.vocab_size) == targets[..., None], logits, 0), axis=-1)
-        return jnp.where(targets >= 0, jax.nn.logsumexp(logits, axis=-1) - chosen, 0)
+    def nothing(*part: Any) -> Any:
+        return jax.tree.map(lambda found: jnp.zeros(found.shape, found.dtype), jax.eval_shape(predict, *part))
 
-    def nothing(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        return jnp.zeros(targets.shape, jnp.promote_types(hidden.dtype, jnp.float32))
-
-    def measure(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def measure(part: tuple[Any, jax.Array]) -> Any:
         return lax.cond(jnp.any(part[1] >= 0), predict, nothing, *part)
 
-    nats = lax.map(measure, (parts(hidden, 0), parts(targets, -1)))
-    return nats.swapaxes(0, 1).reshape(batch, -1)[:, :length]
+    found = lax.map(measure, (jax.tree.map(lambda x: parts(x, 0), hidden), parts(targets, -1)))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1)[:, :length], found)
 
 
-def _summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
+def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
     """The numbers from the nats of each window: float64[n]."""
-    tokens, count = int(windows.predicted.sum()), len(sums)
-    total = float(sums.sum())
-    loss = total / tokens
-    error = math.nan
+    loss, error = mean_of_tokens(windows, sums)
     with np.errstate(over="ignore", invalid="ignore"):
         perplexity = float(np.exp(loss))
-        if count > 1:
-            variance = np.square(sums - loss * windows.predicted).sum() * count / (count - 1)
-            error = math.sqrt(variance) / tokens
     return Evaluation(
         loss=loss,
         standard_error=error,
         perplexity=perplexity,
-        bits_per_byte=total / math.log(2) / corpus.byte_count if corpus.byte_count else math.nan,
-        tokens=tokens,
+        bits_per_byte=float(sums.sum()) / math.log(2) / corpus.byte_count if corpus.byte_count else math.nan,
+        tokens=int(windows.predicted.sum()),
         bytes=corpus.byte_count,
         documents=corpus.document_count,
-        windows=count,
+        windows=len(sums),
     )
+
+
+def mean_of_tokens(windows: Windows, sums: np.ndarray) -> tuple[float, float]:
+    """The mean over predicted tokens of what `sums` has of each window, float64[n]; its standard error, see `evaluate`."""
+    tokens, count = int(windows.predicted.sum()), len(sums)
+    mean = float(sums.sum()) / tokens
+    if count < 2:
+        return mean, math.nan
+    with np.errstate(over="ignore", invalid="ignore"):
+        variance = float(np.square(sums - mean * windows.predicted).sum()) * count / (count - 1)
+    return mean, math.sqrt(variance) / tokens

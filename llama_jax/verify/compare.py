@@ -20,7 +20,7 @@ from llama_jax.config import SHAPE_FIELDS, LlamaConfig, RopeScaling
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import unstack
 from llama_jax.verify.rounding import EXACT, Rounding, rounding_between
-from llama_jax.verify.trace import Trace, log_softmax, run_layer, run_output
+from llama_jax.verify.trace import Trace, log_softmax, nats_per_token, run_layer, run_output
 
 # How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
 # ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded matmuls in a row), up to 2.4 for
@@ -69,6 +69,8 @@ class Comparison:
       max_abs, largest: the largest difference of logits, and the reference's largest logit without its sign.
       kl, kl_max, kl_max_at: divergence of the model's next-token distribution from the reference's: mean over positions,
         maximum and its position; nats.
+      loss, reference_loss: nats per token of the tokens that were read, but for the first: their difference is the logarithm
+        of the ratio of the perplexities.
       agreeing: at how many positions the most probable token is the same; `ties` of the others are equal within rounding.
       parts: embedding, layers and output.
     """
@@ -83,6 +85,8 @@ class Comparison:
     kl: float
     kl_max: float
     kl_max_at: int
+    loss: float
+    reference_loss: float
     agreeing: int
     ties: int
     parts: tuple[ComparedPart, ...]
@@ -152,6 +156,8 @@ def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
         kl=float(kl.mean()),
         kl_max=float(kl.max()),
         kl_max_at=int(kl.argmax()),
+        loss=nats_per_token(ours.tokens, ours.logits),
+        reference_loss=nats_per_token(ours.tokens, reference.logits),
         agreeing=agreeing,
         ties=ties,
         parts=parts,

@@ -10,6 +10,7 @@ import numpy as np
 from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
+from llama_jax.ops.weights import KINDS
 from llama_jax.verify.trace import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
@@ -88,8 +89,29 @@ def rounding_between(a: Origin, b: Origin) -> Rounding:
     computed = [KIND[origin.dtype] for origin in (a, b)]
     if computed[0] != computed[1]:
         kinds += computed
-    weights = max((ROUNDING[kind] for kind in kinds), default=0.0)
-    activations = max(ROUNDING[kind] for kind in computed)
+    of_weights = {kind: ROUNDING[kind] for kind in kinds}
+    if a.quantized != b.quantized:
+        of_weights |= dict(origin.quantized for origin in (a, b) if origin.quantized)
+    of_activations = {kind: ROUNDING[kind] for kind in computed}
+    weights, activations = max(of_weights.values(), default=0.0), max(of_activations.values())
     if not weights and not activations:
         return EXACT
-    return Rounding(max(kinds + computed, key=lambda kind: ROUNDING[kind]), weights, activations)
+    everything = of_weights | of_activations
+    return Rounding(max(everything, key=lambda kind: everything[kind]), weights, activations)
+
+
+def rounding_of(kind: str, columns: int) -> float:
+    """What quantising while reading does to normally distributed weights, as `ROUNDING` has it for what is stored.
+
+    Args:
+      kind: of `ops.weights`, or "keep": the weights are then as they are stored, and a CPU's kernel rounds tokens to 8 bits,
+        32 to a factor, as Q8_0 rounds weights.
+      columns: of the longest rows, a multiple of the kind's block.
+    """
+    if kind == "keep":
+        return ROUNDING["Q8_0"]
+    form = KINDS[kind]
+    assert form.encode is not None  # `checkpoints.quantising.check_quantize` refuses the others
+    weights = np.random.default_rng(0).standard_normal((16, columns), np.float32)
+    error = np.asarray(form.decode(*form.encode(weights)), np.float32) - weights
+    return max(float(np.sqrt(np.mean(error**2) / np.mean(weights**2))), ROUNDING["Q8_0"])

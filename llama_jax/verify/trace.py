@@ -28,6 +28,8 @@ class Origin:
       kinds: how its weights are stored: F32, BF16, Q4_K ...
       dtype: in which it was computed.
       versions: of the programs, by name.
+      quantized: what its matrices were rounded by when they were read, if they were: the name, and the root mean square of
+        the error relative to the weights'.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Origin:
     kinds: tuple[str, ...]
     dtype: str
     versions: dict[str, str]
+    quantized: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True)

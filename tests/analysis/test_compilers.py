@@ -42,9 +42,9 @@ def test_what_cannot_be_had():
         tpu_topology("tpu-v5e", 512)
     with pytest.raises(MeshError, match="12 GPUs are not whole hosts of 8"):
         devices_of("h100", 12)
-    assert compiler_missing("l4") is not None
-    with pytest.raises(CompilerError, match="no compiler is described for l4; there are tpu-v5e"):
-        devices_of("l4", 1)
+    assert compiler_missing("tpu-v4") is not None
+    with pytest.raises(CompilerError, match="no compiler is described for tpu-v4; there are tpu-v5e"):
+        devices_of("tpu-v4", 1)
 
 
 def test_a_missing_compiler_says_how_to_get_it(monkeypatch):
@@ -175,3 +175,36 @@ def test_tensor_parallelism_sums_no_more_than_it_must(hardware):
     assert sum(size for kind, _, size in found if kind == "reduce-scatter") == 5 * stream // 4
     assert sum(size for kind, _, size in found if kind == "all-gather") == 6 * stream
     assert {kind for kind, *_ in found} == {"reduce-scatter", "all-gather"}
+
+
+QUANTISED = """
+import json, sys
+from dataclasses import replace
+import jax
+jax.config.update("jax_platforms", "cpu")
+import llama_jax
+from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.findings import examine
+from llama_jax.analysis.memory import decode_programs
+from llama_jax.parallel.mesh import MeshSizes
+config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
+mesh = mesh_for(sys.argv[1], MeshSizes())
+out = {}
+for kind in ("int8", "int4"):
+    prefill, _, decode = decode_programs(config, mesh, 1, 2048, dtype="bfloat16", weights=kind)
+    out[kind] = [examine(program).as_dict() for program in (prefill, decode)]
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("hardware", ["tpu-v5e", "h100"])
+def test_quantised_layers_of_8b_are_never_dense(hardware):
+    """Beside weights and cache, decoding and reading plan less than a layer in int8, whatever the number of layers."""
+    layer = 218_112_000
+    found = look(hardware, QUANTISED)
+    for kind, (prefill, decode) in found.items():
+        assert decode["bytes_per_device"]["temporaries"] < layer, kind
+        assert prefill["bytes_per_device"]["temporaries"] < layer, kind
+        # What is read for a token is what there is: a weight that is decoded first would be read twice.
+        assert decode["token"]["read_ratio"] < 1.1, kind

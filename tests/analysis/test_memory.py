@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from llama_jax import cache_bytes, parameter_count, preset
+from llama_jax import cache_bytes, init, parameter_count, preset, unstack
 from llama_jax.analysis.memory import Memory, decode_programs, train_programs
 from llama_jax.analysis.scratch import kernel_scratch
 from llama_jax.errors import MeshError
+from llama_jax.model.trees import bytes_in_memory, quantize
+from llama_jax.ops.weights import KINDS
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
 CONFIG = preset("stories-260k")
@@ -93,6 +95,29 @@ def test_generating_by_its_parts(decoding):
         assert all(memory.temporaries >= 0 for memory in found.values())
         assert found["prefill"].temporaries >= scores > found["decode"].temporaries
         assert found["prefill"].scratch in (0, scores)
+
+
+@pytest.mark.parametrize("kind", [name for name, form in KINDS.items() if form.encode is not None])
+def test_quantised_weights_count_as_they_lie_in_memory(kind):
+    """Planes of every kind, on one device and on two that divide rows; what is planned for is what `quantize` makes."""
+    config = replace(
+        CONFIG, dim=256, n_heads=2, n_kv_heads=2, head_dim=128, hidden_dim=512, n_layers=2, tie_embeddings=False
+    )
+    params = quantize(unstack(init(config, jax.random.key(0), jnp.bfloat16)), kind)
+    held, lengths = bytes_in_memory(params), 100
+    prefill, grow, decode = decode_programs(config, make_mesh(parse_mesh("data=1")), 2, 128, dtype="bfloat16", weights=kind)
+    assert {program.known.parameters for program in (prefill, grow, decode)} == {held}
+    cache = cache_bytes(config, 2, 128, jnp.bfloat16)
+    assert decode.known.cache == pytest.approx(cache, abs=lengths)
+    # A token reads all but the table in which it is looked up.
+    assert decode.per_token == pytest.approx(held - bytes_in_memory(params.embedding) + cache, abs=lengths)
+    memory = decode.memory()
+    assert (memory.parameters, memory.cache) == (held, decode.known.cache)
+    assert 0 < memory.temporaries < 4 * parameter_count(config)  # what XLA for CPU makes of 16-bit numbers
+    half = decode_programs(config, make_mesh(parse_mesh("tensor=2")), 2, 128, dtype="bfloat16", weights=kind)[2]
+    norms = 2 * (2 * config.n_layers + 1) * config.dim
+    # Factors for whole rows are on every device where a matrix is cut along its rows' numbers.
+    assert (held - norms) / 2 + norms <= half.known.parameters <= 1.02 * held / 2 + norms
 
 
 def test_weights_that_a_program_does_not_read_are_alive_all_the_same():

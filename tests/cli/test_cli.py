@@ -77,7 +77,7 @@ def test_generate_streams_text_and_statistics(process, stories_folder):
     expected = (stories_folder / "expected.txt").read_text()
     assert done.stdout.startswith("Once upon a time, there was a little girl named Lily.")
     assert expected.startswith(done.stdout.rstrip("\n"))
-    for word in ("cpu", "float32", "attention", "compile", "prefill", "decode", "weights 1.0 MB", "cache"):
+    for word in ("cpu", "float32", "attention", "compile", "prefill", "decode", "weights float32, 1.0 MB", "cache"):
         assert word in done.stderr
 
 
@@ -104,6 +104,7 @@ def test_generate_as_json(run, stories_folder):
     assert result["finish_reason"] == "length"
     assert result["statistics"]["seed"] == 3
     assert result["statistics"]["weight_bytes"] == 260_032 * 4
+    assert result["statistics"]["weights"] == "float32"
     again = run(*arguments, "--seed", 3, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--repetition-penalty", 1.1)
     assert json.loads(again.stdout)["tokens"] == result["tokens"]
 

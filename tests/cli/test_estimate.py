@@ -55,6 +55,11 @@ def test_training_as_a_table(process):
     assert "H200" not in done.stdout
 
 
+def test_quantised_weights_are_named(run):
+    out = run("stories-260k", "--batch", 1, "--length", 64, "--quantize", "int8").stdout
+    assert out.startswith("stories-260k · decode · batch 1 x 64 · float32 · weights int8 · data=1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "decode"])
 def test_rows_that_are_divided_by_tokens(run, mode):

@@ -231,3 +231,47 @@ def test_attention_is_chosen_and_said(run, model, text):
     for more in (False, True):
         losses = [facts["lengths"][1]["loss"] if more else facts["loss"] for key, facts in found.items() if key[1] == more]
         assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
+# -- against a reference -------------------------------------------------------------------------------------------------
+
+
+def test_what_quantising_costs(run, model, text):
+    out, err = run(model, "--data", text, "--length", 32, "--quantize", "int8", "--against", model)
+    lines = out.splitlines()
+    assert lines[0] == f"{model} (int8) against {model} (float32)"
+    found = {name.strip(): value.strip() for name, value in (line.split("  ", 1) for line in lines[2:])}
+    assert list(found)[3:7] == ["reference", "difference", "divergence", "top token"]
+    assert "nats per token, perplexity times " in found["difference"]
+    assert found["divergence"].startswith("KL ")
+    assert found["top token"].startswith("the same at ")
+    assert "weights int8, 0.0 MB" in err or "weights int8, 0.1 MB" in err
+
+
+def test_a_comparison_as_json(run, model, text):
+    arguments = model, "--data", text, "--length", 32, "--json"
+    alone = json.loads(run(*arguments)[0])
+    found = json.loads(run(*arguments, "--quantize", "int8", "--against", model)[0], parse_constant=pytest.fail)
+    against = found["against"]
+    assert (against["model"], against["weights"], found["weights"]) == (str(model), "float32", "int8")
+    assert against["weight_bytes"] == alone["weight_bytes"] > 2.5 * found["weight_bytes"]
+    assert against["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    assert against["loss_difference"] == pytest.approx(found["loss"] - against["loss"], abs=1e-6)
+    assert against["perplexity_ratio"] == pytest.approx(math.exp(against["loss_difference"]))
+    assert 0 < against["kl_median"] <= against["kl_99"] <= against["kl_max"]
+    assert 0 < against["kl"] < 1e-3
+    assert 0.9 < against["same_top"] <= 1
+
+
+def test_another_vocabulary_is_no_reference(run, model, text, tmp_path, stories_folder):
+    with pytest.raises(UserError, match=r"against=.* has a vocabulary of 512, the model one of 96"):
+        run(model, "--data", text, "--against", stories_folder)
+    other = write_hf_folder(tmp_path / "other", KINDS["gqa"])
+    with (other / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.Train(
+            sentence_iterator=iter(("zebras buzz",) * 30), model_writer=file, vocab_size=14, model_type="bpe", minloglevel=2
+        )
+    with pytest.raises(UserError, match=r"against=.* has another vocabulary than the model"):
+        run(model, "--data", text, "--against", other)
+    with pytest.raises(UserError, match=r"against=.*lengths='16' exclude each other"):
+        run(model, "--data", text, "--against", model, "--lengths", 16)

@@ -1,6 +1,7 @@
 """`llama-jax verify` as a user meets it: what it prints, and its exit code."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from conftest import write_hf_folder
 from safetensors.numpy import load_file
 
 from llama_jax.checkpoints import store
+from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.huggingface import NAMES
 from llama_jax.checkpoints.saving import save
 from llama_jax.cli import main
@@ -97,6 +99,49 @@ def test_a_model_alone_without_vocabulary(run, folder):
 def test_logits_that_are_not_finite(run, folder, tmp_path):
     code, out, _ = run(spoiled(folder, tmp_path / "model", beyond_float16), "--dtype", "float16", "--tokens", 8, "--json")
     assert (code, json.loads(out)["verdict"]) == (1, "NOT as a model should be: logits")
+
+
+# -- quantised, against itself ---------------------------------------------------------------------------------------------
+
+
+def test_a_quantised_model_beside_itself(run):
+    code, out, _ = run(bundled(), "--quantize", "int8", "--per-layer", "--tokens", 32)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].endswith("BF16, quantised as int8, computed in float32")
+    assert lines[1].endswith("BF16, computed in float32")
+    assert next(line for line in lines if line.startswith("perplexity")).split(": ratio ")[1].startswith(("1.0", "0.99"))
+    assert any(line.split() == ["qkv", "out", "gate", "up", "down"] for line in lines)
+    embedding = [line.split() for line in lines if line.startswith("  embedding")][-1]
+    assert embedding[1:3] == ["int8", "8.17"]
+    assert 0.5 < float(embedding[3].rstrip("%")) < 1.5
+    assert lines[-1].startswith("the same model within the rounding of int8: mean KL divergence ")
+    assert lines[-1].endswith("nats, hardly to be noticed")
+
+
+def test_a_quantised_model_beside_itself_as_json(run, tmp_path, stories):
+    store_path = tmp_path / "orbax"
+    store_path.mkdir()
+    store.save(store_path, stories.config, stories.params)  # of which whole models alone are read
+    code, out, _ = run(store_path, "--quantize", "int8", "--json", "--tokens", 16)
+    found = json.loads(out)
+    assert (code, found["same"], found["rounding"]) == (0, True, "int8")
+    assert (found["here"]["quantized"], found["there"]["quantized"]) == ("int8", None)
+    assert found["perplexity_ratio"] == pytest.approx(math.exp(found["loss"]["here"] - found["loss"]["there"]))
+    assert {error["name"] for error in found["matrices"]} >= {"embedding", "attention.qkv", "feed_forward.down"}
+    assert all(0 < error["relative"] < 0.02 for error in found["matrices"])
+
+
+def test_a_quantised_model_beside_an_oracle(run, oracle, folder):
+    """Float32 would be told apart; a rounding of int8 explains it, but no exchanged rows."""
+    code, out, _ = run(folder, "--quantize", "int8", "--oracle", oracle)
+    assert code == 0
+    assert "within the rounding of int8" in out.splitlines()[-1]
+    other = folder.parent / "exchanged"
+    change = lambda tensors: tensors[NAMES["q"].format(1)].__setitem__(slice(8), tensors[NAMES["q"].format(1)][7::-1].copy())
+    code, out, _ = run(spoiled(folder, other, change), "--quantize", "int8", "--oracle", oracle)
+    assert code == 1
+    assert out.splitlines()[-1].startswith("NOT the same model: it departs in layer 1")
 
 
 # -- against an oracle ---------------------------------------------------------------------------------------------------
@@ -204,6 +249,9 @@ def test_a_text_of_ones_own(run, stories_folder, tmp_path):
         (["MODEL", "--oracle", "x", "--text", "y"], "--text cannot go with --oracle"),
         (["MODEL", "--oracle", "x", "--write-oracle", "y"], "--write-oracle cannot go with --oracle"),
         (["MODEL", "--per-layer"], "--per-layer compares with a reference"),
+        (["MODEL", "--quantize", "int8", "--write-oracle", "y"], "--write-oracle stores what a model gives as it is"),
+        (["MODEL", "--quantize", "int4"], "int4 needs multiples of 128"),
+        (["MODEL", "--quantize", "keep"], "has no tensor in blocks"),
         (["MODEL", "--tokens", "1"], "tokens=1 must be at least 2"),
         (["MODEL", "--tokens", "65"], "tokens=65 exceed the model's context of 64"),
         (["MODEL", "--text", "MODEL/config.json"], "--text needs a vocabulary"),

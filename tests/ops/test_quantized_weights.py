@@ -1,6 +1,7 @@
 """Weights in fewer bits: their numbers, their matmuls on every way, and that nothing dense is made of them."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,7 +11,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import llama_jax
 from llama_jax import ops
+from llama_jax.model.params import row_at
+from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops import native
 from llama_jax.ops.platform import planned_for
 from llama_jax.ops.weights import KINDS, JoinedWeight, QuantizedWeight, nf4, quantized, shardings_of_planes
@@ -185,6 +189,39 @@ def test_rows_are_looked_up():
     assert ops.look_up(jnp.arange(8.0).reshape(4, 2), ids[:, 1]).shape == (2, 2)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4", "q8_0", "q4_k"])
+@pytest.mark.parametrize("rows", [64, 40])
+def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows):
+    """Of 8-bit numbers 32 rows lie together; a table that has a part of that at its end is taken from row by row."""
+    table, ids = weight_of(kind, rows=rows), jnp.asarray([[0, 39, 5], [31, 32, 7]])
+    with planned_for("tpu"):
+        found = jax.jit(ops.look_up)(table, ids)
+        program = str(jax.make_jaxpr(ops.look_up)(table, ids))
+    np.testing.assert_array_equal(found, ops.look_up(table, ids))
+    eight = max((plane for plane in table.planes if plane.dtype.itemsize == 1), key=lambda plane: plane.shape[-1])
+    by_tiles = f"[2,32,{eight.shape[-1]}]" in program
+    assert by_tiles == (rows == 64 and kind != "int4")
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize("tokens", [1, 2, 20, 70])
+@pytest.mark.parametrize("kind", ["int8", "int4", "q4_0"])
+def test_as_accelerators_multiply(kind, tokens, platform):
+    """The forms for them, on a CPU: in float32 they give what the decoded numbers give."""
+    weight = weight_of(kind, rows=24)
+    x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), jnp.float32)
+    with planned_for(platform):
+        found = jax.jit(ops.project)(x, weight)
+        program = str(jax.make_jaxpr(ops.project)(x, weight))
+    assert found.shape == (tokens, 24)
+    np.testing.assert_allclose(found, x @ np.asarray(weight.decoded()).T, rtol=1e-4, atol=1e-4)
+    # A single row is no matter of a TPU's matrix unit.
+    rows = 2 if (platform, tokens) == ("tpu", 1) else tokens
+    assert f"f32[{rows},512]" in program
+    apart = kind == "int4" and tokens <= (64 if platform == "tpu" else 16)
+    assert (f"f32[4,{rows},24]" in program) == apart  # sums of its four groups
+
+
 def test_parts_of_different_kinds_side_by_side():
     rng = np.random.default_rng(0)
     parts = [jnp.asarray(rng.normal(0, 0.1, (2, wide, 4, 256)), jnp.float32) for wide in (3, 1, 1)]
@@ -274,3 +311,65 @@ def test_no_dense_copy_is_made(kind, by_xla):
     dense = 4096 * 1024 * 4
     limit = 4096 * 1024 if kind == "int8" else dense // 2
     assert compiled.memory_analysis().temp_size_in_bytes < limit
+
+
+CONFIG = replace(llama_jax.preset("stories-110m"), n_layers=3, vocab_size=1024, max_seq_len=128)  # rows of 768 and 2,048
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama_jax.unstack(llama_jax.init(CONFIG, jax.random.key(0), jnp.bfloat16))
+
+
+def model_in(kind: str, params):
+    """The model with its matrices in a kind; of a kind that nothing is quantised into, blocks of random bytes."""
+    if KINDS[kind].encode is not None:
+        return quantize(params, kind)
+
+    def blocks(path, leaf):
+        if not row_at(path).is_matrix:
+            return leaf
+        rows = leaf.size // leaf.shape[-1]
+        planes = random_planes(kind, rows, leaf.shape[-1])
+        found = [jnp.asarray(p.reshape(*leaf.shape[:-1], -1)) for p in planes]
+        return QuantizedWeight(tuple(found), kind, str(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(blocks, params)
+
+
+@pytest.mark.parametrize(("kind", "most"), [("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57), ("q4_k", 0.57)])
+def test_bytes_for_each_weight(kind, most, model):
+    """Of all numbers of a model, norms included, as they lie in memory."""
+    found = model_in(kind, model)
+    held = bytes_in_memory(found) / count(found)
+    assert held < most
+    assert kinds_in_memory(found) == kind
+    if kind != "int4":  # of which XLA packs two in a byte, and JAX's nbytes says one
+        assert bytes_in_memory(found) == sum(leaf.nbytes for leaf in jax.tree.leaves(found))
+        assert bytes_in_memory(found) == sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("way", ["native", "plain"])
+@pytest.mark.parametrize("kind", ["int8", "q8_0", "q4_0", "q4_k"])
+def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, monkeypatch):
+    """As the compiled program plans it: nothing dense is ever made of a layer. Of int4 XLA for CPU unpacks every integer."""
+    if way == "plain":
+        monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
+    elif not native.usable():
+        pytest.skip("no C++ compiler here")
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model_in(kind, model))
+    cache = jax.eval_shape(lambda: llama_jax.init_cache(CONFIG, 1, 128, jnp.bfloat16))
+
+    def tokens(params, token, cache):
+        def step(carry, _):
+            token, cache = carry
+            hidden, cache = llama_jax.forward(CONFIG, params, token, cache)
+            return (llama_jax.unembed(CONFIG, params, hidden).argmax(-1), cache), None
+
+        return jax.lax.scan(step, (token, cache), length=4)[0]
+
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    jax.clear_caches()  # which way is taken is no part of JAX's key
+    plan = jax.jit(tokens, donate_argnums=2).lower(shapes, token, cache).compile().memory_analysis()
+    layer = count(model.blocks[0])
+    assert plan.temp_size_in_bytes < layer

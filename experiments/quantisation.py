@@ -1,0 +1,392 @@
+"""What fewer bits cost: kind of weights by size, speed and divergence from the model in float32, on this machine's CPU.
+
+    python experiments/quantisation.py                      about ten minutes on two cores
+    python experiments/quantisation.py --stages quality     divergence alone: a busy machine does not matter
+    python experiments/quantisation.py --stages speed       speed alone; of the other stage the report keeps what it has
+
+quality  On trained models: KL divergence of the next token from the same model in float32 with its standard error, ratio of
+         perplexities, how often the most probable token is the same; and how far each layer's output and each matrix are
+         off. The bundled model, and where the shared data lie beside this clone (or where LLAMA_JAX_TEST_DATA says) the
+         260K stories model; they read the validation stories there, else stories that each model writes itself.
+speed    On random weights of larger shapes: decoding one row after a prompt, and reading a prompt of 256 tokens. All kinds
+         are in memory and take turns, so that a change of the machine's speed meets all of them; medians.
+
+Kinds are those that the library makes (`ops.weights.kinds.MADE`), float32 and bfloat16; in the speed stage also
+those that only files have, from blocks of random bytes, and `--gguf` adds files to the quality stage, kept as they are, of
+the first model. The computation is in float32 but for bfloat16. Writes ``experiments/results/quantisation_cpu.json``, the
+tables in ``.md`` and a picture in ``.png``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tyro
+from measuring import cpu_name, settings, versions, write_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from llama_jax.config import LlamaConfig
+    from llama_jax.data import Corpus
+    from llama_jax.model.params import Llama
+    from llama_jax.tokenizers import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+DATA = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
+FLOATS = ("float32", "bfloat16")
+WRITTEN = 24  # stories that a model writes where there is no text
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to measure."""
+
+    stages: tuple[str, ...] = ("quality", "speed")
+    """quality and speed; of what is left out the report keeps what it has."""
+    kinds: tuple[str, ...] = ()
+    """Of these only; by default all."""
+    gguf: tuple[Path, ...] = ()
+    """Files of the bundled model in blocks, kept as they are."""
+    tokens: int = 16_384
+    """That each model reads for its divergence, at most."""
+    shapes: tuple[str, ...] = ("stories-110m",)
+    """Presets whose speed is measured, with random weights."""
+    repetitions: int = 7
+    """Interleaved, of each measurement of speed; one more is a warm-up and not counted."""
+    new_tokens: int = 32
+    """That are decoded in each."""
+    output: Path = ROOT / "experiments" / "results" / "quantisation_cpu.json"
+    """The report; tables and picture lie beside it."""
+
+
+def kinds_of(arguments: Arguments) -> tuple[str, ...]:
+    """Floats, what the library quantises into, and what only files have."""
+    from llama_jax.ops.weights import KINDS
+    from llama_jax.ops.weights.kinds import MADE
+
+    every = (*FLOATS, *MADE, *(kind for kind in KINDS if kind not in MADE))
+    unknown = set(arguments.kinds) - set(every)
+    if unknown:
+        raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: there are {', '.join(every)}")
+    return tuple(kind for kind in every if not arguments.kinds or kind in arguments.kinds)
+
+
+def in_kind(params: Llama, kind: str) -> Llama:
+    """Parameters in float32 as another kind; ConfigError where their rows are not made of its blocks."""
+    import jax
+
+    from llama_jax.model.trees import quantize
+
+    if kind in FLOATS:
+        return jax.tree.map(lambda leaf: leaf.astype(kind), params)
+    return quantize(params, kind)  # type: ignore[arg-type]
+
+
+def in_random_blocks(params: Llama, kind: str) -> Llama:
+    """Likewise of kinds into which nothing is quantised here: random bytes, and factors that keep numbers small."""
+    import jax
+    import jax.numpy as jnp
+
+    from llama_jax.model.params import row_at
+    from llama_jax.ops.weights import KINDS, QuantizedWeight
+
+    random, form = np.random.default_rng(0), KINDS[kind]
+
+    def plane(dtype: Any, shape: tuple[int, ...]) -> Any:
+        if np.dtype(dtype).kind == "f":
+            return jnp.asarray(random.uniform(0, 1e-4, shape).astype(dtype))
+        return jnp.asarray(random.integers(0, 256, shape, np.uint8).view(dtype))
+
+    def blocks(path: tuple, leaf: Any) -> Any:
+        if not row_at(path).is_matrix:
+            return leaf
+        planes = tuple(plane(one.dtype, one.shape(leaf.shape)) for one in form.planes)
+        return QuantizedWeight(planes, kind, str(leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(blocks, params)
+
+
+def held(params: Llama) -> dict[str, float]:
+    """Bytes, and bits for each number, norms included."""
+    from llama_jax.model.trees import bytes_in_memory, count
+
+    size = bytes_in_memory(params)
+    return {"bytes": size, "bits": 8 * size / count(params)}
+
+
+# --- quality -------------------------------------------------------------------------------------------------------------
+
+
+def trained_models() -> dict[str, Path]:
+    """By name: the bundled model, and what is there of the shared ones."""
+    from llama_jax.checkpoints.bundled import bundled
+
+    stories = DATA / "stories260K"
+    return {"bundled": bundled()} | ({"stories-260k": stories} if stories.is_dir() else {})
+
+
+def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int) -> tuple[str, Corpus]:
+    """What is read, in words, and as documents of at most so many tokens in all."""
+    import llama_jax
+    from llama_jax.data import Corpus, open_corpus
+
+    path = DATA / "text" / "tinystories-valid.txt"
+    if path.is_file():
+        corpus = open_corpus([path], tokenizer)
+        stops = np.minimum(corpus.stops, corpus.starts[0] + tokens)
+        there = stops > corpus.starts
+        shortened = (corpus.starts[there], stops[there], corpus.byte_counts[there])
+        return path.name, Corpus(corpus.tokens, *shortened, corpus.vocab_size, corpus.digest)
+    sampling = llama_jax.Sampling(temperature=1.0, seed=list(range(WRITTEN)))
+    prompts, most = [[tokenizer.bos_id]] * WRITTEN, min(config.max_seq_len // 2, tokens // WRITTEN)
+    found = llama_jax.generate(
+        config, params, prompts, max_new_tokens=most, sampling=sampling, stop_tokens=tokenizer.stop_ids
+    )
+    written = [[tokenizer.bos_id, *one.tokens] for one in found]
+    stops = np.cumsum([len(one) for one in written])
+    starts = stops - [len(one) for one in written]
+    flat = np.concatenate(written).astype(np.uint32)
+    return "stories of its own", Corpus(flat, starts, stops, np.zeros(len(stops), np.int64), config.vocab_size, "")
+
+
+def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens: np.ndarray) -> list[float]:
+    """How far the embedding and what each layer leaves are off, relative to the reference's: root mean square."""
+    import jax
+    import jax.numpy as jnp
+
+    import llama_jax
+
+    @partial(jax.jit, static_argnums=0)
+    def streams(config: LlamaConfig, params: Llama) -> Any:
+        _, seen = llama_jax.observe(config, params, tokens[None], lambda layer: (layer.before, layer.after))
+        return [seen[0][0], *(after for _, after in seen)]
+
+    pairs = zip(streams(config, params), streams(config, reference), strict=True)
+    return [float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs]
+
+
+def quality(path: Path, kinds: tuple[str, ...], files: tuple[Path, ...], most: int) -> dict[str, Any]:
+    """Of each kind of a model; of one that it cannot be kept as, why."""
+    import llama_jax
+    from llama_jax.errors import UserError
+    from llama_jax.runs.divergence import divergence
+    from llama_jax.verify.matrices import matrix_errors
+
+    config, params, tokenizer = llama_jax.load(path, "float32")
+    assert tokenizer is not None
+    read, corpus = text_for(config, params, tokenizer, most)
+    made: dict[str, Callable[[], Llama]] = {kind: partial(in_kind, params, kind) for kind in kinds}
+    kept = lambda file: llama_jax.load(file, "float32", quantize="keep").params
+    made |= {file.stem: partial(kept, file) for file in files}
+    rows: dict[str, Any] = {}
+    for kind, make in made.items():
+        try:
+            ours = make()
+        except UserError as error:
+            rows[kind] = {"refused": str(error)}
+            print(f"  {kind:9} {error}", flush=True)
+            continue
+        found = asdict(divergence(config, ours, params, corpus, batch=1))
+        model, dense = found.pop("model"), found.pop("reference")
+        first = corpus.document(0)[: config.max_seq_len // 2].astype(np.int32)
+        rows[kind] = {
+            **held(ours),
+            **found,
+            "perplexity": model["perplexity"],
+            "by_layer": errors_by_layer(config, ours, params, first),
+            "matrices": [error._asdict() for error in matrix_errors(ours, params)],
+        }
+        print(
+            f"  {kind:9} {rows[kind]['bits']:6.2f} bits  KL {found['kl']:.2e} ± {found['kl_error']:.0e}"
+            f"  perplexity x {found['perplexity_ratio']:.4f}  same token {found['same_top']:.2%}",
+            flush=True,
+        )
+    return {"read": read, "tokens": dense["tokens"], "perplexity": dense["perplexity"], "kinds": rows}
+
+
+# --- speed ---------------------------------------------------------------------------------------------------------------
+
+
+def speed(shape: str, kinds: tuple[str, ...], arguments: Arguments) -> dict[str, Any]:
+    """Tokens/s of every kind in turns."""
+    import jax
+
+    import llama_jax
+    from llama_jax.errors import UserError
+    from llama_jax.model.cache import init_cache
+    from llama_jax.ops.weights import KINDS
+
+    config = llama_jax.preset(shape)
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    models: dict[str, Llama] = {}
+    rows: dict[str, Any] = {}
+    for kind in kinds:
+        made_here = kind in FLOATS or KINDS[kind].encode is not None
+        if not made_here and (config.dim % KINDS[kind].block or config.hidden_dim % KINDS[kind].block):
+            rows[kind] = {"refused": f"rows of {config.dim} and {config.hidden_dim} numbers are not whole blocks of it"}
+            continue
+        try:
+            models[kind] = in_kind(params, kind) if made_here else in_random_blocks(params, kind)
+        except UserError as error:
+            rows[kind] = {"refused": str(error)}
+    random = np.random.default_rng(0)
+
+    def decode(params: Llama) -> float:
+        prompt = random.integers(3, config.vocab_size, (1, 64)).tolist()
+        pieces = llama_jax.stream(config, params, prompt, max_new_tokens=arguments.new_tokens, turns=1 << 20)
+        next(pieces)
+        start = time.perf_counter()
+        made = sum(int(piece.valid.sum()) for piece in pieces)
+        return made / (time.perf_counter() - start)
+
+    @jax.jit
+    def read(params: Llama, tokens: Any) -> Any:
+        cache = init_cache(config, 1, 256, params.embedding.dtype)
+        hidden, cache = llama_jax.forward(config, params, tokens, cache)
+        return llama_jax.unembed(config, params, hidden[:, -1]), cache
+
+    def prefill(params: Llama) -> float:
+        tokens = random.integers(3, config.vocab_size, (1, 256), dtype=np.int32)
+        start = time.perf_counter()
+        jax.block_until_ready(read(params, tokens))
+        return 256 / (time.perf_counter() - start)
+
+    taken: dict[str, dict[str, list[float]]] = {kind: {"decode": [], "prefill": []} for kind in models}
+    for repetition in range(arguments.repetitions + 1):
+        for kind, ours in models.items():
+            for name, measure in (("decode", decode), ("prefill", prefill)):
+                rate = measure(ours)
+                if repetition:
+                    taken[kind][name].append(round(rate, 2))
+    for kind, ours in models.items():
+        medians = {f"{name}_median": statistics.median(rates) for name, rates in taken[kind].items()}
+        rows[kind] = {**held(ours), **taken[kind], **medians}
+    return {kind: rows[kind] for kind in kinds}
+
+
+# --- what is written -----------------------------------------------------------------------------------------------------
+
+
+def as_tables(report: dict[str, Any]) -> str:
+    """The report in Markdown."""
+    lines = ["# Weights in fewer bits", "", f"{report['device']}, {report['cores']} cores.", ""]
+    for name, found in report.get("quality", {}).items():
+        lines += [f"## {name}: divergence from float32", ""]
+        lines += [f"{found['tokens']:,} tokens of {found['read']}; perplexity {found['perplexity']:.3f} in float32.", ""]
+        lines += ["| kind | bits a weight | MB | KL, nats a token | perplexity x | same top token | last layer off by |"]
+        lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+        for kind, row in found["kinds"].items():
+            if "refused" not in row:
+                cells = [f"{row['bits']:.2f}", f"{row['bytes'] / 1e6:.2f}", f"{row['kl']:.1e} ± {row['kl_error']:.0e}"]
+                cells += [f"{row['perplexity_ratio']:.4f}", f"{row['same_top']:.2%}", f"{row['by_layer'][-1]:.2%}"]
+                lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+        refused = [kind for kind, row in found["kinds"].items() if "refused" in row]
+        if refused:
+            lines += ["", f"Not of this model, whose rows are not made of whole blocks: {', '.join(refused)}."]
+        lines.append("")
+    for shape, rows in report.get("speed", {}).items():
+        there = {kind: row for kind, row in rows.items() if "refused" not in row}
+        base = next(iter(there.values()))
+        lines += [
+            f"## {shape}: tokens/s",
+            "",
+            "One row, medians of interleaved runs; after the slash, over the first.",
+            "",
+        ]
+        lines += ["| kind | bits a weight | MB | decode | prefill of 256 |", "|---|---:|---:|---:|---:|"]
+        for kind, row in there.items():
+            cells = [f"{row['bits']:.2f}", f"{row['bytes'] / 1e6:.0f}"]
+            for name in ("decode_median", "prefill_median"):
+                cells.append(f"{row[name]:,.1f} / {row[name] / base[name]:.2f}")
+            lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any]) -> Figure:
+    """Bits for each weight against divergence, a mark for each kind; and how far each layer of the first model is off."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from llama_jax.runs.plot import COLOURS, DASHES
+
+    figure = Figure(figsize=(10, 4.2), dpi=100, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.4, 1))
+    for (name, found), colour, mark in zip(report["quality"].items(), COLOURS, "os^v", strict=False):
+        rows = {kind: row for kind, row in found["kinds"].items() if row.get("kl", 0) > 0}
+        points = [(row["bits"], row["kl"]) for row in rows.values()]
+        left.plot(*zip(*points, strict=True), mark, color=colour, ms=7, label=name)
+        for kind, point in zip(rows, points, strict=True):
+            left.annotate(kind, point, xytext=(6, 4), textcoords="offset points", fontsize=9, color=colour)
+    left.set(xscale="log", yscale="log", xlabel="bits for each weight", title="KL divergence from float32, nats a token")
+    ticks = (4, 6, 8, 16)
+    left.set_xticks(ticks, map(str, ticks))
+    left.minorticks_off()
+    left.margins(x=0.12)
+    left.legend(frameon=False)
+    first = next(iter(report["quality"].values()))["kinds"]
+    looks = ((colour, dashes) for dashes in DASHES for colour in COLOURS)
+    for kind, row in first.items():
+        if "refused" not in row and row["by_layer"][-1] > 0:
+            colour, dashes = next(looks)
+            right.plot(row["by_layer"], color=colour, ls=dashes, marker="o", ms=4, lw=1.2, label=kind)
+    count = len(next(row for row in first.values() if "by_layer" in row)["by_layer"])
+    right.set_xticks(range(count), ["embedding", *(f"layer {i}" for i in range(count - 1))], fontsize=8)
+    right.set(yscale="log", title=f"Error of each layer's output, {next(iter(report['quality']))}")
+    right.legend(frameon=False, fontsize=9)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#DDDDDD", lw=0.6)
+        axes.title.set(ha="left", x=0, fontsize=11)
+    return figure
+
+
+def main(arguments: Arguments) -> None:
+    import jax
+
+    from llama_jax.ops import native
+
+    unknown = set(arguments.stages) - {"quality", "speed"}
+    if unknown:
+        raise SystemExit(f"--stages {' '.join(sorted(unknown))}: there are quality, speed")
+    kinds = kinds_of(arguments)
+    report: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    report |= {
+        "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
+        "cores": os.cpu_count(),
+        "kernel": "native" if native.usable() else "XLA",
+        "versions": versions("jax", "jaxlib", "numpy", "gguf"),
+        "settings": settings(arguments) | {"gguf": [file.name for file in arguments.gguf], "output": arguments.output.name},
+    }
+    if "quality" in arguments.stages:
+        from llama_jax.ops.weights import KINDS
+
+        makes = tuple(kind for kind in kinds if kind in FLOATS or KINDS[kind].encode is not None)
+        report["quality"] = {}
+        for number, (name, path) in enumerate(trained_models().items()):
+            print(f"{name}:", flush=True)
+            report["quality"][name] = quality(path, makes, () if number else arguments.gguf, arguments.tokens)
+            write_report(arguments.output, report)
+    if "speed" in arguments.stages:
+        report["speed"] = {shape: speed(shape, kinds, arguments) for shape in arguments.shapes}
+        write_report(arguments.output, report)
+    tables = as_tables(report)
+    arguments.output.with_suffix(".md").write_text(tables, "utf-8")
+    print(tables)
+    if "quality" in report:
+        draw(report).savefig(arguments.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

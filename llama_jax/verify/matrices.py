@@ -1,0 +1,78 @@
+"""What quantising did to each matrix of a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llama_jax.checkpoints.fill import Array
+from llama_jax.model.params import Llama, row_at
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.ops.weights.planes import bits_of
+
+RUN = 1 << 22  # numbers that are compared at a time
+
+
+class MatrixError(NamedTuple):
+    """How a quantised matrix differs from what it was made of.
+
+    Attributes:
+      name: "embedding", "attention.qkv".
+      layer: None for what stands outside of the layers.
+      kind: "int8"; of parts in several kinds "q4_k and q6_k".
+      bits: in memory for each number, factors included.
+      relative: root mean square of the differences over that of the numbers.
+    """
+
+    name: str
+    layer: int | None
+    kind: str
+    bits: float
+    relative: float
+
+
+def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
+    """Of every matrix that is quantised, in the order of the model.
+
+    Args:
+      params: with one block for each layer.
+      reference: the same in floats; or, so that it need not be in memory, what a checkpoint's parameters are made of, as
+        `checkpoints.assemble.plan` gives it: then it is read by runs of rows.
+    """
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
+    found = []
+    given = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+    for (path, weight), dense in zip(given, jax.tree.leaves(reference), strict=True):
+        if is_weight(weight):
+            layer = next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), None)
+            name = row_at(path).path.removeprefix("blocks.")
+            found.append(MatrixError(name, layer, _kind(weight), _bits(weight), _relative(weight, dense)))
+    return tuple(found)
+
+
+def _relative(weight: Any, dense: Any) -> float:
+    step = max(1, RUN // math.prod(weight.shape[1:]))
+    wrong = whole = 0.0
+    for start in range(0, weight.shape[0], step):
+        stop = min(start + step, weight.shape[0])
+        exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, Array) else dense[start:stop]
+        exact = np.asarray(exact, np.float64)
+        kept = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
+        wrong += float(np.square(np.asarray(kept.decoded(), np.float64) - exact).sum())
+        whole += float(np.square(exact).sum())
+    return math.sqrt(wrong / whole) if whole else 0.0
+
+
+def _kind(weight: Any) -> str:
+    if isinstance(weight, QuantizedWeight):
+        return weight.kind
+    parts = [part.kind if isinstance(part, QuantizedWeight) else str(part.dtype) for part in weight.parts]
+    return " and ".join(dict.fromkeys(parts))
+
+
+def _bits(weight: Any) -> float:
+    total = sum(math.prod(plane.shape) * bits_of(plane.dtype) for plane in jax.tree.leaves(weight))
+    return total / math.prod(weight.shape)

@@ -1,0 +1,75 @@
+"""What quantising did to each matrix, beside the two matrices themselves."""
+
+import jax
+import numpy as np
+import pytest
+
+import llama_jax
+from llama_jax.checkpoints.assemble import plan
+from llama_jax.checkpoints.bundled import bundled
+from llama_jax.checkpoints.loading import open_checkpoint
+from llama_jax.model.trees import quantize
+from llama_jax.ops.weights import KINDS, JoinedWeight
+from llama_jax.verify import matrices
+from llama_jax.verify.matrices import matrix_errors
+from llama_jax.verify.rounding import ROUNDING, rounding_of
+
+
+@pytest.fixture(scope="module")
+def stories_model():
+    return llama_jax.load(dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["int8", "q4_0"])
+def test_errors_are_those_of_the_numbers(kind, stories_model, monkeypatch):
+    monkeypatch.setattr(matrices, "RUN", 1 << 14)  # several runs
+    config, params, _ = stories_model
+    found = quantize(params, kind)
+    errors = matrix_errors(found, params)
+    assert [error.name for error in errors if error.layer is None] == ["embedding"]
+    assert [error.layer for error in errors if error.name == "feed_forward.down"] == list(range(config.n_layers))
+    assert {error.kind for error in errors} == {kind}
+    exact, kept = (np.asarray(one, np.float64) for one in (params.embedding, found.embedding.decoded()))
+    (of_embedding,) = (error for error in errors if error.name == "embedding")
+    np.testing.assert_allclose(of_embedding.relative, np.linalg.norm(kept - exact) / np.linalg.norm(exact), rtol=1e-5)
+    assert of_embedding.bits == pytest.approx({"int8": 8 + 32 / config.dim, "q4_0": 4.5}[kind])
+    # The numbers of a trained model are not normally distributed; most of their rounding is foretold all the same.
+    for error in errors:
+        assert 0.5 < error.relative / rounding_of(kind, config.hidden_dim) < 1.7
+
+
+def test_read_from_the_file_as_from_memory(stories_model):
+    _, params, _ = stories_model
+    found = quantize(params, "q8_0")
+    from_file = matrix_errors(found, plan(open_checkpoint(bundled())))
+    for one, other in zip(from_file, matrix_errors(found, params), strict=True):
+        assert one[:4] == other[:4]
+        assert one.relative == pytest.approx(other.relative)
+
+
+def test_floats_and_parts_of_several_kinds(stories_model):
+    _, params, _ = stories_model
+    assert matrix_errors(params, params) == ()
+    block = params.blocks[0]
+    qkv = block.attention.qkv
+    parts = (quantize(params, "q8_0").blocks[0].attention.qkv, qkv)
+    joined = jax.tree.map(lambda a: a, params).replace(
+        blocks=(block.replace(attention=block.attention.replace(qkv=JoinedWeight(parts))), *params.blocks[1:])
+    )
+    twice = params.replace(
+        blocks=(
+            block.replace(attention=block.attention.replace(qkv=np.concatenate([qkv, qkv], axis=-3))),
+            *params.blocks[1:],
+        )
+    )
+    (error,) = matrix_errors(joined, twice)
+    assert (error.name, error.layer, error.kind) == ("attention.qkv", 0, "q8_0 and float32")
+    assert error.bits == pytest.approx((8.5 + 32) / 2)
+
+
+@pytest.mark.parametrize("kind", [name for name, form in KINDS.items() if form.encode is not None])
+def test_what_quantising_explains_falls_with_the_bits(kind):
+    found = rounding_of(kind, 1024)
+    assert ROUNDING["Q8_0"] <= found < 0.2
+    if kind.upper() in ROUNDING:
+        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1)
