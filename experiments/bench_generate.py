@@ -64,10 +64,11 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     from llama_jax.model.trees import quantize
 
     config = llama_jax.preset(shape)
-    dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float32
-    params = assemble(from_params(config, llama_jax.init(config, jax.random.key(0), dtype), None), None)  # as `load` does
-    if kind not in ("float32", "bfloat16"):
-        params = quantize(params, kind)
+    params = llama_jax.init(config, jax.random.key(0), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
+    if kind in ("float32", "bfloat16"):
+        params = assemble(from_params(config, params, None), None)  # where `load` puts them
+    else:
+        params = llama_jax.unstack(quantize(params, kind))
     rng = np.random.default_rng(0)
 
     def decode(batch: int) -> float:

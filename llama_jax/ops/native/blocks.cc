@@ -29,10 +29,18 @@ constexpr int FEW = 4;  // rows of integers, more of which are faster in panels
 
 static inline int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-static inline float largest_of(const float* x, int64_t count) {  // NaN where there is a NaN or an infinity
-  float largest = 0, bad = 0;
-  for (int64_t i = 0; i < count; ++i) largest = std::fabs(x[i]) > largest ? std::fabs(x[i]) : largest, bad += 0 * x[i];
-  return largest + bad;
+// Without its sign; NaN where there is a NaN or an infinity.
+static float largest_of(const float* x, int64_t count) {
+  floats most{}, bad{};
+  for (int64_t i = 0; i < count; i += LANES) {
+    floats v{};
+    std::memcpy(&v, x + i, 4 * std::min<int64_t>(count - i, LANES));
+    const floats size = (floats)((words)v & 0x7fffffff);
+    most = size > most ? size : most, bad += v * 0;
+  }
+  float found = 0;
+  for (int lane = 0; lane < LANES; ++lane) found = std::max(found, most[lane]);
+  return found + sum(bad);
 }
 
 static inline float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23: such are integers
@@ -168,7 +176,8 @@ static void multiply_rows(ffi::ThreadPool& threads, const Job& job) {
     for (int64_t i = 0; Kind::group && i < vectors; ++i)
       begin[t * vectors + i] = -dot(ints{}, u8s{} + static_cast<uint8_t>(Kind::more), load<i8s>(&tokens[t].q[i * W]));
   }
-  const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(64, (int64_t{1} << 18) / (columns * job.tokens)));
+  const int64_t numbers = columns * std::max<int64_t>(job.tokens, 1);
+  const int64_t at_once = std::max<int64_t>(1, std::min<int64_t>(64, (int64_t{1} << 18) / numbers));
   share(threads, (job.rows + at_once - 1) / at_once, [&](int64_t part) {
     std::vector<float> scale(groups), min(groups), both(groups + LANES);
     const int64_t end = std::min(job.rows, (part + 1) * at_once);
@@ -262,7 +271,7 @@ static void multiply_panels(ffi::ThreadPool& threads, const Job& job) {
     share(threads, (job.rows + at_once - 1) / at_once, [&](int64_t part) {
       std::vector<int8_t> weights(R * padded);
       std::vector<float> scale(R * groups), min(R * groups);
-      float of_row[R];
+      float of_row[R] = {};
       const int64_t end = std::min(job.rows, (part + 1) * at_once);
       for (int64_t at = part * at_once; at < end; at += R) {
         const int64_t there = std::min<int64_t>(R, end - at);
@@ -276,14 +285,16 @@ static void multiply_panels(ffi::ThreadPool& threads, const Job& job) {
         for (int64_t p = first; p < std::min(count, first + fitting); p += C) {
           floats total[R][C];
           multiply_tile<Kind, R, C>(weights.data(), scale.data(), min.data(), &panels[p], columns, next, total);
-          for (int c = 0; c < C; ++c)
+          for (int c = 0; c < C; ++c) {
+            float all[R][LANES];  // a token in a lane, or of `int8` its second row in a lane of the upper half
+            for (int r = 0; r < R; ++r) {
+              store(all[r], total[r][c]);
+              if constexpr (Kind::group == 0)
+                for (int lane = 0; lane < held; ++lane) all[r][lane] = (all[r][lane] + all[r][lane + held]) * of_row[r];
+            }
             for (int64_t t = (p + c) * held; t < std::min(job.tokens, (p + c + 1) * held); ++t)
-              for (int64_t r = 0; r < there; ++r) {
-                const int lane = t - (p + c) * held;
-                float found = total[r][c][lane];
-                if constexpr (Kind::group == 0) found = (found + total[r][c][lane + held]) * of_row[r];
-                job.out[t * job.rows + at + r] = found;
-              }
+              for (int64_t r = 0; r < there; ++r) job.out[t * job.rows + at + r] = all[r][t % held];
+          }
         }
       }
     });
@@ -294,7 +305,7 @@ static void multiply(ffi::ThreadPool& threads, const Job& job) {
   const int64_t rows = job.tokens * rows_per_token<Kind>;
   if (rows <= FEW) return multiply_rows<Kind>(threads, job);
   if (rows <= LANES) return multiply_panels<Kind, 12, 1>(threads, job);
-  multiply_panels<Kind, 6, 2>(threads, job);
+  multiply_panels<Kind, VNNI ? 12 : 4, 2>(threads, job);  // sums stay in registers, of which AVX2 has 16 and AVX-512 32
 }
 
 static ffi::Error Multiply(ffi::ThreadPool threads, int64_t kind, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs planes,
