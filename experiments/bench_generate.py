@@ -1,4 +1,4 @@
-"""Decode and prefill speed on this machine's CPU, float32, beside llama.cpp and transformers.
+"""Decode and prefill speed on this machine's CPU beside llama.cpp and transformers, in float32 or with quantised weights.
 
 Each peer is a process of its own, loaded once with random weights of the same shape and then asked in turn for one
 repetition of each measurement, so that a change of the machine's speed meets all of them. Medians, their spread, and the
@@ -6,6 +6,8 @@ ratio of medians within the run are reported; absolute figures depend on the mac
 
     pip install -e ".[parity]"
     python experiments/bench_generate.py --shapes stories-15m stories-110m tinyllama-1.1b
+    python experiments/bench_generate.py --shapes stories-110m --peers llama_jax llama_jax:bfloat16 llama_jax:int8 \
+        llama_jax:q4_0 llama.cpp:q8_0 llama.cpp:q4_0
 
 What is timed:
   decode   tokens/s of `new_tokens` greedy steps after a prompt of `prompt_tokens`, batch 1 and batch 8 (sum of rows).
@@ -41,7 +43,9 @@ class Arguments:
     shapes: tuple[str, ...] = ("stories-15m", "stories-110m", "tinyllama-1.1b")
     """Presets to measure, random weights."""
     peers: tuple[str, ...] = ("llama_jax", "llama.cpp", "transformers")
-    """Who takes part; llama.cpp has no batch of 8 here."""
+    """Who takes part, the first being the one that others are compared with; in float32, or of llama_jax and llama.cpp in
+    what stands after a colon, as in llama_jax:int8 and llama.cpp:q8_0. llama.cpp has no batch of 8 here."""
+    measurements: tuple[str, ...] = ("decode 1", "decode 8", "prefill 256")
     repetitions: int = 9
     """Interleaved repetitions; the first is a warm-up and not counted."""
     prompt_tokens: int = 64
@@ -49,16 +53,22 @@ class Arguments:
     output: Path = Path("experiments/results/bench_generate_cpu.json")
 
 
-def ours(shape: str, arguments: Arguments) -> dict[str, Measure]:
+def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     import jax
+    import jax.numpy as jnp
 
     import llama_jax
     from llama_jax.checkpoints.assemble import assemble
     from llama_jax.checkpoints.memory import from_params
     from llama_jax.model.cache import init_cache
+    from llama_jax.model.trees import quantize
 
     config = llama_jax.preset(shape)
-    params = assemble(from_params(config, llama_jax.init(config, jax.random.key(0)), None), None)  # where `load` puts them
+    params = llama_jax.init(config, jax.random.key(0), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
+    if kind in ("float32", "bfloat16"):
+        params = assemble(from_params(config, params, None), None)  # where `load` puts them
+    else:
+        params = llama_jax.unstack(quantize(params, kind))
     rng = np.random.default_rng(0)
 
     def decode(batch: int) -> float:
@@ -84,7 +94,7 @@ def ours(shape: str, arguments: Arguments) -> dict[str, Measure]:
     return {"decode 1": lambda: decode(1), "decode 8": lambda: decode(8), "prefill 256": prefill}
 
 
-def transformers(shape: str, arguments: Arguments) -> dict[str, Measure]:
+def transformers(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     import torch
     from transformers import LlamaForCausalLM
 
@@ -120,7 +130,7 @@ def transformers(shape: str, arguments: Arguments) -> dict[str, Measure]:
     return {"decode 1": lambda: decode(1), "decode 8": lambda: decode(8), "prefill 256": prefill}
 
 
-def llama_cpp(shape: str, arguments: Arguments) -> dict[str, Measure]:
+def llama_cpp(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     from llama_cpp import Llama
 
     import llama_jax
@@ -128,7 +138,7 @@ def llama_cpp(shape: str, arguments: Arguments) -> dict[str, Measure]:
     config = llama_jax.preset(shape)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_random_gguf(path, config)
+        write_random_gguf(path, config, kind)
         model = Llama(
             str(path),
             n_ctx=512,
@@ -164,9 +174,11 @@ def llama_cpp(shape: str, arguments: Arguments) -> dict[str, Measure]:
     return {"decode 1": decode, "prefill 256": prefill}
 
 
-def write_random_gguf(path: Path, config) -> None:
-    """A float32 GGUF file of the shape, so that llama.cpp has something to load; the vocabulary is made up."""
+def write_random_gguf(path: Path, config, kind: str) -> None:
+    """A GGUF file of the shape, so that llama.cpp has something to load; the vocabulary is made up."""
     import gguf
+
+    blocks = None if kind == "float32" else gguf.GGMLQuantizationType[kind.upper()]
 
     c, rng = config, np.random.default_rng(0)
     file = gguf.GGUFWriter(str(path), "llama")
@@ -185,7 +197,8 @@ def write_random_gguf(path: Path, config) -> None:
     file.add_token_types([2, 3, 3] + [1] * (c.vocab_size - 3))
 
     def matrix(name: str, *shape: int) -> None:
-        file.add_tensor(name, 0.02 * rng.standard_normal(shape, dtype=np.float32))
+        values = 0.02 * rng.standard_normal(shape, dtype=np.float32)
+        file.add_tensor(name, values if blocks is None else gguf.quants.quantize(values, blocks), raw_dtype=blocks)
 
     def ones(name: str) -> None:
         file.add_tensor(name, np.ones(c.dim, np.float32))
@@ -214,7 +227,8 @@ PEERS = {"llama_jax": ours, "transformers": transformers, "llama.cpp": llama_cpp
 
 
 def worker(peer: str, shape: str, arguments: Arguments, pipe) -> None:
-    measures = PEERS[peer](shape, arguments)
+    name, _, kind = peer.partition(":")
+    measures = PEERS[name](shape, kind or "float32", arguments)
     pipe.send(list(measures))
     while (name := pipe.recv()) is not None:
         pipe.send(measures[name]())
@@ -232,7 +246,7 @@ def measure(shape: str, arguments: Arguments) -> dict[str, dict[str, list[float]
         workers[peer] = (process, mine, mine.recv())  # one loads at a time
     results: dict[str, dict[str, list[float]]] = {}
     for repetition in range(arguments.repetitions):
-        for name in ("decode 1", "decode 8", "prefill 256"):
+        for name in arguments.measurements:
             for peer, (_, pipe, names) in workers.items():
                 if name not in names:
                     continue
@@ -256,16 +270,17 @@ def main(arguments: Arguments) -> None:
         "settings": settings(arguments),
         "tokens_per_second": {},
     }
-    print(f"{'shape':16} {'measurement':12} {'peer':13} {'median':>9} {'min':>9} {'max':>9}  llama_jax / peer")
+    first = arguments.peers[0]
+    print(f"{'shape':16} {'measurement':12} {'peer':18} {'median':>9} {'min':>9} {'max':>9}  {first} / peer")
     for shape in arguments.shapes:
         results = measure(shape, arguments)
         report["tokens_per_second"][shape] = results
         for name, peers in results.items():
-            own = statistics.median(peers["llama_jax"]) if "llama_jax" in peers else float("nan")
+            own = statistics.median(peers[first]) if first in peers else float("nan")
             for peer, speeds in peers.items():
                 median = statistics.median(speeds)
                 spread = f"{median:9.1f} {min(speeds):9.1f} {max(speeds):9.1f}"
-                print(f"{shape:16} {name:12} {peer:13} {spread}  {own / median:.2f}", flush=True)
+                print(f"{shape:16} {name:12} {peer:18} {spread}  {own / median:.2f}", flush=True)
     write_report(arguments.output, report)
     print(f"written to {arguments.output}")
 

@@ -9,7 +9,7 @@ def test_the_benchmark_runs_and_writes_its_figures(tmp_path, capsys):
     output = tmp_path / "results" / "bench.json"
     arguments = bench_generate.Arguments(
         shapes=("stories-260k",),
-        peers=("llama_jax",),
+        peers=("llama_jax", "llama_jax:int8"),
         repetitions=2,
         prompt_tokens=8,
         new_tokens=8,
@@ -18,5 +18,6 @@ def test_the_benchmark_runs_and_writes_its_figures(tmp_path, capsys):
     bench_generate.main(arguments)
     figures = json.loads(output.read_text())["tokens_per_second"]["stories-260k"]
     assert figures.keys() == {"decode 1", "decode 8", "prefill 256"}
-    assert all(len(peers["llama_jax"]) == 1 and peers["llama_jax"][0] > 0 for peers in figures.values())
+    assert all(peers.keys() == set(arguments.peers) for peers in figures.values())
+    assert all(len(runs) == 1 and runs[0] > 0 for peers in figures.values() for runs in peers.values())
     assert "stories-260k" in capsys.readouterr().out

@@ -134,6 +134,24 @@ def rotate(x, positions, theta=100.0):
     return ops.apply_rotary(jnp.asarray(x), cos, sin)
 
 
+def test_cosines_are_computed_once_for_all_layers():
+    """XLA for CPU fuses them into what reads them, where they would be computed for every layer and head."""
+    frequencies = ops.inverse_frequencies(64, 10_000.0)
+
+    def layers(x, positions):
+        cos, sin = ops.rotary_table(positions, frequencies)
+        for _ in range(3):
+            x = ops.project(ops.apply_rotary(x, cos[:, None], sin[:, None]), jnp.ones((64, 64)))
+        return x
+
+    compiled = jax.jit(layers).lower(jnp.ones((16, 4, 64)), jnp.arange(16)).compile().as_text()
+    assert compiled.count(" cosine(") == compiled.count(" sine(") == 1
+    angles = np.arange(300)[:, None] * frequencies
+    cos, sin = jax.jit(ops.rotary_table)(jnp.arange(300), frequencies)
+    np.testing.assert_allclose(cos, np.cos(angles), atol=2e-5)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=2e-5)
+
+
 class TestRotary:
     @given(st.sampled_from([1, 8]), seeds)
     def test_keeps_norms(self, pairs, seed):

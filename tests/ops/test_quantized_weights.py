@@ -1,6 +1,7 @@
 """Weights in fewer bits: their numbers, their matmuls on every way, and that nothing dense is made of them."""
 
 import logging
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ needs_compiler = pytest.mark.skipif(not native.usable(), reason="no C++ compiler
 
 def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Random bytes, with factors that are finite."""
+    if kind == "int8":
+        return tuple(map(np.asarray, weight_of(kind, rows, columns).planes))
     rng, form = np.random.default_rng(seed), KINDS[kind]
     if not form.of_gguf:
 
@@ -235,35 +238,82 @@ def test_parts_of_different_kinds_side_by_side():
 # --- the kernel for CPUs ---------------------------------------------------------------------------------------------------
 
 
-WIDTHS = [(kind, columns) for kind in native.KINDS for columns in (256, 768, 32, 96) if columns % KINDS[kind].block == 0]
+WIDTHS = [
+    (kind, columns) for kind in native.KINDS for columns in (256, 768, 32, 96, 303) if columns % KINDS[kind].block == 0
+]
+TOKENS = (1, 2, 5, 12, 40)  # by rows, and in one, two and more panels
 
 
-@needs_compiler
-@pytest.mark.parametrize(("kind", "columns"), WIDTHS)
-def test_the_native_kernel_multiplies_integers_exactly(kind, columns):
-    """Of entries that are integers times a factor for each 32 nothing is rounded but the sums."""
+def check_integers(kind: str, columns: int, tokens: int) -> None:
+    """Of entries that are integers times the factor of their group nothing is rounded but the sums."""
     planes = random_planes(kind, 70, columns)
     rng = np.random.default_rng(3)
-    x = rng.integers(-127, 128, (5, columns // 32, 32)).astype(np.float32)
+    group = columns if kind == "int8" else 32
+    x = rng.integers(-127, 128, (tokens, columns // group, group)).astype(np.float32)
     x[..., 0] = 127
-    x = (x * rng.uniform(0.01, 0.02, (5, columns // 32, 1)).astype(np.float32)).reshape(5, columns)
+    x = (x * rng.uniform(0.01, 0.02, (tokens, columns // group, 1)).astype(np.float32)).reshape(tokens, columns)
     found = jax.jit(lambda x, planes: native.multiply(x, planes, kind))(x, tuple(map(jnp.asarray, planes)))
     wanted = x.astype(np.float64) @ KINDS[kind].decode(*planes).astype(np.float64).T
     np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max())
 
 
 @needs_compiler
-def test_the_native_kernel_rounds_tokens_to_8_bits_and_keeps_what_is_not_a_number():
-    weight = weight_of("q4_0", rows=200)
-    x = np.random.default_rng(0).normal(0, 1, (3, 512)).astype(np.float32)
-    wanted = x @ weight.decoded().T
-    found = np.asarray(native.multiply(jnp.asarray(x), weight.planes, "q4_0"))
-    assert 0 < np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("kind", "columns"), WIDTHS)
+def test_the_native_kernel_multiplies_integers_exactly(kind, columns, tokens):
+    check_integers(kind, columns, tokens)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one kernel")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v2"])
+def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
+    """With AVX2, and with neither AVX2 nor VNNI."""
+    monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
+    monkeypatch.setattr(native, "TARGET", f"{native.TARGET}_{level}")
+    assert native._register.__wrapped__()
+    for kind, columns in WIDTHS:
+        for tokens in TOKENS:
+            check_integers(kind, columns, tokens)
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [2, 20])
+@pytest.mark.parametrize(("kind", "error"), [("q4_0", 0.02), ("int8", 6e-5)])
+def test_the_native_kernel_rounds_tokens_and_keeps_what_is_not_a_number(kind, error, tokens):
+    weight = weight_of(kind, rows=200)
+    x = np.random.default_rng(0).normal(0, 1, (tokens, 512)).astype(np.float32)
+    wanted = x @ np.asarray(weight.decoded()).T
+    found = np.asarray(native.multiply(jnp.asarray(x), weight.planes, kind))
+    assert 0 < np.abs(found - wanted).max() < error * np.abs(wanted).max()
     for bad in (np.nan, np.inf):
         x[1, 40] = bad
-        found = np.asarray(native.multiply(jnp.asarray(x), weight.planes, "q4_0"))
+        found = np.asarray(native.multiply(jnp.asarray(x), weight.planes, kind))
         assert not np.isfinite(found[1]).any()
-        assert np.isfinite(found[[0, 2]]).all()
+        assert np.isfinite(np.delete(found, 1, axis=0)).all()
+
+
+@needs_compiler
+def test_the_native_kernel_takes_no_tokens_and_batches_of_them():
+    weight = weight_of("int8")
+    assert native.multiply(jnp.zeros((0, 512)), weight.planes, "int8").shape == (0, 40)
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (3, 2, 512)), jnp.float32)
+    found = jax.vmap(lambda x: ops.project(x, weight))(x)
+    np.testing.assert_allclose(found, ops.project(x, weight), rtol=1e-6, atol=1e-6)
+
+
+@needs_compiler
+def test_int8_takes_the_native_kernel_where_there_is_one(monkeypatch):
+    weight, x = weight_of("int8"), jnp.ones((1, 512))
+
+    def program() -> str:
+        return jax.jit(lambda x: ops.project(x, weight)).lower(x).as_text()
+
+    assert native.TARGET in program()
+    monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
+    jax.clear_caches()
+    assert native.TARGET not in program()
 
 
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, tmp_path):
@@ -275,7 +325,7 @@ def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, t
         assert not native.usable()
         x = jnp.ones((1, 512))
         np.testing.assert_allclose(ops.project(x, weight), x @ jnp.asarray(weight.decoded()).T, rtol=1e-5)
-    assert "decoded by XLA, which is slower: no native kernel (no C++ compiler was found" in caplog.text
+    assert "multiplied by XLA, slower: no native kernel (no C++ compiler was found" in caplog.text
 
 
 def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):

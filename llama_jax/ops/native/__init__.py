@@ -1,4 +1,4 @@
-"""Matmuls with the blocks of GGUF on a CPU by a kernel of our own, `blocks.cc`, compiled where it is first needed.
+"""Matmuls with quantised weights on a CPU by a kernel of our own, `blocks.cc`, compiled where it is first needed.
 
 JAX's wheels bring the headers (`jax.ffi`), and the machine its compiler, so that nothing is compiled for installing: the
 result is kept in the user's cache folder, under a name made of all that it depends on.
@@ -26,17 +26,22 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
 TARGET = "llama_jax_multiply"
-KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k")  # by number, as blocks.cc has them
+KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "int8")  # by number, as blocks.cc has them
 SOURCE = Path(__file__).with_name("blocks.cc")
+HEADERS = (SOURCE.with_name("vectors.h"), SOURCE.with_name("weights.h"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-SECONDS = 120  # for the compiler, which takes three
+SECONDS = 120  # for the compiler, which takes five
 
 _log = logging.getLogger("llama_jax.native")
 
 
 def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str) -> jax.Array:
-    """[T, D] by the planes of [N, D]: float32[T, N]. Every 32 numbers of `x` become integers of 8 bits times a factor."""
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((x.shape[0], planes[0].shape[0]), jnp.float32))
+    """[T, D] by the planes of [N, D]: float32[T, N].
+
+    Every 32 numbers of `x` become integers of 8 bits times a factor; for `int8` a row does, in 16 bits.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0], planes[0].shape[0]), jnp.float32)
+    call = jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")
     return call(x.astype(jnp.float32), *planes, kind=np.int64(KINDS.index(kind)))
 
 
@@ -54,7 +59,7 @@ def _register() -> bool:
         library = ctypes.CDLL(str(_library()))
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.llama_jax_multiply), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
-        _log.warning("weights in blocks are decoded by XLA, which is slower: no native kernel (%s)", reason_of(error, 300))
+        _log.warning("quantised weights are multiplied by XLA, slower: no native kernel (%s)", reason_of(error, 300))
         return False
     return True
 
@@ -69,7 +74,7 @@ def _library() -> Path:
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-    about = (SOURCE.read_text(), version, " ".join(FLAGS), _processor(), jaxlib.__version__)
+    about = (*(file.read_text() for file in (SOURCE, *HEADERS)), version, " ".join(FLAGS), _processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
     library = folder / f"blocks-{name}.so"

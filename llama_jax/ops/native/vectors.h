@@ -1,0 +1,155 @@
+// Vectors as wide as the processor's, and the instructions that multiply bytes where it has them.
+//
+// They are the vectors of GCC and Clang, so that AVX2, AVX-512 and NEON come of one source.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define VNNI 1
+constexpr int W = 64;  // bytes of a vector
+#else
+#define VNNI 0
+constexpr int W = 32;
+#endif
+constexpr int LANES = W / 4;
+
+typedef uint8_t u8s __attribute__((vector_size(W)));
+typedef int8_t i8s __attribute__((vector_size(W)));
+typedef uint32_t words __attribute__((vector_size(W)));
+typedef int32_t ints __attribute__((vector_size(W)));
+typedef float floats __attribute__((vector_size(W)));
+typedef uint8_t u8x8 __attribute__((vector_size(8)));
+typedef float f32x8 __attribute__((vector_size(32)));
+typedef _Float16 half;
+
+template <typename V>
+static inline V load(const void* from) {
+  V found;
+  std::memcpy(&found, from, sizeof(V));
+  return found;
+}
+
+// Where an array may end before the vector does: zeros after `count` bytes.
+template <bool whole, typename V>
+static inline V load(const void* from, int64_t count) {
+  if (whole) return load<V>(from);
+  V found{};
+  std::memcpy(&found, from, std::min<int64_t>(count, sizeof(V)));
+  return found;
+}
+
+template <typename V>
+static inline void store(void* to, V v) {
+  std::memcpy(to, &v, sizeof(V));
+}
+
+static inline floats wide(ints v) { return __builtin_convertvector(v, floats); }
+
+template <typename T>
+static inline T sum_of_lanes(const T* all) {
+  T pairs[LANES];
+  std::memcpy(pairs, all, sizeof(pairs));
+  for (int n = LANES / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) pairs[i] += pairs[i + n];
+  return pairs[0];
+}
+
+// --- what processors have instructions for -------------------------------------------------------------------------------
+
+#if VNNI
+
+static inline float sum(floats v) { return _mm512_reduce_add_ps((__m512)v); }
+static inline int32_t sum(ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
+
+// Adds to each lane the sum of four neighbouring products.
+static inline ints dot(ints total, u8s w, i8s x) {
+  return (ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, (__m512i)x);
+}
+
+static inline void widen(const half* from, int64_t count, float* to) {
+  for (; count >= 16; count -= 16, from += 16, to += 16)
+    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+  for (; count > 0; --count) *to++ = *from++;
+}
+
+// A vector of `each` times the same number, for `each` times the next...
+template <int each>
+static inline floats spread(const float* from) {
+  ints places;
+  for (int i = 0; i < LANES; ++i) places[i] = i / each;
+  return (floats)_mm512_permutexvar_ps((__m512i)places, _mm512_castps128_ps512(_mm_loadu_ps(from)));
+}
+
+// 16 bytes, the same again, the next 16, those again; `count` of them are there.
+template <bool whole>
+static inline u8s twice16(const uint8_t* from, int64_t count) {
+  typedef uint8_t u8x32 __attribute__((vector_size(32)));
+  const __m512i bytes = _mm512_castsi256_si512((__m256i)load<whole, u8x32>(from, count));
+  return (u8s)_mm512_shuffle_i64x2(bytes, bytes, 0x50);
+}
+
+static inline u8s all32(const uint8_t* from) {
+  return (u8s)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// The instruction takes weights without a sign: 128 is added to them, and taken off where the sums begin.
+typedef u8s Signed;
+constexpr int MORE = 128;
+static inline Signed with_sign(i8s w) { return (u8s)w ^ 128; }
+
+#else
+
+static inline float sum(floats v) { return sum_of_lanes(reinterpret_cast<float*>(&v)); }
+static inline int32_t sum(ints v) { return sum_of_lanes(reinterpret_cast<int32_t*>(&v)); }
+
+static inline void widen(const half* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+template <int each>
+static inline floats spread(const float* from) {
+  floats found;
+  for (int i = 0; i < LANES; ++i) found[i] = from[i / each];
+  return found;
+}
+
+template <bool whole>
+static inline u8s twice16(const uint8_t* from, int64_t) {
+  u8s found;
+  for (int i = 0; i < 2; ++i) std::memcpy(reinterpret_cast<char*>(&found) + 16 * i, from, 16);
+  return found;
+}
+
+static inline u8s all32(const uint8_t* from) { return load<u8s>(from); }
+
+typedef i8s Signed;
+constexpr int MORE = 0;
+static inline Signed with_sign(i8s w) { return w; }
+
+#if defined(__AVX2__)
+static inline ints dot(ints total, u8s w, i8s x) {  // w up to 128: pairs are added in 16 bits
+  return total + (ints)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)w, (__m256i)x), _mm256_set1_epi16(1));
+}
+static inline ints dot(ints total, i8s w, i8s x) {
+  return dot(total, (u8s)_mm256_sign_epi8((__m256i)w, (__m256i)w), (i8s)_mm256_sign_epi8((__m256i)x, (__m256i)w));
+}
+#else
+template <typename V>
+static inline ints dot(ints total, V w, i8s x) {
+  typedef int16_t shorts __attribute__((vector_size(2 * W)));
+  const shorts products = __builtin_convertvector(w, shorts) * __builtin_convertvector(x, shorts);
+  int16_t all[W];
+  std::memcpy(all, &products, sizeof(all));
+  for (int i = 0; i < LANES; ++i) total[i] += all[4 * i] + all[4 * i + 1] + all[4 * i + 2] + all[4 * i + 3];
+  return total;
+}
+#endif
+#endif
