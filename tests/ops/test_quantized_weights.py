@@ -184,6 +184,16 @@ def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
     np.testing.assert_allclose(gradient, alone, atol=1e-3 * float(jnp.abs(alone).max()))
 
 
+def test_gpus_without_fp8_decode_it_by_chunks(monkeypatch):
+    """XLA would write a wider copy of the whole weight."""
+    monkeypatch.setattr(room, "lowering_platform", lambda: "gpu")
+    for device, has in (("NVIDIA H100 80GB HBM3", True), ("NVIDIA L40S", True), ("NVIDIA A100-SXM4-80GB", False)):
+        monkeypatch.setattr(room, "lowering_device_kind", lambda name=device: name)
+        assert room.factor_afterwards.__wrapped__(KINDS["fp8"]) == has
+        assert room.groups_apart.__wrapped__(KINDS["fp8_128"], 1) == has
+        assert room.factor_afterwards.__wrapped__(KINDS["int8"])
+
+
 def test_rows_are_looked_up():
     ids = jnp.asarray([[3, 0], [7, 3]])
     for kind in KINDS:
