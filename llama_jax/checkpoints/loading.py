@@ -81,7 +81,7 @@ def load(
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
-    if quantize == "keep" and not (isinstance(opened, store.Stored) and opened.kinds):
+    if quantize == "keep":
         check_kept(list(opened.tensors.values()), opened.path)
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ import numpy as np
 
 from llama_jax.checkpoints.fill import Array, Part, Target, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
+from llama_jax.checkpoints.stored_weights import Weight
 from llama_jax.checkpoints.tensors import Described, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
@@ -36,13 +37,14 @@ def check_quantize(quantize: str | None) -> None:
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MADE)}, keep")
 
 
-def check_kept(tensors: Iterable[Described], where: Path) -> None:
+def check_kept(tensors: Sequence[Described], where: Path) -> None:
     """Raise CheckpointError where no tensor of a model is quantised so that it could be kept, or its columns lie apart."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
         raise CheckpointError(
             f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
         )
-    if not any(KINDS.get(tensor.kind.lower()) is not None and blocks_of(tensor) is not None for tensor in tensors):
+    of_orbax = any(isinstance(tensor, Weight) for tensor in tensors)
+    if not of_orbax and not any(tensor.kind.lower() in KINDS and blocks_of(tensor) is not None for tensor in tensors):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
             f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MADE)}"

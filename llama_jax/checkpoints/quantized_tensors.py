@@ -190,10 +190,6 @@ class Gptq(Turned):
 class Reordered(Gptq):
     """GPTQ with `desc_act`: a group's columns lie apart, so that no kind holds it. Its numbers are read."""
 
-    @property
-    def kind(self) -> str:
-        return "GPTQ with desc_act"
-
     def read(self, start: int, stop: int) -> np.ndarray:
         values, scales, zeros = self._integers(start, stop)
         group = self.part(".g_idx", 0, self.shape[1])

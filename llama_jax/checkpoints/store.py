@@ -51,16 +51,6 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Weight:
-    """A quantised weight, as `inspect` names it."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    kind: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class OnHost:
     """Asks orbax for an array in the host's memory, by having no sharding."""
 
@@ -82,7 +72,7 @@ class Stored:
     format: str
     path: Path
     config: LlamaConfig
-    tensors: Mapping[str, Array | Weight]
+    tensors: Mapping[str, Array | stored_weights.Weight]
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     stacked: bool
@@ -124,14 +114,14 @@ def open_folder(folder: Path) -> Stored:
     return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
 
 
-def _tensors(shapes: Llama, found: Mapping[str, Array], dtype: np.dtype) -> dict[str, Array | Weight]:
+def _tensors(shapes: Llama, found: Mapping[str, Array], dtype: np.dtype) -> dict[str, Array | stored_weights.Weight]:
     """What is stored, with the planes of each quantised matrix as one."""
-    tensors: dict[str, Array | Weight] = {}
+    tensors: dict[str, Array | stored_weights.Weight] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = name_of(path)
         if isinstance(leaf, QuantizedWeight):
             size = sum(found[name_of((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
-            tensors[name] = Weight(stored_weights.matrix_of(leaf), dtype, leaf.kind.upper(), size)
+            tensors[name] = stored_weights.Weight(stored_weights.matrix_of(leaf), dtype, leaf.kind.upper(), size)
         else:
             tensors[name] = found[name]
     return tensors

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ from llama_jax.ops.weights.weight import columns_on_each
 
 FILE = "quantized.json"
 Kinds = Mapping[str, Any]  # by the name of a weight: its kind; of a joined one those of its parts, None where one is floats
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A quantised weight, as `inspect` names it."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str
+    nbytes: int
 
 
 def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import numpy as np
 from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
-from llama_jax.ops.weights import KINDS
+from llama_jax.ops.weights import fitting
 from llama_jax.verify.trace import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
-# measured with ggml's quantisers; int8 is llama2.c's, with a scale for each 64 numbers. Heavy tails add a third.
+# measured with ggml's quantisers; int8 is llama2.c's, with a scale for each 64 numbers; INT4 has integers of -7 to 7, or
+# (ASYM) those between the least and the largest number of a group. Heavy tails add a third.
 ROUNDING = {
     "F64": 0.0,
     "F32": 0.0,
@@ -22,13 +23,22 @@ ROUNDING = {
     "BF16": 1.7e-3,
     "Q8_0": 5.4e-3,
     "int8": 6.0e-3,
+    "INT8": 8.8e-3,
     "Q6_K": 0.018,
+    **dict.fromkeys(("FP8", "FP8_128", "FP8_64", "FP8_32"), 0.027),
     "Q5_K": 0.036,
     "Q5_1": 0.038,
     "Q5_0": 0.043,
     "Q4_K": 0.072,
     "Q4_1": 0.078,
     "Q4_0": 0.086,
+    **dict.fromkeys(("NF4", "NF4_256", "NF4_SINGLE"), 0.092),
+    "INT4_ASYM_32": 0.081,
+    "INT4_ASYM_64": 0.091,
+    "INT4_32": 0.097,
+    "INT4_ASYM": 0.101,
+    "INT4_64": 0.108,
+    "INT4": 0.117,
     "Q3_K": 0.15,
     "Q2_K": 0.30,
 }
@@ -110,7 +120,7 @@ def rounding_of(kind: str, columns: int) -> float:
     """
     if kind == "keep":
         return ROUNDING["Q8_0"]
-    form = KINDS[kind]
+    form = fitting(kind, columns)
     assert form.encode is not None  # `checkpoints.quantising.check_quantize` refuses the others
     weights = np.random.default_rng(0).standard_normal((16, columns), np.float32)
     error = np.asarray(form.decode(*form.encode(weights)), np.float32) - weights

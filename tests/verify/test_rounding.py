@@ -5,12 +5,15 @@ from pathlib import Path
 import make_goldens
 import numpy as np
 import pytest
+import quantised_folders
 
 from llama_jax.checkpoints.gguf_file import TYPES
+from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.checkpoints.tensors import Dense
 from llama_jax.errors import CheckpointError
+from llama_jax.ops.weights import KINDS
 from llama_jax.verify import rounding
-from llama_jax.verify.rounding import EXACT, ROUNDING, Rounding, origin_of, rounding_between
+from llama_jax.verify.rounding import EXACT, ROUNDING, Rounding, origin_of, rounding_between, rounding_of
 from llama_jax.verify.trace import Origin
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -33,8 +36,22 @@ def test_the_rounding_of_a_kind_is_what_its_quantiser_does(kind):
 def test_the_rounding_of_every_kind_that_is_read_is_known():
     assert {kind for kind, *_ in TYPES.values()} <= ROUNDING.keys()
     assert {"F64", "int8"} <= ROUNDING.keys()
+    assert {name.upper() for name in KINDS} <= ROUNDING.keys()
     with pytest.raises(CheckpointError, match="x holds I8 tensors, whose rounding is not known"):
         origin_of("x", CONFIG, [Dense(Path("x"), 0, (2, 2), "I8")], "float32", {})
+
+
+@pytest.mark.parametrize("kind", ["gptq, reordered", "fp8", "nf4 twice"])
+def test_the_kinds_of_a_quantised_folder_are_named(kind, tmp_path):
+    quantised_folders.write_folder(tmp_path, kind)
+    opened = open_checkpoint(tmp_path)
+    found = origin_of("x", opened.config, list(opened.tensors.values()), "float32", {})
+    assert set(found.kinds) - {"F32"} <= {"INT4_ASYM", "FP8_128", "NF4", "NF4_256"}
+    assert len(found.kinds) > 1
+
+
+def test_int4_of_rows_that_128_do_not_divide():
+    assert 0.08 < rounding_of("int4", 192) < 0.11
 
 
 @pytest.mark.parametrize(
