@@ -74,7 +74,7 @@ def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     from llama_jax.ops.weights import KINDS
     from llama_jax.ops.weights.kinds import MADE
 
-    every = (*FLOATS, *MADE, *(kind for kind in KINDS if kind not in MADE))
+    every = (*FLOATS, *MADE, *(kind for kind, form in KINDS.items() if form.of_gguf and kind not in MADE))
     unknown = set(arguments.kinds) - set(every)
     if unknown:
         raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: there are {', '.join(every)}")
@@ -287,7 +287,8 @@ def as_tables(report: dict[str, Any]) -> str:
         lines += ["|---|---:|---:|---:|---:|---:|---:|"]
         for kind, row in found["kinds"].items():
             if "refused" not in row:
-                cells = [f"{row['bits']:.2f}", f"{row['bytes'] / 1e6:.2f}", f"{row['kl']:.1e} ± {row['kl_error']:.0e}"]
+                kl = f"{row['kl']:.1e} ± {row['kl_error']:.0e}" if row["kl"] else "0"
+                cells = [f"{row['bits']:.2f}", f"{row['bytes'] / 1e6:.2f}", kl]
                 cells += [f"{row['perplexity_ratio']:.4f}", f"{row['same_top']:.2%}", f"{row['by_layer'][-1]:.2%}"]
                 lines.append(f"| {kind} | " + " | ".join(cells) + " |")
         refused = [kind for kind, row in found["kinds"].items() if "refused" in row]
@@ -370,9 +371,9 @@ def main(arguments: Arguments) -> None:
         "settings": settings(arguments) | {"gguf": [file.name for file in arguments.gguf], "output": arguments.output.name},
     }
     if "quality" in arguments.stages:
-        from llama_jax.ops.weights import KINDS
+        from llama_jax.ops.weights.kinds import MADE
 
-        makes = tuple(kind for kind in kinds if kind in FLOATS or KINDS[kind].encode is not None)
+        makes = tuple(kind for kind in kinds if kind in (*FLOATS, *MADE))
         report["quality"] = {}
         for number, (name, path) in enumerate(trained_models().items()):
             print(f"{name}:", flush=True)
