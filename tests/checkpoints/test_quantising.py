@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit_logits
 
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
@@ -24,6 +25,11 @@ Q4_K_M = FORMATS / "q4_k_m.gguf"
 TEXT = "Once upon a time there was a little girl named Lily. She liked to play in the park with her dog. One day"
 
 
+def slow(*values):
+    """A case that is run by .ci/run alone."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -37,12 +43,13 @@ def stories_model():
 
 def divergence(config, params, other, tokens) -> float:
     """Mean KL of the next token's distribution, in nats."""
-    p, q = (jax.nn.log_softmax(llama_jax.logits(config, one, tokens)) for one in (params, other))
+    p, q = (jax.nn.log_softmax(jit_logits(config, one, tokens)) for one in (params, other))
     return float(jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean())
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit"), [("int8", 2e-4), ("fp8", 2e-3), ("q8_0", 2e-4), ("q4_0", 2.5e-2), ("int4", 4e-2), ("nf4", 2.5e-2)]
+    ("kind", "limit"),
+    [("int8", 2e-4), ("q4_0", 2.5e-2), slow("fp8", 2e-3), slow("q8_0", 2e-4), slow("int4", 4e-2), slow("nf4", 2.5e-2)],
 )
 def test_the_bundled_model_hardly_changes(kind, limit, stories_model):
     config, params, tokenizer = stories_model
@@ -75,7 +82,7 @@ def test_stacked_layers_are_those_one_by_one(stories_model):
     same(llama_jax.unstack(stacked), quantize(params, "q8_0"))
     tokens = jnp.asarray([[1, 5, 9]])
     np.testing.assert_allclose(
-        llama_jax.logits(config, stacked, tokens), llama_jax.logits(config, quantize(params, "q8_0"), tokens), atol=1e-3
+        jit_logits(config, stacked, tokens), jit_logits(config, quantize(params, "q8_0"), tokens), atol=1e-3
     )
 
 
@@ -118,7 +125,9 @@ def test_other_formats_hold_the_numbers(tmp_path, stories_model):
         same(llama_jax.load(tmp_path / name).params, dequantize(found))
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8", pytest.param("q8_0", marks=pytest.mark.slow), "keep"])
+@pytest.mark.parametrize(
+    "quantization", ["keep", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "fp8", "q8_0"))]
+)
 def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
     """Heads are copied (two of one), the vocabulary is padded, rows and columns lie on different devices."""
     config, params, tokenizer = stories_model
@@ -188,7 +197,9 @@ def test_a_damaged_factor_is_noticed(tmp_path):
 # --- orbax ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "fp8", "nf4", "q4_0"])
+@pytest.mark.parametrize(
+    "kind", ["int4", "q4_0", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "fp8", "nf4"))]
+)
 def test_orbax_keeps_planes(kind, tmp_path, stories_model):
     config, params, tokenizer = stories_model
     found = quantize(params, kind)
@@ -221,7 +232,7 @@ def test_orbax_of_parts_in_different_kinds(tmp_path):
     same(llama_jax.load(tmp_path / "a").params, params)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int4", slow("int8")])
 def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
     config, params, tokenizer = stories_model
     found = quantize(params, kind)

@@ -25,6 +25,8 @@ from llama_jax.ops.weights.planes import INT4, join, split
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BYTES = {"q8_0": 34, "q4_0": 18, "q4_k": 144, "q5_k": 176, "q6_k": 210}
 MADE = [name for name, form in KINDS.items() if form.encode is not None]
+COMMON = {"int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k"}
+EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 needs_compiler = pytest.mark.skipif(not native.usable(), reason="no C++ compiler here")
 
 
@@ -131,7 +133,7 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens):
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
     monkeypatch.setattr(room, "CHUNK", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)
@@ -162,7 +164,7 @@ def test_several_axes_of_outputs_and_of_bfloat16():
         np.testing.assert_allclose(found.astype(jnp.float32), wanted, atol=0.03 * float(jnp.abs(wanted).max()))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
     """Factors lie where their numbers do, and the product is that of one device."""
     weight = weight_of(kind, rows=8, columns=1024)
@@ -198,7 +200,7 @@ def test_rows_are_looked_up():
     ids = jnp.asarray([[3, 0], [7, 3]])
     for kind in KINDS:
         table = weight_of(kind)
-        np.testing.assert_allclose(ops.look_up(table, ids), jnp.asarray(table.decoded())[ids], rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(ops.look_up)(table, ids), np.asarray(table.decoded())[ids], rtol=1e-6)
     assert ops.look_up(jnp.arange(8.0).reshape(4, 2), ids[:, 1]).shape == (2, 2)
 
 
