@@ -45,7 +45,7 @@ def forced(*numbers: int) -> type:
             self.left = left
 
         @classmethod
-        def of(cls, tokens):
+        def of(cls, tokens, blind=True):
             return cls(itertools.cycle(numbers))
 
         def choose(self):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,6 +45,10 @@ class Drafter:
     def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[Drafter, Any]:
         """The drafter ready for prompts int32[B, T] with lengths int32[B], and its memory of them."""
         return self, ()
+
+    def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]] | None:
+        """What says after each piece how many drafts were right, or would have been, of how many; None where drafts cost."""
+        return None
 
     def follow(self, memory: Any, history: np.ndarray, known: np.ndarray, capacity: int) -> Any:
         """The memory after tokens that came without drafting, before `propose` is compiled.

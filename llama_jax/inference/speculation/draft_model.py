@@ -73,18 +73,19 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft's cache."""
         placed = self.replace(layout=layout_of(self.params))
-        cache = placed._run().read_prompts(tokens, lengths, options).cache
-        return placed, placed.roll_back(cache, cache.length)
+        return placed, placed._run().read_prompts(tokens, lengths, options).cache
 
     def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray, capacity: int) -> KVCache:
-        """See `Drafter.follow`: reads what is missing, but for the last two tokens, which `propose` reads."""
+        """See `Drafter.follow`: reads what is missing, if that is more than `propose` reads."""
         width = FOLLOWED
         if memory.window is None:
             memory = self._run().enlarge(memory, capacity)
         else:
             width = min(width, memory.capacity - memory.sinks - memory.window + 1)
         read = np.asarray(memory.length)
-        ends = np.maximum(known - 2, read)
+        ends = np.maximum(known - 1, read)
+        if (ends - read).max() == 1:
+            return memory
         while (ends > read).any():
             lengths = np.minimum(ends - read, width)
             columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
@@ -96,11 +97,11 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def propose(self, memory: KVCache, state: State, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
         """See `Drafter.propose`.
 
-        The token before the last is read again: after a pass of which all drafts were accepted the draft has not read the
-        last of them, and else the slot is written with what it holds.
+        After a pass of which all drafts were accepted the draft has not read the last of them. All rows then read their last
+        two tokens: where the first of them has been read, its slot is written with what it holds.
         """
         request, vocab = state.request, min(state.seen.shape[-1], self._rows())
-        last_two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, state.cache.length)
+        last = state.cache.length
 
         def draw(cache: KVCache, tokens: jax.Array, seen: jax.Array, step: jax.Array) -> Any:
             ends = cache.length[:, None] + 1 + jnp.arange(tokens.shape[1])
@@ -112,7 +113,14 @@ class DraftModel(Drafter, struct.PyTreeNode):
             seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(seen, token)
             return lay_out(cache, self.layout), seen, token
 
-        cache, seen, first = draw(memory, last_two, state.seen[:, :vocab], state.count)
+        def after_two(cache: KVCache) -> Any:
+            two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
+            return draw(cache.replace(length=last - 1), two, state.seen[:, :vocab], state.count)
+
+        def after_one(cache: KVCache) -> Any:
+            return draw(cache.replace(length=last), state.token[:, None], state.seen[:, :vocab], state.count)
+
+        cache, seen, first = lax.cond(jnp.any((memory.length < last) & ~state.done), after_two, after_one, memory)
 
         def next_one(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
             cache, seen, token = carry
@@ -124,8 +132,8 @@ class DraftModel(Drafter, struct.PyTreeNode):
         return jnp.concatenate([first[:, None], rest.T], axis=1), cache
 
     def roll_back(self, memory: KVCache, lengths: jax.Array) -> KVCache:
-        """See `Drafter.roll_back`: but for the last of them, which is read again."""
-        return memory.replace(length=lengths - 1)
+        """See `Drafter.roll_back`."""
+        return memory.replace(length=jnp.minimum(memory.length, lengths))
 
     def _run(self) -> Run:
         return Run(self.config, self.params, Compute(), self.layout)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from llama_jax.errors import GenerationError
 from llama_jax.inference.drafting import Drafter, check_number
-from llama_jax.inference.state import State
+from llama_jax.inference.state import Piece, State
 
 
 class PromptLookup(Drafter, struct.PyTreeNode):
@@ -38,6 +40,18 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         if self.shortest > self.longest:
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 
+    def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]]:
+        """See `Drafter.hindsight`: by the last `shortest` tokens, wherever they stood last."""
+        rows = [_Followed(self.shortest) for _ in lengths]
+        for row, ids, length in zip(rows, tokens.tolist(), lengths.tolist(), strict=True):
+            row.right(ids[:length])
+
+        def look_back(piece: Piece) -> tuple[int, int]:
+            new = [ids[valid].tolist() for ids, valid in zip(piece.tokens, piece.valid, strict=True)]
+            return sum(row.right(ids) for row, ids in zip(rows, new, strict=True)), sum(map(len, new))
+
+        return look_back
+
     def propose(self, memory: Any, state: State, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
         """See `Drafter.propose`."""
 
@@ -45,6 +59,31 @@ class PromptLookup(Drafter, struct.PyTreeNode):
             return continued(row, last, count, self.longest, self.shortest)
 
         return jax.vmap(of_row)(history, state.cache.length), memory
+
+
+class _Followed:
+    """A row, and where its last tokens stood before, kept up to date as tokens come."""
+
+    def __init__(self, shortest: int):
+        self.row: list[int] = []
+        self.shortest = shortest
+        self.places: dict[tuple[int, ...], int] = {}
+        self.draft: int | None = None  # the place of the next token that would be drafted
+
+    def right(self, tokens: list[int]) -> int:
+        """How many of these tokens would have been drafted."""
+        found = 0
+        for token in tokens:
+            if self.draft is not None and self.row[self.draft] == token:
+                found, self.draft = found + 1, self.draft + 1
+            else:
+                self.draft = None
+            self.row.append(token)
+            key = tuple(self.row[-self.shortest :])
+            if self.draft is None:
+                self.draft = self.places.get(key)
+            self.places[key] = len(self.row)
+        return found
 
 
 def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortest: int) -> jax.Array:

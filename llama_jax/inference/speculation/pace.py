@@ -1,8 +1,9 @@
 """How many tokens to draft next: as many as make the most tokens per second, by what has been measured in this generation.
 
-No cost is assumed. The host sees how long a pass with each number of drafts takes, 0 being plain decoding, and how many
-drafts are accepted, and takes the number with the highest rate. What it does not take it tries again at times, for which it
-spends a hundredth of the time.
+The host sees how long a pass with each number of drafts takes, 0 being plain decoding, and how many drafts are accepted, and
+takes the number with the highest rate. A drafter that costs nothing also says of text that came without drafts how many
+would have been right; with another one a few passes are spent on that. What is not taken is tried again at times, for a
+hundredth of the time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass, replace
 TRYING = 0.01  # of the time may go into trying what is slower, as far as is known
 MEMORY = 48  # tokens of a row after which what was accepted counts half
 PATIENCE = 4  # pieces between two tries
+GUESS = 2.0  # times a step: a pass that has not been measured; measured on CPUs were 1.4 to 2.4
+FIRST = 6  # passes after which the acceptance of a drafter is known that says nothing beforehand
 MARGIN = 1.05  # by which drafts must be faster: the acceptance is known from few tokens
 SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
 
@@ -23,6 +26,8 @@ class Pace:
     Attributes:
       numbers: that may be drafted, ascending, the first 0.
       seconds: of a pass with each, or None where that is not known.
+      blind: nothing is known of drafts that were not made.
+      passes: with drafts.
       hits, trials: drafts that were accepted, and those looked at; the older the less they count.
       elapsed, wasted: seconds in all, and those that the fastest number would have saved.
       since: pieces since another number than the best was tried.
@@ -30,6 +35,8 @@ class Pace:
 
     numbers: tuple[int, ...]
     seconds: tuple[float | None, ...]
+    blind: bool = True
+    passes: int = 0
     hits: float = 0.0
     trials: float = 0.0
     elapsed: float = 0.0
@@ -37,12 +44,12 @@ class Pace:
     since: int = 0
 
     @classmethod
-    def of(cls, tokens: int) -> Pace:
+    def of(cls, tokens: int, blind: bool = True) -> Pace:
         """For at most `tokens` drafted: none, and `tokens` halved down to 2."""
         numbers = [tokens]
         while numbers[-1] >= 4:
             numbers.append(numbers[-1] // 2)
-        return cls((0, *reversed(numbers)), (None,) * (1 + len(numbers)))
+        return cls((0, *reversed(numbers)), (None,) * (1 + len(numbers)), blind)
 
     @property
     def acceptance(self) -> float:
@@ -55,9 +62,12 @@ class Pace:
 
     def rate(self, number: int) -> float:
         """Tokens of a row per second; of a number that has not been tried as if it cost what the next smaller one does."""
+        step = self.seconds[0]
+        if step is None:
+            return 0.0
         known = [s for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and 0 < n <= number]
-        seconds = self.seconds[0] if number == 0 else known[-1] if known else None
-        return 0.0 if seconds is None else self.expected(number) / seconds
+        seconds = step if number == 0 else known[-1] if known else GUESS * step
+        return self.expected(number) / seconds
 
     @property
     def best(self) -> int:
@@ -67,13 +77,15 @@ class Pace:
 
     def choose(self) -> int:
         """The number to draft next."""
-        for number, seconds in zip((self.numbers[1], 0), (self.seconds[1], self.seconds[0]), strict=True):
-            if seconds is None:
-                return number
+        if self.seconds[0] is None:
+            return 0
+        if self.blind and self.passes < FIRST:
+            return self.numbers[-1]
         best = self.best
-        if self.since < PATIENCE:
-            return best
         other = 0 if best else max(self.numbers[1:], key=self.rate)
+        hopeless = not self.blind and self.expected(other) < MARGIN and not best
+        if self.since < PATIENCE or hopeless:
+            return best
         seconds = self.expected(other) / self.rate(other)  # of a pass, which may give no more than one token
         costs = max(seconds - 1 / self.rate(best), 0.0)
         return other if self.wasted + costs <= TRYING * self.elapsed else best
@@ -84,12 +96,13 @@ class Pace:
         Args:
           passes: of the piece, or steps.
           rows: that were on their way, on average.
-          accepted, looked_at: drafts; those after one that was wrong were not looked at.
+          accepted, looked_at: drafts, of 0 those that would have been; those after one that was wrong were not looked at.
           seconds: None where they are not to be counted, because a program may have been compiled in them.
         """
-        per_row = passes + (accepted / rows if rows else 0.0)
+        per_row = passes + (accepted / rows if number else 0.0)
         kept = 0.5 ** (per_row / MEMORY)
         found = replace(self, hits=self.hits * kept + accepted, trials=self.trials * kept + looked_at, since=self.since + 1)
+        found = replace(found, passes=self.passes + (passes if number else 0))
         if seconds is None:
             return found
         new, old = seconds / passes, self.seconds[self.numbers.index(number)]

@@ -21,7 +21,8 @@ from llama_jax.inference.state import CHUNK, Piece, State
 from llama_jax.model.cache import bucket
 from llama_jax.model.window import CacheOptions
 
-MOST_PASSES, MOST_TURNS = 16, 16  # of a piece, after which it may be time to draft more, or less
+MOST_PASSES, MOST_TURNS = 16, 64  # of a piece, after which it may be time to draft more, or less
+LONG = 0.1  # seconds of a piece beside which what the host does is little: the next is no longer
 
 
 def drafted_pieces(run: Run, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[Piece]:
@@ -34,10 +35,14 @@ def drafted_pieces(run: Run, drafter: Drafter, prompts: Prompts, options: CacheO
     drafter, memory = drafter.begin(tokens, lengths, options)
     model = Model(run.params, run.config, run.compute, run.layout)
     text = _Text.of(tokens, lengths).with_piece(piece)
-    pace, before, doubled, met = Pace.of(drafter.tokens), -1, 1, set[Any]()
+    hindsight = drafter.hindsight(tokens, lengths)
+    if hindsight:
+        hindsight(piece)
+    pace, before, doubled, met = Pace.of(drafter.tokens, hindsight is None), -1, 1, set[Any]()
+    seconds = 0.0
     while not done.all():
         number = pace.choose()
-        doubled = 2 * doubled if number == before else 1
+        doubled = 1 if number != before else doubled if seconds > LONG else 2 * doubled
         width = number + 1 if number else CHUNK
         longest = min(turns, MOST_TURNS) if number == 0 else min(max(turns * CHUNK // width, 1), MOST_PASSES)
         count, filled = min(doubled, longest), int(text.known.max())
@@ -68,6 +73,9 @@ def drafted_pieces(run: Run, drafter: Drafter, prompts: Prompts, options: CacheO
         # The first piece of a program may have been compiled, and has taken the longer.
         program = number, state.cache.capacity, text.capacity if number else 0
         rows, accepted = counts.passes.sum() / taken, int(counts.accepted.sum())
+        right = hindsight(piece) if hindsight else (0, 0)
+        if not number:
+            accepted, looked_at = right
         pace = pace.observe(number, taken, rows, accepted, looked_at, seconds if program in met else None)
         before = number if program in met else -1
         met.add(program)
