@@ -61,6 +61,21 @@ def check_context(config: LlamaConfig, lengths: np.ndarray, limit: np.ndarray, c
         )
 
 
+def check_turns(turns: Any) -> None:
+    """Raise GenerationError for what is no number of turns."""
+    if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:
+        raise GenerationError(f"turns={turns!r} must be a positive integer")
+
+
+def check_logprobs(logprobs: np.ndarray, valid: np.ndarray) -> None:
+    """Raise GenerationError where the model's logits were not numbers; both are [B, n]."""
+    bad = np.isnan(logprobs) & valid
+    if bad.any():
+        raise GenerationError(
+            f"the model's logits in row {int(np.argwhere(bad)[0, 0])} are not numbers: its weights overflow; try float32"
+        )
+
+
 def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
     """A flat sequence of token ids as an array, or GenerationError."""
     if isinstance(ids, str):

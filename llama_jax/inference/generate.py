@@ -13,9 +13,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError
 from llama_jax.flags import decoding_on_tpu
-from llama_jax.inference.checks import token_ids
+from llama_jax.inference.checks import check_logprobs, check_turns, token_ids
 from llama_jax.inference.drafting import Counts, Drafter, drafting, with_counts
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare
@@ -122,8 +121,7 @@ def stream(
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.
     """
-    if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:
-        raise GenerationError(f"turns={turns!r} must be a positive integer")
+    check_turns(turns)
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
     layout = Layout()
     if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies
@@ -192,11 +190,7 @@ class Run:
 
 def piece_of(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> Piece:
     """The piece of these tokens; GenerationError where the model's logits were not numbers."""
-    bad = np.isnan(logprobs) & valid
-    if bad.any():
-        raise GenerationError(
-            f"the model's logits in row {int(np.argwhere(bad)[0, 0])} are not numbers: its weights overflow; try float32"
-        )
+    check_logprobs(logprobs, valid)
     return Piece(tokens, logprobs, valid)
 
 
