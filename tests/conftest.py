@@ -64,6 +64,18 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+MOST_MAPS = 40_000
+"""Of the 65,530 pieces of memory that Linux lets a process map: each program takes some; XLA crashes when none is left."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_leave_room():
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
 jit_logits = jax.jit(llama_jax.logits, static_argnums=0)  # by single operations most of a test would be compiling
 
 

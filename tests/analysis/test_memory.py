@@ -9,7 +9,7 @@ from llama_jax.analysis.memory import Memory, decode_programs, train_programs
 from llama_jax.analysis.scratch import kernel_scratch
 from llama_jax.errors import MeshError
 from llama_jax.model.trees import bytes_in_memory, quantize
-from llama_jax.ops.weights import KINDS
+from llama_jax.ops.weights.kinds import MADE
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 
 CONFIG = preset("stories-260k")
@@ -97,7 +97,7 @@ def test_generating_by_its_parts(decoding):
         assert found["prefill"].scratch in (0, scores)
 
 
-@pytest.mark.parametrize("kind", [name for name, form in KINDS.items() if form.encode is not None])
+@pytest.mark.parametrize("kind", MADE)
 def test_quantised_weights_count_as_they_lie_in_memory(kind):
     """Planes of every kind, on one device and on two that divide rows; what is planned for is what `quantize` makes."""
     config = replace(
@@ -113,7 +113,8 @@ def test_quantised_weights_count_as_they_lie_in_memory(kind):
     assert decode.per_token == pytest.approx(held - bytes_in_memory(params.embedding) + cache, abs=lengths)
     memory = decode.memory()
     assert (memory.parameters, memory.cache) == (held, decode.known.cache)
-    assert 0 < memory.temporaries < 4 * parameter_count(config)  # what XLA for CPU makes of 16-bit numbers
+    # What XLA for CPU makes of 16-bit numbers, float32 copies; of fp8 its chunks besides.
+    assert 0 < memory.temporaries < 5 * parameter_count(config)
     half = decode_programs(config, make_mesh(parse_mesh("tensor=2")), 2, 128, dtype="bfloat16", weights=kind)[2]
     norms = 2 * (2 * config.n_layers + 1) * config.dim
     # Factors for whole rows are on every device where a matrix is cut along its rows' numbers.

@@ -72,4 +72,5 @@ def test_what_quantising_explains_falls_with_the_bits(kind):
     found = rounding_of(kind, 1024)
     assert ROUNDING["Q8_0"] <= found < 0.2
     if kind.upper() in ROUNDING:
-        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1)
+        # Files that are not GGUF round otherwise: int4 to integers of -7 to 7, int8 in rows of several thousand numbers.
+        assert found == pytest.approx(ROUNDING[kind.upper()], rel=0.1 if KINDS[kind].of_gguf else 0.2)
