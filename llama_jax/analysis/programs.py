@@ -35,6 +35,7 @@ _MOVES = {
     "get-tuple-element",
 }
 _PARTS = {"dynamic-slice", "slice", "gather"}  # of their first operand they read what they give
+_ALIASED = "output_to_operand_aliasing="  # of a fusion inside of another whose result is its operand
 _IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is written over the first
 
 
@@ -145,6 +146,8 @@ def _used(text: ProgramText, computation: str, name: str, in_place: bool = False
         elif one.opcode in ("bitcast", "reshape", "copy", "convert", "transpose", "bitcast-convert"):
             same = elements(one.type) == whole
             used += _used(text, computation, one.name, in_place) if same else whole
+        elif one.opcode == "fusion" and _ALIASED in one.rest and elements(one.type) == whole:
+            used += _used(text, computation, one.name, in_place)  # the same memory in the order of another tiling
         elif one.opcode == "fusion" and one.called:
             used += math.ceil(_share(text, one.called[0], place) * whole)
         elif one.opcode == "tuple" and in_place:

@@ -213,3 +213,31 @@ ENTRY %main (a: f32[8]) -> f32[8] {
     )
     assert [one.name for one in text.computations["main"]] == ["a", "splash", "sum"]
     assert 'op_name="jit(step)/splash"' in text.computations["main"][1].rest
+
+
+TILED = """HloModule tiled, is_scheduled=true
+
+%tiling (t0: s8[64,32,128]) -> s8[64,32,128] {
+  %t0 = s8[64,32,128]{2,1,0} parameter(0)
+  ROOT %copied = s8[64,32,128]{2,1,0} copy(%t0)
+}
+
+%looked_up (t1: s8[64,32,128], at: s32[]) -> s8[1,32,128] {
+  %t1 = s8[64,32,128]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %tiled = s8[64,32,128]{2,1,0} fusion(%t1), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%tiling
+  ROOT %part = s8[1,32,128]{2,1,0} dynamic-slice(%tiled, %at, %at, %at), dynamic_slice_sizes={1,32,128}
+}
+
+ENTRY %main (table: s8[64,32,128], at: s32[]) -> s8[1,32,128] {
+  %table = s8[64,32,128]{2,1,0} parameter(0)
+  %at = s32[] parameter(1)
+  ROOT %found = s8[1,32,128]{2,1,0} fusion(%table, %at), kind=kLoop, calls=%looked_up
+}
+"""
+
+
+def test_a_part_of_a_table_that_is_seen_in_another_tiling_is_a_part():
+    """As a TPU's compiler takes rows of 8-bit numbers."""
+    text = ProgramText(TILED)
+    assert bytes_read(text, text.entry, text.named(text.entry)["found"]) == 32 * 128 + 4
