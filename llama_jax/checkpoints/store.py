@@ -327,7 +327,8 @@ def _shape(stored: Stored) -> Llama:
 def asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
     """What `ask` gives; whatever orbax raises becomes a CheckpointError that names `path` and what is known of it."""
     try:
-        return ask()
+        with quiet():
+            return ask()
     except CheckpointError:
         raise
     except Exception as error:  # of damaged files orbax and what lies under it raise whatever comes up

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from llama_jax.checkpoints import orbax_errors
+from llama_jax.checkpoints.store import asking_orbax
+from llama_jax.errors import CheckpointError
 from llama_jax.writing import cannot_write
 
 
@@ -101,3 +103,17 @@ def test_the_systems_words_are_found_after_long_paths(number):
     assert (found.errno, found.strerror) == (number, os.strerror(number))
     assert cannot_write(Path("model"), found).startswith(f"model cannot be written ({os.strerror(number)}); ")
     assert str(orbax_errors.error_of_writing(ValueError(path))) == path[:300]
+
+
+def test_a_load_that_fails_leaves_no_tracebacks(tmp_path, monkeypatch):
+    """Orbax's coroutines that waited for the other arrays raise an error when they are collected, some time later."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+
+    def fails():
+        raise ValueError("a chunk is missing")
+
+    with pytest.raises(CheckpointError, match="a chunk is missing"):
+        asking_orbax(tmp_path, fails)
+    sys.unraisablehook(left_over(os.path.join("lib", "orbax", "reading.py")))
+    assert heard == []
