@@ -10,6 +10,8 @@ from typing import Any
 
 from llama_jax.writing import appearing
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def cpu_name() -> str:
     """The processor's model, as Linux knows it."""
@@ -31,8 +33,15 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def settings(arguments: Any) -> dict[str, Any]:
-    """The arguments of an experiment, paths as text."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    """The arguments of an experiment, paths as text: from the repository's root, or else their last part alone."""
+
+    def shown(value: Any) -> Any:
+        if not isinstance(value, Path):
+            return value
+        whole = value.resolve()
+        return str(whole.relative_to(ROOT)) if whole.is_relative_to(ROOT) else whole.name
+
+    return {name: shown(value) for name, value in vars(arguments).items()}
 
 
 def write_report(path: Path, report: Any) -> None:

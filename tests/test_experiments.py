@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from argparse import Namespace
 from dataclasses import replace
 
 import context_extension
@@ -268,6 +269,11 @@ def test_three_ways_to_spread_a_step_take_the_same_steps(tmp_path, capsys):
     assert ways["jit"]["difference_from_pmap"]["parameters"] < 1e-5
     assert {t["kind"] for way in ("shard_map", "jit") for t in ways[way]["collectives"]} == {"all-reduce"}
     assert "same bits" in capsys.readouterr().out
+
+
+def test_settings_name_no_path_of_a_machine(tmp_path):
+    given = Namespace(output=measuring.ROOT / "experiments" / "results" / "x.json", data=tmp_path / "text.txt", steps=3)
+    assert measuring.settings(given) == {"output": "experiments/results/x.json", "data": "text.txt", "steps": 3}
 
 
 def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):

@@ -19,7 +19,7 @@ class Scheme:
 
     Attributes:
       method: by its name in the file.
-      layout: how a weight lies in its tensors: "packed" (4 bits, compressed-tensors), "int8", "fp8", "gptq", "awq" or "nf4".
+      layout: how a weight is stored: "packed" (4 bits, compressed-tensors), "int8", "fp8", "gptq", "awq" or "nf4".
       group: numbers of a row that share a factor; None for a whole row.
       block: rows and columns that share a factor, of fp8; None where all or a row do.
       symmetric: whether zero is always the middle of the integers.

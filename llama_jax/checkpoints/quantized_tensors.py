@@ -145,7 +145,7 @@ class Scaled(Quantized):
 
 
 class Turned(Quantized):
-    """Base of what lies in the files as [columns, rows]."""
+    """Base of the layouts whose files store [columns, rows]."""
 
     rows_at_once = ROWS_OF_TURNED
 

@@ -26,7 +26,7 @@ SHAPE_FIELDS = (
 def ffn_hidden_dim(dim: int, *, multiple_of: int = 256, ffn_dim_multiplier: float | None = None) -> int:
     """Meta's rule for F: two thirds of 4 * dim, times a multiplier, rounded up to a multiple (Llama 2 reference code).
 
-    The truncation to whole numbers after each step is part of the rule: published sizes depend on it.
+    The truncation to integers after each step is part of the rule: published sizes depend on it.
     """
     hidden = int(2 * (4 * dim) / 3)
     if ffn_dim_multiplier is not None:

@@ -87,7 +87,7 @@ def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
     if found.size == 0 and found.ndim == 1:
         return found.astype(np.int64)
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of whole numbers, the token ids")
+        raise GenerationError(f"{name}={shown(ids, 40)} must be a flat sequence of integers, the token ids")
     return found
 
 

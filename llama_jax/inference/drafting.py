@@ -145,6 +145,6 @@ def drafting(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions
 
 
 def check_number(name: str, value: Any, most: int) -> None:
-    """Raise GenerationError for what is no whole number from 1 to `most`."""
+    """Raise GenerationError for what is not an integer from 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise GenerationError(f"{name}={value!r} of a draft must be a whole number from 1 to {most}")
+        raise GenerationError(f"{name}={value!r} of a draft must be an integer from 1 to {most}")

@@ -63,7 +63,7 @@ class Sampling(struct.PyTreeNode):
             top_p=rows("top_p", np.float32, "above 0 and at most 1 (off)", lambda x: (x > 0) & (x <= 1)),
             min_p=rows("min_p", np.float32, "between 0 (off) and 1", lambda x: (x >= 0) & (x <= 1)),
             repetition_penalty=rows("repetition_penalty", np.float32, "above 0; 1 is off", lambda x: x > 0),
-            seed=rows("seed", np.uint32, "a whole number from 0 to 2**32 - 1", lambda x: (x >= 0) & (x < 2**32) & whole(x)),
+            seed=rows("seed", np.uint32, "an integer from 0 to 2**32 - 1", lambda x: (x >= 0) & (x < 2**32) & whole(x)),
         )
 
 

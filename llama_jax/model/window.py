@@ -41,7 +41,7 @@ def check_window(window: int | None, sinks: int, capacity: int | None = None) ->
     """Raise GenerationError for a window or sinks that cannot be, or that a cache has no room for."""
     for name, value, least in (("window", window, 1), ("sinks", sinks, 0)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise GenerationError(f"{name}={value!r} must be a whole number of at least {least}")
+            raise GenerationError(f"{name}={value!r} must be an integer of at least {least}")
     if window is None and sinks:
         raise GenerationError(f"sinks={sinks} are for a cache with a window; without one every token is kept")
     if window is not None and capacity is not None and capacity < sinks + window:

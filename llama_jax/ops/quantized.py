@@ -1,4 +1,4 @@
-"""Arrays of 8-bit whole numbers with a factor for each row."""
+"""Arrays of 8-bit integers with a factor for each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 127  # -128 is left out, so that a row and its negative have the same fac
 
 
 class Quantized(struct.PyTreeNode):
-    """Rows of H numbers, each row whole numbers times one factor.
+    """Rows of H numbers, each row integers times one factor.
 
     Attributes:
       values: int8[..., H].
@@ -44,7 +44,7 @@ class Quantized(struct.PyTreeNode):
 
 
 def quantize(x: jax.Array) -> Quantized:
-    """The nearest whole numbers, those of each row scaled so that its largest is 127: at most 1/254 of that one wrong."""
+    """The nearest integers, those of each row scaled so that its largest is 127: at most 1/254 of that one wrong."""
     scales = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1) / MOST
     values = jnp.round(x.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None])
     return Quantized(values.astype(jnp.int8), scales)

@@ -258,7 +258,7 @@ def test_a_pickle_that_calls(protocol, tmp_path):
         pytest.param(b"\x80\x02" + b"N" * 2_000_000 + b".", id="two million objects"),
         pytest.param(b"", id="nothing"),
         pytest.param(b".", id="stop at once"),
-        pytest.param(b"\x80\x02ccollections\nOrderedDict\n)R(K\x01K\x02u.", id="whole numbers"),
+        pytest.param(b"\x80\x02ccollections\nOrderedDict\n)R(K\x01K\x02u.", id="integers"),
         pytest.param(b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.", id="call without arguments"),
         pytest.param(b"\x80\x02ctorch\nFloatStorage\n)R.", id="call of a storage"),
         pytest.param(

@@ -151,7 +151,7 @@ def test_generate_ends_at_a_stop_string(run, stories_folder):
         (["--prompt-file", "MODEL"], "cannot be read (Is a directory)"),
         (["--prompt-file", "-"], "the prompt in stdin is empty"),
         (["Once", "--batch", "0"], "batch=0 must be"),
-        (["Once", "--draft", "prompt:0"], "tokens=0 of a draft must be a whole number from 1 to 15"),
+        (["Once", "--draft", "prompt:0"], "tokens=0 of a draft must be an integer from 1 to 15"),
         (["Once", "--draft", "nowhere"], "nowhere does not exist"),
         (["Once", "--draft", "MODEL"], "has a vocabulary of 512, the model one of 4096; give a draft with the model's own"),
         (["Once", "--batch", "4"], "batch=4 is for the prompts of a .jsonl (--prompt-file); leave it out"),

@@ -149,7 +149,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         force(DRAFTED, 0, DRAFTED)
         for draft in (told(plain, 250, 0.2), PromptLookup(DRAFTED, shortest=1), DraftModel(*there, DRAFTED)):
             same(run(*there, draft=draft), plain)
-        with pytest.raises(MeshError, match="the draft lies on other devices than the model"):
+        with pytest.raises(MeshError, match="the draft model is on other devices than the model"):
             run(*there, draft=DraftModel(config, params))
 
 
@@ -204,7 +204,7 @@ class TestFewerPasses:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 4), st.integers(0, 3))
 def test_lookup_is_what_a_search_finds(text, count, longest, more):
-    """Beside a search place by place; behind the text stands what must not be seen."""
+    """Against a search position by position; after the text stands what must not be found."""
     shortest, longest = min(longest, 1 + more), longest
     row = np.full(48, 7, np.int32)
     row[: len(text)] = text
@@ -231,7 +231,7 @@ class TestWhatCannotBe:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda: PromptLookup(0), "tokens=0 of a draft must be a whole number from 1 to 15"),
+            (lambda: PromptLookup(0), "tokens=0 of a draft must be an integer from 1 to 15"),
             (lambda: PromptLookup(16), "tokens=16 of a draft"),
             (lambda: PromptLookup(True), "tokens=True of a draft"),
             (lambda: PromptLookup(shortest=9), "shortest=9 of a draft exceeds longest=8"),

@@ -1,4 +1,4 @@
-"""Caches that forget and caches of whole numbers: what every query sees is what the definition says."""
+"""Caches that forget and caches of integers: what every query sees is what the definition says."""
 
 from functools import partial
 
@@ -190,8 +190,8 @@ def test_a_long_prompt_is_read_in_the_same_room(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"window": 0}, r"window=0 must be a whole number of at least 1"),
-        ({"window": 4, "sinks": -1}, r"sinks=-1 must be a whole number of at least 0"),
+        ({"window": 0}, r"window=0 must be an integer of at least 1"),
+        ({"window": 4, "sinks": -1}, r"sinks=-1 must be an integer of at least 0"),
         ({"sinks": 4}, r"sinks=4 are for a cache with a window"),
         ({"window": 9}, r"capacity=8 is less than window=9 and sinks=0 together"),
         ({"dtype": jnp.int32}, r"must be a floating-point type, that of the parameters, or int8"),

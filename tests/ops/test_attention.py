@@ -77,7 +77,7 @@ def ascending(draw, length, most):
 def packed_ragged_rows(draw):
     """Documents packed into rows whose ends are padding."""
     segments = np.stack([ascending(draw, LENGTH, 3) for _ in range(2)]).astype(np.int32)
-    segments -= draw(st.sampled_from([0, 1, 7]))  # any whole numbers will do
+    segments -= draw(st.sampled_from([0, 1, 7]))  # any integers will do
     lengths = np.array([[draw(st.integers(0, LENGTH))] for _ in range(2)], np.int32)
     slots = np.arange(LENGTH, dtype=np.int32)[None]
     return Seen(np.where(slots < lengths, slots, NO_QUERY), slots, segments, segments)
@@ -418,9 +418,9 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("change", "told", "message"),
         [
-            ({}, {"window": 0}, r"window=0 must be a whole number from 1"),
-            ({}, {"window": 1.5}, r"window=1.5 must be a whole number"),
-            ({}, {"window": 2**40}, r"must be a whole number from 1"),
+            ({}, {"window": 0}, r"window=0 must be an integer from 1"),
+            ({}, {"window": 1.5}, r"window=1.5 must be an integer"),
+            ({}, {"window": 2**40}, r"must be an integer from 1"),
             ({"query_segments": jnp.zeros((2, LENGTH), jnp.int32)}, {}, r"of queries and of keys, or not at all"),
             (
                 {"query_positions": jnp.zeros((2, 1, LENGTH), jnp.int32)},

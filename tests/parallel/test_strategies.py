@@ -173,7 +173,7 @@ def test_fsdp_gathers_the_weights_of_each_layer_once_forward_and_once_backward(e
     backward = [c for c in gathers if c.loops and c.phase != "forward"]
     assert shapes_of(forward) == shapes_of(backward) == sorted(MATRICES)
     assert all(c.loops == (LAYERS,) for c in forward + backward)
-    # No activations: besides, only the output projection and the whole numbers that are to be looked up.
+    # No activations: besides, only the output projection and the integers that are to be looked up.
     (head,) = (c for c in gathers if not c.loops and "s32" not in c.dtypes)
     assert shapes_of([head]) == [[DIVISIBLE.vocab_size, DIVISIBLE.dim]]
     assert all(c.loops == (LAYERS,) for c in collectives if c.loops)  # nothing for every chunk of logits

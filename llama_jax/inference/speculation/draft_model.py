@@ -67,7 +67,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
                 " both models see a window only (--window, CacheOptions(window=...))"
             )
         if _devices(self.params) != _devices(params):
-            raise MeshError("the draft lies on other devices than the model; load both with the same mesh")
+            raise MeshError("the draft model is on other devices than the model; load both with the same mesh")
         check_rows(layout_of(self.params), len(lengths))
 
     def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[DraftModel, KVCache]:
