@@ -89,7 +89,7 @@ def in_kind(params: Llama, kind: str) -> Llama:
 
     if kind in FLOATS:
         return jax.tree.map(lambda leaf: leaf.astype(kind), params)
-    return quantize(params, kind)  # type: ignore[arg-type]
+    return quantize(params, kind)
 
 
 def in_random_blocks(params: Llama, kind: str) -> Llama:

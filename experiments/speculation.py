@@ -111,7 +111,7 @@ class Run:
         logprobs = [[x for piece in found for x in piece.logprobs[row][piece.valid[row]].tolist()] for row in rows]
         drafted = [piece.counts for piece in found if isinstance(piece, DraftedPiece)]
         counts = tuple(sum(int(each.sum()) for each in part) for part in zip(*drafted, strict=True)) or (0, 0, 0)
-        return cls(seconds, tokens, logprobs, counts)  # type: ignore[arg-type]
+        return cls(seconds, tokens, logprobs, counts)
 
 
 def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Arguments, **options: Any) -> Row:
@@ -153,11 +153,11 @@ def always(number: int) -> Iterator[None]:
             return number
 
     before = running.Pace
-    running.Pace = Always  # type: ignore[misc]
+    running.Pace = Always
     try:
         yield
     finally:
-        running.Pace = before  # type: ignore[misc]
+        running.Pace = before
 
 
 def gaps_of(one: Run, other: Run) -> list[dict[str, Any]]:
