@@ -9,6 +9,7 @@ rows, of which no more is unpacked than was asked for. Layouts: vllm-project/com
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ ROWS_OF_TURNED = 512  # rows to read at a time of a tensor whose file has them a
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(ABC):
     """A weight [rows, columns]; subclasses give its planes, which are all that is particular to a layout.
 
     Attributes:
@@ -62,9 +63,9 @@ class Quantized:
     def nbytes(self) -> int:
         return sum(bytes_of(part) for part in self.parts.values())
 
+    @abstractmethod
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
         """Rows [start, stop) as the planes of `form`."""
-        raise NotImplementedError
 
     def read(self, start: int, stop: int) -> np.ndarray:
         with np.errstate(all="ignore"):  # a damaged factor gives infinity or NaN, found where all tensors are checked

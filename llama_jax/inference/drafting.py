@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ Prompts = tuple[np.ndarray, np.ndarray, Request]  # as `prepare` gives them
 MOST_DRAFTED = 15  # with the token before them 16, as many as any cache with a window has room for (`ring_of`)
 
 
-class Drafter:
+class Drafter(ABC):
     """A way to propose tokens. What it proposes changes no token that is generated, only how fast they come.
 
     One of your own is a subclass with a `propose`, of `flax.struct.PyTreeNode` too. What it remembers from pass to pass is
@@ -37,7 +38,7 @@ class Drafter:
     def __post_init__(self) -> None:
         check_number("tokens", self.tokens, MOST_DRAFTED)
 
-    def check(
+    def check(  # noqa: B027  # most can draft for any model
         self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
     ) -> None:
         """Raise GenerationError or MeshError where it cannot draft for this model, or for these rows."""
@@ -60,6 +61,7 @@ class Drafter:
         """
         return memory
 
+    @abstractmethod
     def propose(self, memory: Any, state: State, history: jax.Array, count: int) -> tuple[jax.Array, Any]:
         """Propose the next tokens of every row; traced by `jax.jit`.
 
@@ -71,7 +73,6 @@ class Drafter:
         Returns:
           int32[B, count], -1 for none; and the memory.
         """
-        raise NotImplementedError
 
     def roll_back(self, memory: Any, lengths: jax.Array) -> Any:
         """The memory of rows of which the model has read and accepted `lengths`, int32[B], tokens; traced."""
