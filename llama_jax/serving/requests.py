@@ -1,0 +1,99 @@
+"""What is asked of the engine, and what it answers: token ids in, token ids out. Texts are the doors' concern."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from llama_jax.errors import UserError
+from llama_jax.inference.sampling import Sampling
+
+MOST_ALTERNATIVES = 20  # log-probabilities reported beside the chosen token's own
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout", "failed"]
+
+
+class BusyError(UserError):
+    """The queue is full: nothing was admitted, and the same request may be tried again later.
+
+    Attributes:
+      retry_after: seconds until there should be room.
+    """
+
+    def __init__(self, said: str, retry_after: float) -> None:
+        super().__init__(said)
+        self.retry_after = retry_after
+
+
+class Constraint(Protocol):
+    """Which tokens may come next, as a grammar says it. It belongs to one request and has a state."""
+
+    def allowed(self) -> np.ndarray:
+        """uint32[ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i may come next."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on to the state after a token."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One prompt to be continued.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: tokens to generate at most; 0 only with `score_prompt`.
+      sampling: numbers, not arrays; the same seed gives the same tokens whatever else is being served.
+      stop_tokens: ids that end the continuation.
+      min_new_tokens: before so many tokens none of `stop_tokens` is chosen.
+      alternatives: how many of the most probable tokens are reported for each position, up to 20.
+      score_prompt: report the log-probability of each token of the prompt as well.
+      constraint: what may be generated; such a request's row waits for the host after every token.
+      deadline: by `time.monotonic`, when the request ends as "timeout" wherever it is; None for never.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop_tokens: Sequence[int] = ()
+    min_new_tokens: int = 0
+    alternatives: int = 0
+    score_prompt: bool = False
+    constraint: Constraint | None = None
+    deadline: float | None = None
+
+
+class ScoredToken(NamedTuple):
+    """A token with its log-probability under the model itself, before penalty, temperature, filters and constraints.
+
+    Attributes:
+      logprob: None for the first token of a prompt, which nothing precedes.
+      alternatives: the most probable tokens of the position, the first the most probable, each with its log-probability.
+    """
+
+    id: int
+    logprob: float | None
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
+class Update:
+    """What is new of a request since its last update.
+
+    Attributes:
+      tokens: that were generated; a stop token that ended the request is not among them.
+      prompt: the scored prompt, once, with or before the first token, where it was asked for.
+      cached: tokens of the prompt whose keys and values were found in the prefix cache; known with the first update.
+      finish: why the request ended; None while it goes on. After it there are no more updates.
+      error: with "failed", the reason.
+    """
+
+    tokens: list[ScoredToken] = field(default_factory=list)
+    prompt: list[ScoredToken] | None = None
+    cached: int = 0
+    finish: FinishReason | None = None
+    error: str | None = None
