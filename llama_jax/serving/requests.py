@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from llama_jax.errors import UserError
 from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.state import Request
 
 MOST_ALTERNATIVES = 20  # log-probabilities reported beside the chosen token's own
 
@@ -26,6 +28,10 @@ class BusyError(UserError):
     def __init__(self, said: str, retry_after: float) -> None:
         super().__init__(said)
         self.retry_after = retry_after
+
+
+class ClosedError(UserError):
+    """The engine is ending, or has ended: nothing is admitted any more."""
 
 
 class Constraint(Protocol):
@@ -97,3 +103,36 @@ class Update:
     cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that was admitted.
+
+    Attributes:
+      arrays: the request of a state of one row.
+      deliver: called on the engine's thread with what is new.
+      arrived: by `time.monotonic`.
+      reading: how far its prompt has been read, while it is; the engine's own, as are the following.
+      row: while it is decoded.
+      ended: it has had its last update.
+    """
+
+    request: GenerationRequest
+    arrays: Request
+    deliver: Callable[[Update], None]
+    _cancel: Callable[[Ticket], None]
+    arrived: float = field(default_factory=time.monotonic)
+    reading: Any = None
+    row: Any = None
+    ended: bool = False
+
+    def cancel(self) -> None:
+        """End the request as "cancelled", wherever it is; its row is free within two turns. From any thread."""
+        if not self.ended:
+            self._cancel(self)
+
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt to be read."""
+        return len(self.request.prompt) if self.reading is None else self.reading.left

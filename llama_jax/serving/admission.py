@@ -1,0 +1,103 @@
+"""What is let in: requests that can be, as many as may wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.checks import checked_prompts, token_ids
+from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.state import Request
+from llama_jax.model.checks import check_tokens
+from llama_jax.serving.model import STOPS, ServedModel
+from llama_jax.serving.requests import MOST_ALTERNATIVES, BusyError, GenerationRequest, Ticket
+
+
+class Queue:
+    """Requests that wait, in the order in which they came; bounded by their number and by the tokens of their prompts.
+
+    Attributes:
+      tokens: of all prompts that wait.
+    """
+
+    def __init__(self, most: int, most_tokens: int) -> None:
+        self.tokens = 0
+        self._most = most
+        self._most_tokens = most_tokens
+        self._waiting: dict[Ticket, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._waiting)
+
+    def add(self, ticket: Ticket, tokens_per_second: float) -> None:
+        """Let a request wait.
+
+        Args:
+          tokens_per_second: that have been read and made, of which follows when there will be room again.
+
+        Raises:
+          BusyError: there is no room. An empty queue takes any prompt.
+        """
+        size = len(ticket.request.prompt)
+        if self._waiting and (len(self) >= self._most or self.tokens + size > self._most_tokens):
+            seconds = self.tokens / tokens_per_second if tokens_per_second > 0 else 1.0
+            raise BusyError(
+                f"{len(self)} requests with {self.tokens} tokens are waiting, as many as may; try again later",
+                min(max(seconds, 1.0), 60.0),
+            )
+        self._waiting[ticket] = None
+        self.tokens += size
+
+    def remove(self, ticket: Ticket) -> None:
+        del self._waiting[ticket]
+        self.tokens -= len(ticket.request.prompt)
+
+    def discard(self, ticket: Ticket) -> None:
+        """Remove a request if it waits."""
+        if ticket in self._waiting:
+            self.remove(ticket)
+
+    def clear(self) -> list[Ticket]:
+        """Remove all, and give them."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        self.tokens = 0
+        return waiting
+
+
+def checked(request: GenerationRequest, model: ServedModel, context: int) -> Request:
+    """The request of a state of one row, after all checks.
+
+    Raises:
+      GenerationError: what is asked for cannot be.
+    """
+    (prompt,) = checked_prompts(model.config, [request.prompt])
+    least = 0 if request.score_prompt else 1
+    for name, lowest, most in (
+        ("max_new_tokens", least, 2**31 - 1),
+        ("min_new_tokens", 0, request.max_new_tokens),
+        ("alternatives", 0, MOST_ALTERNATIVES),
+    ):
+        value = getattr(request, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= most:
+            raise GenerationError(f"{name}={shown(value, 40)} must be an integer from {lowest} to {most}")
+    if len(prompt) + request.max_new_tokens > context:
+        room = max(context - len(prompt), 0)
+        raise GenerationError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed the context of {context};"
+            f" shorten the prompt or generate at most {room}"
+        )
+    if not isinstance(request.sampling, Sampling):
+        raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")
+    ends = token_ids("stop_tokens", request.stop_tokens)
+    check_tokens(model.config, ends, "stop token")
+    if len(ends) > STOPS:
+        raise GenerationError(f"{len(ends)} stop tokens are more than the {STOPS} that a request may have")
+    stop = np.full((1, STOPS), -1, np.int32)
+    stop[0, : len(ends)] = ends
+    return Request(request.sampling.per_row(1), np.array([max(request.max_new_tokens, 1)], np.int32), stop)

@@ -1,0 +1,355 @@
+"""The engine: many requests on one model, each of which gets the tokens that it would get alone.
+
+One thread runs it, turn by turn. A turn reads one piece of one prompt and gives every running row a token; what the device
+makes of it is collected a turn later, so that the device never waits for the host.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.params import Llama
+from llama_jax.serving.admission import Queue, checked
+from llama_jax.serving.model import ServedModel
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.pool import Pending, Pool, Row
+from llama_jax.serving.prefix import PrefixCache
+from llama_jax.serving.programs import Choice, unpack
+from llama_jax.serving.reading import PromptReading
+from llama_jax.serving.requests import (
+    ClosedError,
+    FinishReason,
+    GenerationRequest,
+    ScoredToken,
+    Ticket,
+    Update,
+)
+from llama_jax.serving.stats import CompileCount, EngineStats
+from llama_jax.serving.warming import warm
+
+
+class Engine:
+    """Continuous batching. `submit` from any thread; `run` in one, or `turn` by turn.
+
+    Args:
+      config, params: the model, a tuple of blocks as `load` gives it; on a mesh that divides no rows.
+
+    Raises:
+      GenerationError: a context beyond the model's.
+      MeshError: parameters that lie on a mesh that divides rows.
+    """
+
+    def __init__(self, config: LlamaConfig, params: Llama, options: EngineOptions = EngineOptions()) -> None:
+        self.options = options
+        self.context = options.context_of(config)
+        self.model = ServedModel.of(config, params, options.cache, options.compute)
+        self.pools = [Pool(self.model, pool) for pool in options.pools(config)]
+        self.prefixes = PrefixCache(options.prefix_bytes)
+        self.after_turn: Callable[[], None] | None = None
+        self.failure: str | None = None
+        self._capacities = tuple(size for pool in self.pools for size in pool.options.capacities)
+        self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
+        self._reading: list[Ticket] = []
+        self._pending: list[Pending] = []
+        self._cancelled: deque[Ticket] = deque()
+        self._timed: list[Ticket] = []
+        self._changed = threading.Condition()
+        self._closing: str | None = None
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._compiled = CompileCount()
+        self._turns = 0
+        self._turn_seconds = 0.0
+        self._last_turn = time.monotonic()
+
+    def warm(self, progress: Callable[[int, int], None] | None = None) -> float:
+        """Compile every program that any request can need, by running each once: seconds that it took.
+
+        Args:
+          progress: told how many are done, of how many.
+        """
+        begun = time.monotonic()
+        warm(self.model, self.pools, self._capacities, self.options.piece, progress or (lambda done, of: None))
+        self._compiled.begin()
+        return time.monotonic() - begun
+
+    def submit(self, request: GenerationRequest, deliver: Callable[[Update], None]) -> Ticket:
+        """Queue a request. From any thread; `deliver` is called on the engine's.
+
+        Raises:
+          GenerationError: what is asked for cannot be.
+          BusyError: the queue is full.
+          ClosedError: the engine is ending.
+        """
+        arrays = checked(request, self.model, self.context)
+        with self._changed:
+            if self._closing is not None or self.failure is not None:
+                raise ClosedError(f"the engine is ending ({self.failure or 'closed'}); no request is taken")
+            ticket = Ticket(request, arrays, deliver, self._cancel)
+            try:
+                self._queue.add(ticket, self._tokens_per_second())
+            except Exception:
+                self._counts["refused"] += 1
+                raise
+            if request.deadline is not None:
+                self._timed.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def run(self) -> None:
+        """Turns until `close`. What goes wrong ends every request as "failed", and is raised."""
+        try:
+            while True:
+                with self._changed:
+                    while not self.busy and self._closing is None:
+                        self._changed.wait(self._until_deadline())
+                        if self._timed:
+                            break
+                    if self._closing == "now" or (self._closing == "drain" and not self.busy):
+                        break
+                self.turn()
+        except BaseException as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            reason: FinishReason = "cancelled" if self.failure is None else "failed"
+            with self._changed:
+                self._closing = "now"
+                waiting = self._queue.clear()
+            running = [row.ticket for pool in self.pools for row in pool.running]
+            pending = [row.ticket for pending in self._pending for row in pending.rows if row is not None]
+            for ticket in dict.fromkeys([*waiting, *self._reading, *running, *pending]):
+                self._finish(ticket, reason, self.failure)
+            self._after_turn()
+
+    def close(self, drain: bool = False) -> None:
+        """End `run`: after all admitted requests have ended, or at once. From any thread."""
+        with self._changed:
+            self._closing = "drain" if drain and self._closing is None else "now"
+            self._changed.notify()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn would do anything."""
+        return bool(self._queue or self._reading or self._pending or self._cancelled) or any(
+            pool.running for pool in self.pools
+        )
+
+    def turn(self) -> bool:
+        """Read a piece of a prompt, and give every running row a token; False when there was nothing to do."""
+        begun = time.monotonic()
+        if not self.busy and not self._timed:
+            return False
+        self._sweep(begun)
+        self._move()
+        if any(row.allowed is not None for pool in self.pools for row in pool.running):
+            self._collect(self._take_pending())  # what a constraint allows next depends on the token before
+        before = self._take_pending()
+        first = self._read()
+        self._pending = [*first, *(one for one in (pool.take_turn() for pool in self.pools) if one is not None)]
+        self._collect(before)
+        self._after_turn()
+        self._last_turn = time.monotonic()
+        self._turns += 1
+        self._turn_seconds += self._last_turn - begun
+        return True
+
+    def stats(self) -> EngineStats:
+        """What the engine is at. From any thread."""
+        pools, queue = self.pools, self._queue
+        running = [row for pool in pools for row in list(pool.rows) if row is not None]
+        return EngineStats(
+            rows=sum(pool.options.rows[-1] for pool in pools),
+            running=len(running),
+            reading=len(self._reading),
+            waiting=len(queue),
+            waiting_tokens=queue.tokens,
+            cache_fill=sum(row.slots for row in running)
+            / sum(pool.options.rows[-1] * pool.options.capacities[-1] for pool in pools),
+            prompt_tokens=self._counts["prompt_tokens"],
+            generated_tokens=self._counts["generated_tokens"],
+            cached_tokens=self._counts["cached_tokens"],
+            finished=dict(self._finished),
+            refused=self._counts["refused"],
+            compilations_after_ready=self._compiled.count,
+            turns=self._turns,
+            turn_seconds=self._turn_seconds,
+            last_turn=self._last_turn,
+            busy=self.busy,
+            prefix_entries=len(self.prefixes),
+            prefix_bytes=self.prefixes.held_bytes,
+            evicted=self.prefixes.evicted,
+        )
+
+    def _read(self) -> list[Pending]:
+        """A piece of one prompt; of one that is then whole the first token."""
+        ticket = self._next_prompt()
+        if ticket is None:
+            return []
+        reading = ticket.reading
+        assert reading is not None
+        cached = reading.cached
+        reading.read(self.prefixes)
+        self._counts["cached_tokens"] += reading.cached - cached
+        if reading.left:
+            return []
+        self._reading.remove(ticket)
+        self._counts["prompt_tokens"] += len(reading.tokens)
+        request = ticket.request
+        constraint = request.constraint
+        row = Row(ticket, request, slots=len(reading.tokens), turns=request.max_new_tokens - 1)
+        ticket.row = row
+        row.allowed = None if constraint is None else constraint.allowed()
+        one, packed = reading.begin(ticket.arrays, row.allowed)
+        if row.turns > 0:
+            self._pool_for(row.slots + 1).join(row, one)
+        return [Pending(packed, [row])]
+
+    def _next_prompt(self) -> Ticket | None:
+        """Of the prompts that have a place to go to, by turns the oldest and the one with the least left to read.
+
+        So a short prompt waits for no long one, and a long one comes on at half the speed whatever else arrives.
+        """
+        free = {id(pool): pool.free for pool in self.pools}
+        for ticket in self._reading:
+            free[id(self._pool_for(len(ticket.request.prompt) + 1))] -= 1
+        with self._changed:
+            able = [ticket for ticket in self._queue if free[id(self._pool_for(len(ticket.request.prompt) + 1))] > 0]
+            candidates = [*self._reading, *able]
+            if not candidates:
+                return None
+            oldest_first = self._turns % 2 == 0
+            ticket = min(candidates, key=lambda one: one.arrived if oldest_first else (one.left, one.arrived))
+            if ticket.reading is None:
+                self._queue.remove(ticket)
+        if ticket.reading is None:
+            ticket.reading = PromptReading(self.model, ticket.request, self.options.piece, self._capacities)
+            self._reading.append(ticket)
+        return ticket
+
+    def _pool_for(self, tokens: int) -> Pool:
+        """The pool whose rows hold so many."""
+        return next((pool for pool in self.pools if pool.longest >= tokens), self.pools[-1])
+
+    def _move(self) -> None:
+        """Rows that have outgrown their pool go to the next as soon as it has a place."""
+        for pool, longer in zip(self.pools, self.pools[1:], strict=False):
+            if longer.free and any(pool.outgrown()):
+                self._collect(self._take_pending())  # what has ended need not move
+                for row in list(pool.outgrown())[: longer.free]:
+                    one = pool.take_row(row)
+                    pool.leave(row)
+                    longer.join(row, one)
+
+    def _take_pending(self) -> list[Pending]:
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _collect(self, pending: list[Pending]) -> None:
+        """Give out the tokens that the device has made."""
+        for one in pending:
+            choice = unpack(one.packed)
+            valid = choice.valid.tolist()
+            for i, row in enumerate(one.rows):
+                if row is not None and valid[i] and not row.ended:
+                    self._take_token(row, choice, i)
+
+    def _take_token(self, row: Row, choice: Choice, at: int) -> None:
+        request, ticket = row.request, row.ticket
+        update = Update()
+        if row.count == 0:
+            update.cached = ticket.reading.cached
+            update.prompt = _scores(ticket.reading) if request.score_prompt else None
+            ticket.reading = None
+        token = scored(choice, at, request.alternatives)
+        if token.logprob != token.logprob:  # NaN
+            update.finish, update.error = "failed", "the model's logits are not numbers: its weights overflow; try float32"
+        elif request.max_new_tokens == 0:
+            update.finish = "length"
+        elif token.id in request.stop_tokens:
+            update.finish = "stop"
+        else:
+            update.tokens.append(token)
+            row.count += 1
+            self._counts["generated_tokens"] += 1
+            if row.count == request.max_new_tokens:
+                update.finish = "length"
+            elif request.constraint is not None:
+                request.constraint.accept(token.id)
+                row.allowed = request.constraint.allowed()
+                for pool in self.pools:
+                    pool.constraints_changed()
+        if update.finish is None:
+            ticket.deliver(update)
+        else:
+            self._end(ticket, update)
+
+    def _end(self, ticket: Ticket, update: Update) -> None:
+        """The last update of a request, whose row is then free."""
+        if ticket.ended:
+            return
+        ticket.ended = True
+        assert update.finish is not None
+        self._finished[update.finish] += 1
+        if ticket.row is not None:
+            ticket.row.ended = True
+            for pool in self.pools:
+                pool.leave(ticket.row)
+        ticket.deliver(update)
+
+    def _finish(self, ticket: Ticket, reason: FinishReason, error: str | None = None) -> None:
+        with self._changed:
+            self._queue.discard(ticket)
+        if ticket in self._reading:
+            self._reading.remove(ticket)
+        ticket.reading = None
+        self._end(ticket, Update(finish=reason, error=error))
+
+    def _cancel(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._cancelled.append(ticket)
+            self._changed.notify()
+
+    def _sweep(self, now: float) -> None:
+        """End what was cancelled, and what is over its time."""
+        while self._cancelled:
+            self._finish(self._cancelled.popleft(), "cancelled")
+        if self._timed:
+            late = [ticket for ticket in self._timed if ticket.request.deadline <= now]
+            for ticket in late:
+                self._finish(ticket, "timeout")
+            with self._changed:
+                self._timed = [ticket for ticket in self._timed if not ticket.ended]
+
+    def _until_deadline(self) -> float | None:
+        ends = [ticket.request.deadline for ticket in self._timed if ticket.request.deadline is not None]
+        return max(min(ends) - time.monotonic(), 0) if ends else None
+
+    def _tokens_per_second(self) -> float:
+        made = self._counts["prompt_tokens"] + self._counts["generated_tokens"]
+        return made / self._turn_seconds if self._turn_seconds > 0 else 0.0
+
+    def _after_turn(self) -> None:
+        if self.after_turn is not None:
+            self.after_turn()
+
+
+def scored(choice: Choice, at: int, alternatives: int) -> ScoredToken:
+    """Row `at` of a choice."""
+    beside: Iterator[tuple[int, float]] = zip(
+        choice.ids[at, :alternatives].tolist(), choice.logprobs[at, :alternatives].tolist(), strict=True
+    )
+    return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
+
+
+def _scores(reading: PromptReading) -> list[ScoredToken]:
+    """The tokens of a prompt, each with what the model said of it after those before."""
+    found = [ScoredToken(int(reading.tokens[0]), None)]
+    for packed in reading.scores:
+        choice = unpack(packed)
+        found += [scored(choice, i, reading.request.alternatives) for i in range(int(choice.valid.sum()))]
+    return found[: len(reading.tokens)]  # what follows the last is not of the prompt

@@ -1,0 +1,106 @@
+"""The model as the engine runs it: its compiled programs with all that is the same in every call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from llama_jax.config import LlamaConfig
+from llama_jax.inference.batching import empty_state
+from llama_jax.inference.placement import check_rows, layout_of
+from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.state import Reading, Request, State
+from llama_jax.model.cache import KVCache
+from llama_jax.model.forward import head_of
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Llama
+from llama_jax.model.window import CacheOptions
+from llama_jax.ops.rope_scaling import BY_LENGTH
+from llama_jax.serving.programs import Programs, Wishes, programs_for
+
+STOPS = 16  # places for stop tokens in each row
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """Model, layout and programs of an engine."""
+
+    config: LlamaConfig
+    params: Llama
+    cache: CacheOptions
+    compute: Compute
+    layout: Layout
+    programs: Programs
+
+    @classmethod
+    def of(cls, config: LlamaConfig, params: Llama, cache: CacheOptions, compute: Compute) -> ServedModel:
+        """Of parameters that lie on one device, or on a mesh.
+
+        Raises:
+          MeshError: a mesh that divides the rows of a batch: prompts are read one by one.
+        """
+        layout = Layout()
+        if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):
+            layout = layout_of(params)
+            check_rows(layout, 1)
+        (device, *_) = params.embedding.devices()
+        return cls(config, params, cache, compute, layout, programs_for(device.platform))
+
+    @property
+    def vocab(self) -> int:
+        """Rows of the output projection: V, or more where it is divided over devices."""
+        return int(head_of(self.config, self.params).shape[0])
+
+    def rope_root(self, length: int) -> int:
+        """What keys depend on beside the tokens before them: the length of the prompt, for some scalings."""
+        scaling = self.config.rope_scaling
+        return length if scaling is not None and scaling.kind in BY_LENGTH else 0
+
+    def empty_state(self, rows: int, capacity: int) -> State:
+        reading = self.programs.empty_reading(self.config, self.params, rows, capacity, self.cache, self.layout)
+        stop = np.full((rows, STOPS), -1, np.int32)
+        request = Request(Sampling().per_row(rows), np.ones(rows, np.int32), stop)
+        return jax.tree.map(jax.numpy.asarray, empty_state(self.config, self.params, reading, request, self.layout))
+
+    def empty_reading(self, capacity: int) -> Reading:
+        return self.programs.empty_reading(self.config, self.params, 1, capacity, self.cache, self.layout)
+
+    def enlarge(self, reading: Reading, capacity: int) -> Reading:
+        if capacity <= reading.cache.capacity:
+            return reading
+        return reading._replace(cache=self.programs.enlarge(reading.cache, capacity, self.layout))
+
+    def read(self, reading: Reading, tokens: np.ndarray, places: Places) -> Reading:
+        args = self.config, self.params, reading, tokens, places, self.compute, self.layout
+        return self.programs.read(*args)
+
+    def score(
+        self, reading: Reading, tokens: np.ndarray, targets: np.ndarray, places: Places, wanted: bool
+    ) -> tuple[Reading, jax.Array]:
+        args = tokens, targets, places, np.bool_(wanted), self.compute, self.layout
+        return self.programs.score(self.config, self.params, *reading, *args)
+
+    def begin(self, reading: Reading, seen: np.ndarray, request: Request, wishes: Wishes) -> tuple[State, jax.Array]:
+        return self.programs.begin(self.config, self.params, *reading, seen, request, wishes, self.layout)
+
+    def take_turn(self, state: State, wishes: Wishes) -> tuple[State, jax.Array]:
+        return self.programs.take_turn(self.config, self.params, state, wishes, self.compute, self.layout)
+
+    def arrange(self, state: State, order: list[int], capacity: int) -> State:
+        return self.programs.arrange(state, np.array(order, np.int32), capacity, self.layout)
+
+    def take_row(self, state: State, row: int) -> State:
+        return self.programs.take_row(state, np.int32(row), self.layout)
+
+    def insert(self, state: State, row: int, one: State) -> State:
+        return self.programs.insert(state, np.int32(row), one)
+
+    def cut(self, cache: KVCache, start: int, size: int) -> Any:
+        return self.programs.cut(cache, np.int32(start), size)
+
+    def paste(self, reading: Reading, piece: Any, start: int) -> Reading:
+        return reading._replace(cache=self.programs.paste(reading.cache, piece, np.int32(start)))

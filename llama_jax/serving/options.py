@@ -1,0 +1,111 @@
+"""How an engine is laid out: how many rows at once, of how many tokens, and what may wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError
+from llama_jax.model.options import Compute
+from llama_jax.model.window import CacheOptions
+
+SMALLEST_PIECE = 16  # the last piece of a prompt may be so short
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """Rows that are decoded together, in one state of `inference.state`.
+
+    Attributes:
+      rows: numbers of rows that programs are compiled for, rising. The state has as few as hold all that runs.
+      capacities: slots of each row, likewise, each a multiple of the piece.
+    """
+
+    rows: tuple[int, ...]
+    capacities: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "capacities"):
+            sizes = getattr(self, name)
+            whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+            if not sizes or not whole or any(after <= before for before, after in pairwise(sizes)):
+                raise GenerationError(f"{name}={sizes!r} must be rising positive integers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What an engine is told beside model and requests.
+
+    Attributes:
+      rows: requests that are decoded at once at most, of those that `short` tokens hold.
+      long_rows: the same of longer ones, which have a pool of their own, so that nobody pays for the length of a few.
+      short: tokens of prompt and continuation from which on a request is long.
+      context: tokens that prompt and continuation may have together; None takes the model's.
+      piece: tokens of a prompt that are read at once, between which others get a token each. Whole pieces are what the
+        prefix cache keeps, and what makes it exact: a piece is read by a program that its place alone determines.
+      smallest_capacity: slots of a row at least, a multiple of `piece`; each further size is twice the one before.
+      most_waiting, most_waiting_tokens: requests, and tokens of their prompts, that may wait; more are refused.
+      prefix_bytes: that the prefix cache may take of the device's memory; 0 turns it off.
+      cache: in int8, or of the parameters' dtype. A window is not served.
+      compute: an attention of one's own, or a dtype; the parameters' is meant.
+
+    Raises:
+      GenerationError: a value that cannot be.
+    """
+
+    rows: int = 16
+    long_rows: int = 4
+    short: int = 512
+    context: int | None = None
+    piece: int = 64
+    smallest_capacity: int = 128
+    most_waiting: int = 256
+    most_waiting_tokens: int = 2**18
+    prefix_bytes: int = 2**28
+    cache: CacheOptions = CacheOptions()
+    compute: Compute = field(default_factory=Compute)
+
+    def __post_init__(self) -> None:
+        least: dict[str, int] = {"rows": 1, "long_rows": 1, "short": 1, "piece": SMALLEST_PIECE, "prefix_bytes": 0}
+        least |= {"smallest_capacity": 1, "most_waiting": 0, "most_waiting_tokens": 0}
+        if self.context is not None:
+            least["context"] = 2
+        for name, lowest in least.items():
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
+        if self.smallest_capacity % self.piece:
+            raise GenerationError(f"smallest_capacity={self.smallest_capacity} must be a multiple of piece={self.piece}")
+        if self.cache.window is not None:
+            raise GenerationError(f"window={self.cache.window}: an engine keeps whole contexts; leave the window out")
+
+    def context_of(self, config: LlamaConfig) -> int:
+        """Tokens of prompt and continuation together.
+
+        Raises:
+          GenerationError: more than the model's.
+        """
+        if self.context is not None and self.context > config.max_seq_len:
+            raise GenerationError(f"context={self.context} exceeds the model's of {config.max_seq_len}; choose at most that")
+        return self.context or config.max_seq_len
+
+    def pools(self, config: LlamaConfig) -> tuple[PoolOptions, ...]:
+        """The pools: of short requests, and of long ones where the context allows any."""
+        context = self.context_of(config)
+        capacities = [self.smallest_capacity]
+        while capacities[-1] < context:
+            capacities.append(min(2 * capacities[-1], -(-context // self.piece) * self.piece))
+        short = tuple(size for size in capacities if size == capacities[0] or size <= self.short)
+        long = tuple(size for size in capacities if size not in short)
+        pools = PoolOptions(rows=_by_fours(self.rows), capacities=short)
+        return (pools, PoolOptions(rows=_by_fours(self.long_rows), capacities=long)) if long else (pools,)
+
+
+def _by_fours(most: int) -> tuple[int, ...]:
+    """1, 4, 16, ... and the last."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(4 * sizes[-1], most))
+    return tuple(sizes)

@@ -1,0 +1,186 @@
+"""Rows that are decoded together: which request each belongs to, and how many rows and slots the state has just now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from llama_jax.inference.state import State
+from llama_jax.serving.model import ServedModel
+from llama_jax.serving.options import PoolOptions
+from llama_jax.serving.programs import Wishes
+from llama_jax.serving.requests import GenerationRequest
+
+PATIENCE = 32  # turns for which a smaller state must do before the rows are moved into one
+
+
+@dataclass(eq=False)
+class Row:
+    """A request that is being decoded.
+
+    Attributes:
+      ticket: the engine's, of the request.
+      slots: tokens in its cache once all turns so far have run.
+      turns: it takes at most before its limit is reached.
+      count: tokens that the host knows of.
+      allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
+      ended: nobody wants its tokens any more.
+    """
+
+    ticket: Any
+    request: GenerationRequest
+    slots: int
+    turns: int
+    count: int = 0
+    allowed: np.ndarray | None = None
+    ended: bool = False
+
+
+class Pending(NamedTuple):
+    """A packed `Choice` that the device is at, and whose its rows are."""
+
+    packed: jax.Array
+    rows: list[Row | None]
+
+
+@dataclass
+class Pool:
+    """A state of `inference.state` and its rows."""
+
+    model: ServedModel
+    options: PoolOptions
+    rows: list[Row | None] = field(init=False)
+    state: State = field(init=False)
+    _wishes: Wishes | None = field(init=False, default=None)  # on the device; None where they have to be made again
+    _patience: int = field(init=False, default=PATIENCE)
+
+    def __post_init__(self) -> None:
+        self.rows = [None] * self.options.rows[0]
+        self.state = self.model.empty_state(self.options.rows[0], self.options.capacities[0])
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row can have."""
+        return self.options.capacities[-1]
+
+    @property
+    def running(self) -> list[Row]:
+        return [row for row in self.rows if row is not None]
+
+    @property
+    def free(self) -> int:
+        return self.options.rows[-1] - len(self.running)
+
+    def join(self, row: Row, one: State) -> None:
+        """Take a request in, whose state of one row has just begun, or comes from another pool."""
+        self._fit([*self.running, row], one.cache.capacity)
+        at = self.rows.index(None)
+        self.state = self.model.insert(self.state, at, one)
+        self.rows[at] = row
+        self._wishes = None
+
+    def leave(self, row: Row) -> None:
+        """The request is over, or goes to another pool."""
+        if row in self.rows:
+            self.rows[self.rows.index(row)] = None
+            self._wishes = None
+
+    def constraints_changed(self) -> None:
+        """What some row's constraint allows is no longer what it was."""
+        self._wishes = None
+
+    def take_row(self, row: Row) -> State:
+        """The state of a row alone, which goes on."""
+        return self.model.take_row(self.state, self.rows.index(row))
+
+    def outgrown(self) -> Iterator[Row]:
+        """Rows that have no slot left for their next token."""
+        return (row for row in self.running if row.slots >= self.longest)
+
+    def take_turn(self) -> Pending | None:
+        """One more token of each row, as the device comes to it; None where there is no row."""
+        able = [row for row in self.running if row.slots < self.longest]
+        if not able:
+            return None
+        self._fit(self.running)
+        if self._wishes is None:
+            self._wishes = self._wishes_of()
+        rows = [row if row is not None and row.slots < self.longest else None for row in self.rows]
+        self.state, packed = self.model.take_turn(self.state, self._wishes)
+        for row in able:
+            row.slots += 1
+            row.turns -= 1
+            if not row.turns:  # ends by itself
+                self.rows[self.rows.index(row)] = None
+        return Pending(packed, rows)
+
+    def _wishes_of(self) -> Wishes:
+        wishes = Wishes.none(len(self.rows), self.model.config.vocab_size)
+        for i, row in enumerate(self.rows):
+            if row is not None and row.slots < self.longest:
+                write_wishes(wishes, i, row.request, row.allowed)
+        return jax.device_put(wishes)
+
+    def _fit(self, rows: list[Row], slots: int = 1) -> None:
+        """Grow the state for these rows and so many slots at once, or shrink it if it has been too large for a while."""
+        shape = len(self.rows), self.state.cache.capacity
+        slots = max(slots, *(min(row.slots + 1, self.longest) for row in rows))
+        wanted = _least(self.options.rows, len(rows)), _least(self.options.capacities, slots)
+        self._patience = PATIENCE if wanted == shape else self._patience - 1
+        if self._patience > 0:  # nothing shrinks yet
+            wanted = max(wanted[0], shape[0]), max(wanted[1], shape[1])
+        for step in steps_between(self.options, shape, wanted):
+            self._arrange(*step)
+            self._patience = PATIENCE
+
+    def _arrange(self, rows: int, capacity: int) -> None:
+        order = [i for i, row in enumerate(self.rows) if row is not None]
+        if rows >= len(self.rows):
+            order = list(range(len(self.rows)))
+        self.rows = [self.rows[i] for i in order] + [None] * (rows - len(order))
+        self.state = self.model.arrange(self.state, order + [-1] * (rows - len(order)), capacity)
+        self._wishes = None
+
+
+def write_wishes(wishes: Wishes, at: int, request: GenerationRequest, allowed: np.ndarray | None) -> None:
+    """Set what a request wishes for in the row `at`."""
+    wishes.live[at] = True
+    wishes.least[at] = request.min_new_tokens
+    wishes.alternatives[at] = request.alternatives
+    if allowed is not None:
+        wishes.constrained[at] = True
+        wishes.allowed[at] = allowed
+
+
+def steps_between(options: PoolOptions, shape: tuple[int, int], wanted: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """The shapes on the way, each a neighbour of the one before: programs exist for neighbours."""
+    rows, slots = shape
+    while (rows, slots) != wanted:
+        rows_next = _towards(options.rows, rows, wanted[0])
+        slots = slots if rows_next != rows else _towards(options.capacities, slots, wanted[1])
+        rows = rows_next
+        yield rows, slots
+
+
+def neighbours(options: PoolOptions, rows: int, capacity: int) -> Iterator[tuple[int, int]]:
+    """The shapes that a state of these rows and slots may be made to next."""
+    for sizes, size, make in (
+        (options.rows, rows, lambda size: (size, capacity)),
+        (options.capacities, capacity, lambda size: (rows, size)),
+    ):
+        at = sizes.index(size)
+        yield from (make(other) for other in (*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]))
+
+
+def _towards(sizes: tuple[int, ...], size: int, wanted: int) -> int:
+    step = (wanted > size) - (wanted < size)
+    return sizes[sizes.index(size) + step]
+
+
+def _least(sizes: tuple[int, ...], need: int) -> int:
+    """The smallest size that holds `need`."""
+    return next(size for size in sizes if size >= need)

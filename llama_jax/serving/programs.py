@@ -1,0 +1,289 @@
+"""The device's side of the engine: pure functions from one state of rows to the next, and how they are compiled.
+
+Prompts are read one by one into caches of their own, in pieces; a prompt that has been read becomes a row of a pool's state;
+and all rows of a pool get a token at a time. Each function has static shapes: numbers of rows and slots are few, so that
+every program is known before the first request.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.flags import decoding_on_tpu
+from llama_jax.inference.batching import empty_state, insert
+from llama_jax.inference.state import (
+    Reading,
+    Request,
+    State,
+    choose,
+    empty_reading,
+    enlarge,
+    lay_out,
+    logits_of,
+    read,
+    read_token,
+)
+from llama_jax.model.cache import KVCache, over_buffers
+from llama_jax.model.forward import forward, unembed
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Llama
+from llama_jax.serving.requests import MOST_ALTERNATIVES
+
+
+class Wishes(NamedTuple):
+    """What the host says of every row, turn by turn.
+
+    Attributes:
+      live: bool[B]; a row that is not is done, whatever it was about to do.
+      least: int32[B], tokens before which no stop token is chosen.
+      alternatives: int32[B], how many are wanted beside each token.
+      constrained: bool[B], whether `allowed` says anything of the row.
+      allowed: uint32[B, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
+    """
+
+    live: Any
+    least: Any
+    alternatives: Any
+    constrained: Any
+    allowed: Any
+
+    @classmethod
+    def none(cls, rows: int, vocab: int) -> Wishes:
+        """Of rows that wish for nothing, and are not live."""
+        numbers = np.zeros(rows, np.int32)
+        return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), np.zeros((rows, -(-vocab // 32)), "u4"))
+
+
+class Choice(NamedTuple):
+    """A token of each row, as the host reads it.
+
+    Attributes:
+      token: int32[B].
+      logprob: float32[B].
+      valid: bool[B]; False for a row that was done before.
+      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row wants any.
+    """
+
+    token: Any
+    logprob: Any
+    valid: Any
+    ids: Any
+    logprobs: Any
+
+
+def take_turn(
+    config: LlamaConfig, params: Llama, state: State, wishes: Wishes, compute: Compute, layout: Layout
+) -> tuple[State, jax.Array]:
+    """One more token of every live row; and the packed `Choice`."""
+    state = state.replace(done=state.done | ~wishes.live)
+    valid = ~state.done
+    state, logits = read_token(config, params, state, compute, layout)
+    return _choose(config, state, logits, valid, wishes, layout)
+
+
+def begin(
+    config: LlamaConfig,
+    params: Llama,
+    cache: KVCache,
+    hidden: jax.Array,
+    seen: jax.Array,
+    request: Request,
+    wishes: Wishes,
+    layout: Layout,
+) -> tuple[State, jax.Array]:
+    """The state of a prompt that has been read, with its first token; and the packed `Choice`.
+
+    Args:
+      seen: bool[1, rows of the output projection], the prompt's tokens.
+    """
+    state = empty_state(config, params, Reading(cache, hidden), request, layout)
+    state = state.replace(seen=layout.constrain(seen, "logits"), done=jnp.zeros(1, bool))
+    with layout.context():
+        logits = logits_of(config, params, hidden, layout)
+    return _choose(config, state, logits, ~state.done, wishes, layout)
+
+
+def _choose(
+    config: LlamaConfig, state: State, logits: jax.Array, valid: jax.Array, wishes: Wishes, layout: Layout
+) -> tuple[State, jax.Array]:
+    barred = state.count < wishes.least
+    permitted = lax.cond(
+        jnp.any(wishes.constrained | barred),
+        lambda: _permitted(state, wishes, barred, logits.shape[-1]),
+        lambda: jnp.ones(logits.shape, bool),
+    )
+    with layout.context():
+        state, logprob = choose(state, logits, layout, layout.constrain(permitted, "logits"))
+    ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
+    packed = pack(Choice(state.token, logprob, valid, ids, logprobs))
+    return state.replace(done=layout.constrain(state.done, "everywhere")), layout.constrain(packed, "everywhere")
+
+
+def _permitted(state: State, wishes: Wishes, barred: jax.Array, vocab: int) -> jax.Array:
+    """bool[B, V]: what the constraint of each row allows, less its stop tokens where they come too soon."""
+    bits = (wishes.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
+    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~wishes.constrained[:, None]
+    stop = jnp.where(state.request.stop < 0, vocab, state.request.stop)
+    stops = jax.vmap(lambda stop: jnp.zeros(vocab, bool).at[stop].set(True, mode="drop"))(stop)
+    return allowed & ~(stops & barred[:, None])
+
+
+def most_probable(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `MOST_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`."""
+    count = min(MOST_ALTERNATIVES, logits.shape[-1])
+
+    def find() -> tuple[jax.Array, jax.Array]:
+        scores, ids = lax.top_k(logits, count)
+        return ids.astype(jnp.int32), scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def skip() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
+
+    return lax.cond(wanted, find, skip)
+
+
+def score(
+    config: LlamaConfig,
+    params: Llama,
+    cache: KVCache,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    targets: jax.Array,
+    places: Places,
+    wanted: jax.Array,
+    compute: Compute,
+    layout: Layout,
+) -> tuple[Reading, jax.Array]:
+    """`read` a piece int32[1, C], and what the model says of the token after each of its own: a packed `Choice` of C rows.
+
+    Args:
+      targets: int32[C], the tokens that follow.
+      wanted: bool[], whether alternatives are.
+    """
+    new, cache = forward(config, params, tokens, cache, places=places, compute=compute, layout=layout)
+    last = jnp.take_along_axis(new, (places.lengths - 1)[:, None, None], axis=1)[:, 0]
+    with layout.context():
+        logits = unembed(config, params, new[0]).astype(jnp.float32)  # [C, V]
+        logprobs = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+        choice = Choice(targets, logprobs, jnp.arange(len(targets)) < places.lengths[0], *most_probable(logits, wanted))
+        packed = layout.constrain(pack(choice), "everywhere")
+    return Reading(lay_out(cache, layout), layout.constrain(last, "row")), packed
+
+
+def pack(choice: Choice) -> jax.Array:
+    """All of a choice as one array, int32[B, 3 + 2 A], which is one transfer."""
+    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    columns = [choice.token[:, None], as_bits(choice.logprob)[:, None], choice.valid[:, None].astype(jnp.int32)]
+    return jnp.concatenate([*columns, choice.ids, as_bits(choice.logprobs)], axis=1)
+
+
+def unpack(packed: jax.Array) -> Choice:
+    """Undo `pack`, waiting for it: arrays of numpy."""
+    array = np.asarray(packed)
+    token, logprob, valid = array[:, 0], np.ascontiguousarray(array[:, 1]).view(np.float32), array[:, 2].astype(bool)
+    ids, logprobs = np.split(array[:, 3:], 2, axis=1)
+    return Choice(token, logprob, valid, ids, np.ascontiguousarray(logprobs).view(np.float32))
+
+
+def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> State:
+    """A state of other rows and slots: row i is row order[i] of `state`, or an empty one where that is negative.
+
+    Args:
+      order: int32[any].
+      capacity: slots of each row; none that is cut off may hold a token of a row that is kept.
+    """
+    kept = order >= 0
+    rows = jnp.maximum(order, 0)
+    stacked = not isinstance(state.cache.k, tuple)
+
+    def of_cache(buffer: jax.Array) -> jax.Array:
+        buffer = jnp.take(buffer, rows, axis=int(stacked), mode="clip")[..., : min(capacity, buffer.shape[-2]), :]
+        missing = capacity - buffer.shape[-2]
+        return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)]) if missing else buffer
+
+    def of_rest(x: jax.Array) -> jax.Array:
+        return jnp.take(x, rows, axis=0, mode="clip")
+
+    cache = over_buffers(of_cache, state.cache).replace(length=of_rest(state.cache.length))
+    rest = jax.tree.map(of_rest, state.replace(cache=None))
+    done = layout.constrain(rest.done | ~kept, "everywhere")
+    return rest.replace(cache=lay_out(cache, layout), seen=layout.constrain(rest.seen, "logits"), done=done)
+
+
+def take_row(state: State, row: jax.Array, layout: Layout) -> State:
+    """The state of one row alone, which goes on: int32[] `row`."""
+    return arrange(state, row[None], state.cache.capacity, layout).replace(done=jnp.zeros(1, bool))
+
+
+def cut(cache: KVCache, start: jax.Array, size: int) -> tuple[Any, Any]:
+    """A copy of `size` slots of a cache of one row: keys and values [layers, K, size, ...]."""
+    layers = int(not isinstance(cache.k, tuple))  # axes before that of the rows
+
+    def of(x: jax.Array) -> jax.Array:  # [(L,) 1, K, S, ...]
+        return jnp.squeeze(lax.dynamic_slice_in_dim(x, start, size, layers + 2), layers)
+
+    k, v = jax.tree.map(of, (cache.k, cache.v))
+    if layers:
+        return k, v
+    return jax.tree.map(lambda *each: jnp.stack(each), *k), jax.tree.map(lambda *each: jnp.stack(each), *v)
+
+
+def paste(cache: KVCache, piece: tuple[Any, Any], start: jax.Array) -> KVCache:
+    """The cache of one row with what `cut` gave in the slots from `start` on: it has then read all up to their end."""
+    layers = int(not isinstance(cache.k, tuple))
+
+    def put(x: jax.Array, new: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, jnp.expand_dims(new, layers), start, layers + 2)
+
+    def put_all(old: Any, new: Any) -> Any:
+        if layers:
+            return jax.tree.map(put, old, new)
+        return tuple(jax.tree.map(put, layer, jax.tree.map(lambda x, i=i: x[i], new)) for i, layer in enumerate(old))
+
+    k, v = (put_all(old, new) for old, new in zip((cache.k, cache.v), piece, strict=True))
+    size = jax.tree.leaves(piece)[0].shape[2]
+    return cache.replace(k=k, v=v, length=jnp.full_like(cache.length, start + size), fresh=False)
+
+
+class Programs(NamedTuple):
+    """The functions of this file, compiled when they are first called with new shapes; states and caches are donated."""
+
+    take_turn: Callable[..., Any]
+    begin: Callable[..., Any]
+    read: Callable[..., Any]
+    score: Callable[..., Any]
+    empty_reading: Callable[..., Any]
+    enlarge: Callable[..., Any]
+    arrange: Callable[..., Any]
+    take_row: Callable[..., Any]
+    insert: Callable[..., Any]
+    cut: Callable[..., Any]
+    paste: Callable[..., Any]
+
+
+@functools.cache
+def programs_for(platform: str) -> Programs:
+    """The programs for "cpu", "gpu" or "tpu"."""
+    options = decoding_on_tpu() if platform == "tpu" else None
+    return Programs(
+        take_turn=jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
+        begin=jax.jit(begin, static_argnums=(0, 7), donate_argnums=2),
+        read=jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2),
+        score=jax.jit(score, static_argnums=(0, 8, 9), donate_argnums=2),
+        empty_reading=jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5)),
+        enlarge=jax.jit(enlarge, static_argnums=(1, 2)),
+        arrange=jax.jit(arrange, static_argnums=(2, 3)),
+        take_row=jax.jit(take_row, static_argnums=2),
+        insert=jax.jit(insert, donate_argnums=0),
+        cut=jax.jit(cut, static_argnums=2),
+        paste=jax.jit(paste, donate_argnums=0),
+    )

@@ -1,0 +1,66 @@
+"""What an engine is at, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+
+class EngineStats(NamedTuple):
+    """A moment of an engine. Counts are since it was made.
+
+    Attributes:
+      rows: requests that can be decoded at once.
+      running, reading, waiting: requests that are decoded, whose prompt is being read, that wait.
+      waiting_tokens: of the prompts that wait.
+      cache_fill: share of all slots of all pools that hold a token, 0 to 1.
+      prompt_tokens: of prompts that have been read, those found in the prefix cache included.
+      generated_tokens: that were given out.
+      cached_tokens: of prompts, found in the prefix cache.
+      finished: requests by why they ended.
+      refused: requests that the queue had no room for.
+      compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine's own are none.
+      turns: that were taken.
+      turn_seconds: that they took.
+      last_turn: when the last one ended, by `time.monotonic`.
+      busy: whether there is something to do.
+      prefix_entries, prefix_bytes, evicted: of the prefix cache.
+    """
+
+    rows: int
+    running: int
+    reading: int
+    waiting: int
+    waiting_tokens: int
+    cache_fill: float
+    prompt_tokens: int
+    generated_tokens: int
+    cached_tokens: int
+    finished: Mapping[str, int]
+    refused: int
+    compilations_after_ready: int
+    turns: int
+    turn_seconds: float
+    last_turn: float
+    busy: bool
+    prefix_entries: int
+    prefix_bytes: int
+    evicted: int
+
+
+class CompileCount:
+    """Programs that JAX has compiled, or fetched from its cache, since `begin`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def begin(self) -> None:
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def end(self) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
