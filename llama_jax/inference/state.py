@@ -225,9 +225,7 @@ def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, layout: Lay
     return layout.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
 
 
-def choose(
-    state: State, logits: jax.Array, layout: Layout, permitted: jax.Array | None = None
-) -> tuple[State, jax.Array]:
+def choose(state: State, logits: jax.Array, layout: Layout, permitted: jax.Array | None = None) -> tuple[State, jax.Array]:
     """The state after one more token of every row that is not done, and its log-probability float32[B].
 
     Args:

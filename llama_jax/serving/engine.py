@@ -146,10 +146,11 @@ class Engine:
             return False
         self._sweep(begun)
         self._move()
-        if any(row.allowed is not None for pool in self.pools for row in pool.running):
-            self._collect(self._take_pending())  # what a constraint allows next depends on the token before
         before = self._take_pending()
         first = self._read()
+        if any(row.allowed is not None for pool in self.pools for row in pool.running):
+            self._collect([*before, *first])  # what a constraint allows next depends on the token before
+            before, first = [], []
         self._pending = [*first, *(one for one in (pool.take_turn() for pool in self.pools) if one is not None)]
         self._collect(before)
         self._after_turn()
@@ -206,7 +207,7 @@ class Engine:
         row.allowed = None if constraint is None else constraint.allowed()
         one, packed = reading.begin(ticket.arrays, row.allowed)
         if row.turns > 0:
-            self._pool_for(row.slots + 1).join(row, one)
+            self._pool_for(ticket).join(row, one)
         return [Pending(packed, [row])]
 
     def _next_prompt(self) -> Ticket | None:
@@ -214,11 +215,9 @@ class Engine:
 
         So a short prompt waits for no long one, and a long one comes on at half the speed whatever else arrives.
         """
-        free = {id(pool): pool.free for pool in self.pools}
-        for ticket in self._reading:
-            free[id(self._pool_for(len(ticket.request.prompt) + 1))] -= 1
+        free = [self._free(pool) > 0 for pool in self.pools]
         with self._changed:
-            able = [ticket for ticket in self._queue if free[id(self._pool_for(len(ticket.request.prompt) + 1))] > 0]
+            able = [ticket for ticket in self._queue if free[self.pools.index(self._pool_for(ticket))]]
             candidates = [*self._reading, *able]
             if not candidates:
                 return None
@@ -231,16 +230,21 @@ class Engine:
             self._reading.append(ticket)
         return ticket
 
-    def _pool_for(self, tokens: int) -> Pool:
-        """The pool whose rows hold so many."""
-        return next((pool for pool in self.pools if pool.longest >= tokens), self.pools[-1])
+    def _pool_for(self, ticket: Ticket) -> Pool:
+        """The pool whose rows hold the prompt and a token more."""
+        return next(pool for pool in self.pools if pool.longest > len(ticket.request.prompt) or pool is self.pools[-1])
+
+    def _free(self, pool: Pool) -> int:
+        """Rows of a pool that are not taken, nor will be by a prompt that is being read."""
+        return pool.free - sum(self._pool_for(ticket) is pool for ticket in self._reading)
 
     def _move(self) -> None:
         """Rows that have outgrown their pool go to the next as soon as it has a place."""
         for pool, longer in zip(self.pools, self.pools[1:], strict=False):
-            if longer.free and any(pool.outgrown()):
+            free = self._free(longer)
+            if free and any(pool.outgrown()):
                 self._collect(self._take_pending())  # what has ended need not move
-                for row in list(pool.outgrown())[: longer.free]:
+                for row in list(pool.outgrown())[:free]:
                     one = pool.take_row(row)
                     pool.leave(row)
                     longer.join(row, one)
@@ -319,7 +323,7 @@ class Engine:
         while self._cancelled:
             self._finish(self._cancelled.popleft(), "cancelled")
         if self._timed:
-            late = [ticket for ticket in self._timed if ticket.request.deadline <= now]
+            late = [ticket for ticket in self._timed if (ticket.request.deadline or now) <= now]
             for ticket in late:
                 self._finish(ticket, "timeout")
             with self._changed:

@@ -47,7 +47,7 @@ class ServedModel:
         if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):
             layout = layout_of(params)
             check_rows(layout, 1)
-        (device, *_) = params.embedding.devices()
+        (device, *_) = jax.tree.leaves(params)[0].devices()
         return cls(config, params, cache, compute, layout, programs_for(device.platform))
 
     @property

@@ -47,7 +47,7 @@ class Pending(NamedTuple):
     rows: list[Row | None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Pool:
     """A state of `inference.state` and its rows."""
 
@@ -116,6 +116,8 @@ class Pool:
             row.turns -= 1
             if not row.turns:  # ends by itself
                 self.rows[self.rows.index(row)] = None
+            elif row.slots == self.longest:  # stands still until it is moved
+                self._wishes = None
         return Pending(packed, rows)
 
     def _wishes_of(self) -> Wishes:

@@ -1,8 +1,8 @@
 """What has been read before: keys and values of whole pieces of prompts, found again by the tokens up to their end.
 
-Cold, warm and after eviction a prompt gives the same bits, because whole pieces are all that is kept: piece i of every prompt
-is read by the same program, for its shapes follow from i alone, from the same tokens. Keys and values that decoding made
-are never kept: they come from other programs, whose sums are in another order.
+Cold, warm and after eviction a prompt gives the same bits, because whole pieces are all that is kept: piece i of every
+prompt is read by the same program, for its shapes follow from i alone, from the same tokens. Keys and values that decoding
+made are never kept: they come from other programs, whose sums are in another order.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class Wishes(NamedTuple):
     def none(cls, rows: int, vocab: int) -> Wishes:
         """Of rows that wish for nothing, and are not live."""
         numbers = np.zeros(rows, np.int32)
-        return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), np.zeros((rows, -(-vocab // 32)), "u4"))
+        return cls(
+            np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), np.zeros((rows, -(-vocab // 32)), "u4")
+        )
 
 
 class Choice(NamedTuple):

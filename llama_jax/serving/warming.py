@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,84 +36,111 @@ def warm(
       progress: told after each program how many are done, of how many.
     """
     prompts = _Prompts(model, capacities, piece)
-    steps = [*prompts.steps()]
+    steps = list(prompts.steps())
     for pool, longer in zip(pools, [*pools[1:], None], strict=True):
-        steps += _steps_of(model, pool, prompts, longer is not None)
+        steps += _Rows(model, pool, prompts).steps(may_move=longer is not None)
     for done, step in enumerate(steps, 1):
         jax.block_until_ready(step())
         progress(done, len(steps))
 
 
+@dataclass(frozen=True)
 class _Prompts:
-    def __init__(self, model: ServedModel, capacities: tuple[int, ...], piece: int) -> None:
-        self.model, self.capacities, self.piece = model, capacities, piece
+    """The programs that read prompts."""
+
+    model: ServedModel
+    capacities: tuple[int, ...]
+    piece: int
 
     def steps(self) -> Iterator[Step]:
-        model, piece = self.model, self.piece
-        for reading in (self._fresh, *(partial(self._read_to, capacity) for capacity in self.capacities)):
-            for width in dict.fromkeys((min(SMALLEST_PIECE, piece), piece)):
-                yield partial(self._read, reading, width)
-            yield partial(self._score, reading)
-            yield lambda reading=reading: model.paste(reading(), model.cut(self._read_to(self.capacities[0]).cache, 0, piece), 0)
+        for capacity in (None, *self.capacities):
+            for width in dict.fromkeys((SMALLEST_PIECE, self.piece)):
+                yield partial(self.read, capacity, width)
+            yield partial(self.score, capacity)
+            yield partial(self.paste, capacity)
         for capacity in self.capacities:
-            yield lambda capacity=capacity: model.cut(self._read_to(capacity).cache, 0, piece)
             yield partial(self.begin, capacity)
 
-    def begin(self, capacity: int) -> State:
-        """The state of a prompt in a cache of so many slots."""
-        request = Request(Sampling().per_row(1), np.ones(1, np.int32), np.full((1, STOPS), -1, np.int32))
-        seen = np.zeros((1, self.model.vocab), bool)
-        wishes = Wishes.none(1, self.model.config.vocab_size)
-        return self.model.begin(self._read_to(capacity), seen, request, wishes)[0]
-
-    def _fresh(self) -> Reading:
-        return self.model.empty_reading(self.capacities[0])
-
-    def _read_to(self, capacity: int) -> Reading:
-        """A reading that has begun, in a cache of so many slots."""
-        reading = self._read(self._fresh, self.piece)
+    def reading(self, capacity: int | None) -> Reading:
+        """One that has begun, in a cache of so many slots; with None one that has not."""
+        if capacity is None:
+            return self.model.empty_reading(self.capacities[0])
+        reading = self.read(None, self.piece)
         for size in self.capacities[: self.capacities.index(capacity) + 1]:
             reading = self.model.enlarge(reading, size)
         return reading
 
-    def _read(self, reading: Callable[[], Reading], width: int) -> Reading:
-        return self.model.read(reading(), np.zeros((1, width), np.int32), _places(width))
+    def read(self, capacity: int | None, width: int) -> Reading:
+        return self.model.read(self.reading(capacity), np.zeros((1, width), np.int32), _places(width))
 
-    def _score(self, reading: Callable[[], Reading]) -> Any:
+    def score(self, capacity: int | None) -> Any:
         tokens = np.zeros((1, self.piece), np.int32)
-        return self.model.score(reading(), tokens, tokens[0], _places(self.piece), False)
+        return self.model.score(self.reading(capacity), tokens, tokens[0], _places(self.piece), False)
+
+    def paste(self, capacity: int | None) -> Any:
+        piece = self.model.cut(self.reading(capacity or self.capacities[0]).cache, 0, self.piece)
+        return self.model.paste(self.reading(capacity), piece, 0)
+
+    def begin(self, capacity: int) -> State:
+        """The state of one row after a prompt in a cache of so many slots."""
+        request = Request(Sampling().per_row(1), np.ones(1, np.int32), np.full((1, STOPS), -1, np.int32))
+        seen = np.zeros((1, self.model.vocab), bool)
+        wishes = Wishes.none(1, self.model.config.vocab_size)
+        return self.model.begin(self.reading(capacity), seen, request, wishes)[0]
 
 
 def _places(width: int) -> Places:
     return Places(np.array([width], np.int32), rope_lengths=np.array([width], np.int32))
 
 
-def _steps_of(model: ServedModel, pool: Pool, prompts: _Prompts, may_move: bool) -> Iterator[Step]:
-    wishes = lambda rows: jax.device_put(Wishes.none(rows, model.config.vocab_size))
+@dataclass(frozen=True)
+class _Rows:
+    """The programs of a pool."""
 
-    def state(rows: int, capacity: int) -> State:
-        start = len(pool.rows), pool.state.cache.capacity
-        found = pool.state
-        for rows_, capacity_ in steps_between(pool.options, start, (rows, capacity)):
-            found = model.arrange(found, [-1] * rows_, capacity_)
+    model: ServedModel
+    pool: Pool
+    prompts: _Prompts
+
+    def steps(self, may_move: bool) -> Iterator[Step]:
+        yield self.begin
+        options = self.pool.options
+        for rows in options.rows:
+            for capacity in options.capacities:
+                yield partial(self.take_turn, rows, capacity)
+                for shape in neighbours(options, rows, capacity):
+                    yield partial(self.arrange, rows, capacity, shape)
+                for size in self.prompts.capacities:
+                    if size <= capacity:
+                        yield partial(self.insert, rows, capacity, size)
+                if may_move and capacity == self.pool.longest:
+                    yield partial(self.take_row, rows, capacity)
+
+    def begin(self) -> None:
+        """Take a turn, after which the state is one that a program has made: one made by hand may lie elsewhere."""
+        self.pool.state, _ = self.model.take_turn(self.pool.state, self.wishes(len(self.pool.rows)))
+
+    def wishes(self, rows: int) -> Wishes:
+        return jax.device_put(Wishes.none(rows, self.model.config.vocab_size))
+
+    def state(self, rows: int, capacity: int) -> State:
+        """Another state of empty rows."""
+        found, start = self.pool.state, (len(self.pool.rows), self.pool.state.cache.capacity)
+        for shape in steps_between(self.pool.options, start, (rows, capacity)):
+            found = self.model.arrange(found, [-1] * shape[0], shape[1])
         return found
 
-    def first() -> State:
-        # A state that a program has made: such ones may lie elsewhere than one that was made by hand.
-        pool.state, _ = model.take_turn(pool.state, wishes(len(pool.rows)))
-        return pool.state
+    def take_turn(self, rows: int, capacity: int) -> Any:
+        return self.model.take_turn(self.own(rows, capacity), self.wishes(rows))
 
-    yield first
-    for rows in pool.options.rows:
-        for capacity in pool.options.capacities:
-            get = partial(state, rows, capacity)
-            yield lambda get=get, rows=rows: model.take_turn(model.arrange(get(), [-1] * rows, get().cache.capacity), wishes(rows))
-            for rows_, capacity_ in neighbours(pool.options, rows, capacity):
-                yield lambda get=get, rows_=rows_, capacity_=capacity_: model.arrange(get(), [-1] * rows_, capacity_)
-            for size in prompts.capacities:
-                if size <= capacity:
-                    yield lambda get=get, size=size, rows=rows: model.insert(
-                        model.arrange(get(), [-1] * rows, get().cache.capacity), 0, prompts.begin(size)
-                    )
-            if may_move and capacity == pool.longest:
-                yield lambda get=get: model.take_row(get(), 0)
+    def own(self, rows: int, capacity: int) -> State:
+        """A state that may be donated."""
+        return self.arrange(rows, capacity, (rows, capacity))
+
+    def arrange(self, rows: int, capacity: int, shape: tuple[int, int]) -> State:
+        return self.model.arrange(self.state(rows, capacity), [-1] * shape[0], shape[1])
+
+    def insert(self, rows: int, capacity: int, size: int) -> State:
+        return self.model.insert(self.own(rows, capacity), 0, self.prompts.begin(size))
+
+    def take_row(self, rows: int, capacity: int) -> State:
+        return self.model.take_row(self.state(rows, capacity), 0)

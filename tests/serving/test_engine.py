@@ -1,0 +1,449 @@
+"""The engine: whatever else it serves, every request gets what `generate` gives it alone."""
+
+import random
+import threading
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+import llama_jax
+from llama_jax import Sampling
+from llama_jax.errors import GenerationError, MeshError
+from llama_jax.model.trees import quantize
+from llama_jax.model.window import CacheOptions
+from llama_jax.parallel.mesh import parse_mesh
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.options import EngineOptions, PoolOptions
+from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
+
+SMALL = EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smallest_capacity=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random, with sharp logits so that rounding between batch sizes cannot turn an argmax over."""
+    config = replace(llama_jax.preset("stories-260k"), n_layers=2)
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+
+
+@pytest.fixture(scope="module")
+def warm_engine(model):
+    """Whose programs are compiled; another with the same options shares them."""
+    engine = Engine(*model, SMALL)
+    engine.warm()
+    return engine
+
+
+class Client:
+    """Submits a request and keeps its updates."""
+
+    def __init__(self, engine, **fields):
+        self.updates = []
+        self.request = GenerationRequest(**fields)
+        self.ticket = engine.submit(self.request, self.updates.append)
+
+    @property
+    def ids(self):
+        return [token.id for update in self.updates for token in update.tokens]
+
+    @property
+    def logprobs(self):
+        return [token.logprob for update in self.updates for token in update.tokens]
+
+    @property
+    def finish(self):
+        return self.updates[-1].finish if self.updates else None
+
+
+def exhaust(engine):
+    while engine.turn():
+        pass
+
+
+def alone(model, request, **options):
+    return llama_jax.generate(
+        *model,
+        [request.prompt],
+        max_new_tokens=request.max_new_tokens,
+        sampling=request.sampling,
+        stop_tokens=request.stop_tokens,
+        **options,
+    )[0]
+
+
+def some_request(rng, vocab=512, context=128):
+    prompt = [1, *(rng.randrange(3, vocab) for _ in range(rng.choice([0, 3, 15, 16, 17, 31, 40, 64, 90])))]
+    sampling = Sampling(
+        temperature=rng.choice([0.0, 0.7, 1.2]),
+        top_k=rng.choice([0, 5]),
+        top_p=rng.choice([1.0, 0.9]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        seed=rng.randrange(2**32),
+    )
+    most = min(rng.choice([1, 2, 7, 30, 60]), context - len(prompt))
+    stop = tuple(rng.sample(range(3, vocab), rng.choice([0, 5])))
+    return {"prompt": prompt, "max_new_tokens": most, "sampling": sampling, "stop_tokens": stop}
+
+
+class TestEveryRequestGetsWhatItGetsAlone:
+    @pytest.mark.parametrize("seed", range(3))
+    def test_among_others_that_come_and_go(self, model, warm_engine, seed):
+        rng, engine, clients, cancelled = random.Random(seed), Engine(*model, SMALL), [], set()
+        wanted = [some_request(rng) for _ in range(24)]
+        while wanted or engine.busy:
+            for _ in range(rng.randrange(3)):
+                if wanted:
+                    clients.append(Client(engine, **wanted.pop()))
+            if rng.random() < 0.05 and clients:
+                cancelled.add(gone := rng.randrange(len(clients)))
+                clients[gone].ticket.cancel()
+            engine.turn()
+        for i, client in enumerate(clients):
+            expected = alone(model, client.request)
+            if i in cancelled:
+                assert client.ids == expected.tokens[: len(client.ids)]
+                assert client.finish is not None
+            else:
+                assert client.ids == expected.tokens
+                assert client.finish == expected.finish_reason
+                np.testing.assert_allclose(client.logprobs, expected.logprobs, atol=1e-4)
+
+    def test_a_row_that_outgrows_its_pool(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=120) for i in range(4)]
+        exhaust(engine)  # four rows for two places: two of them wait in the middle of their text
+        for client in clients:
+            assert client.ids == alone(model, client.request).tokens
+
+    def test_with_a_cache_of_int8_and_quantised_weights(self, model):
+        config, params = model
+        params = quantize(params, "int8")
+        engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype="int8")))
+        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12) for i in range(1, 4)]
+        exhaust(engine)
+        for client in clients:
+            assert client.ids == alone((config, params), client.request, cache=CacheOptions(dtype="int8")).tokens
+
+    def test_with_stacked_blocks(self, model):
+        config, params = model
+        engine = Engine(config, llama_jax.stack(params), SMALL)
+        clients = [Client(engine, prompt=[1, *range(5, 5 + 20 * i)], max_new_tokens=40) for i in range(1, 4)]
+        exhaust(engine)
+        for client in clients:
+            assert client.ids == alone(model, client.request).tokens
+
+    def test_on_a_mesh(self, model, tmp_path):
+        llama_jax.save(tmp_path / "model", *model)
+        engine = Engine(*llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2], SMALL)
+        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12) for i in range(1, 4)]
+        exhaust(engine)
+        for client in clients:
+            assert client.ids == alone(model, client.request).tokens
+
+
+def test_nothing_is_compiled_once_it_is_warm(model, warm_engine):
+    rng, before = random.Random(7), warm_engine.stats().compilations_after_ready
+    for _ in range(60):
+        Client(warm_engine, **some_request(rng), alternatives=rng.choice([0, 3]), score_prompt=rng.random() < 0.2)
+        warm_engine.turn()
+    exhaust(warm_engine)
+    stats = warm_engine.stats()
+    assert stats.compilations_after_ready == before
+    assert stats.running == stats.reading == stats.waiting == 0
+    assert sum(stats.finished.values()) >= 60
+
+
+class TestPrefixCache:
+    def test_cold_warm_and_evicted_are_the_same_bits(self, model, warm_engine):
+        prompt = [1, *range(20, 100)]
+        kwargs = {"prompt": prompt, "max_new_tokens": 20, "alternatives": 5, "sampling": Sampling(temperature=0.8, seed=3)}
+        engine = Engine(*model, SMALL)
+        cold = Client(engine, **kwargs)
+        exhaust(engine)
+        warm = Client(engine, **kwargs)
+        exhaust(engine)
+        assert (cold.updates[0].cached, warm.updates[0].cached) == (0, 80)
+        engine.prefixes.most_bytes = engine.prefixes.held_bytes // 2  # the next piece drives others out
+        other = Client(engine, prompt=[1, *range(200, 280)], max_new_tokens=5)
+        exhaust(engine)
+        assert engine.prefixes.evicted > 0
+        evicted = Client(engine, **kwargs)
+        exhaust(engine)
+        assert evicted.updates[0].cached < 80
+        assert other.updates[0].cached == 0
+        tokens = [[token for update in client.updates for token in update.tokens] for client in (cold, warm, evicted)]
+        assert tokens[0] == tokens[1] == tokens[2]  # logprobs and alternatives included, to the bit
+
+    def test_what_a_longer_prompt_left_serves_a_shorter_one(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        Client(engine, prompt=[1, *range(20, 110)], max_new_tokens=1)
+        exhaust(engine)
+        fresh = Engine(*model, replace(SMALL, prefix_bytes=0))
+        for length in (16, 17, 33, 48, 49, 70):
+            kwargs = {"prompt": [1, *range(20, 110)][:length], "max_new_tokens": 8, "alternatives": 3}
+            warm, cold = Client(engine, **kwargs), Client(fresh, **kwargs)
+            exhaust(engine)
+            exhaust(fresh)
+            assert warm.updates[0].cached == (length - 1) // 16 * 16
+            assert cold.updates[0].cached == 0
+            assert warm.updates == [replace(u, cached=warm.updates[i].cached) for i, u in enumerate(cold.updates)]
+
+    def test_the_bytes_are_bounded_and_the_beginning_outlives_the_end(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        Client(engine, prompt=[1, *range(20, 100)], max_new_tokens=1)
+        exhaust(engine)
+        piece = engine.prefixes.held_bytes // len(engine.prefixes)
+        small = Engine(*model, replace(SMALL, prefix_bytes=3 * piece + 1))
+        for start in (20, 150, 300, 20):
+            client = Client(small, prompt=[1, *range(start, start + 80)], max_new_tokens=1)
+            exhaust(small)
+            assert small.prefixes.held_bytes <= 3 * piece
+            assert len(small.prefixes) == 3
+        assert client.updates[0].cached == 0
+        again = Client(small, prompt=[1, *range(20, 36)], max_new_tokens=1)
+        exhaust(small)
+        assert again.updates[0].cached == 0  # its five pieces did not all fit, and the first three were driven out
+
+
+class TestCancelling:
+    def test_wherever_it_is_its_row_is_free_within_two_turns(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        running = [Client(engine, prompt=[1, 7 + i], max_new_tokens=60) for i in range(4)]
+        while engine.stats().running < 4:
+            engine.turn()
+        waiting = Client(engine, prompt=[1, 9], max_new_tokens=60)
+        reading = Client(engine, prompt=[1, *range(5, 100)], max_new_tokens=20)
+        while not engine.stats().reading:
+            engine.turn()
+        for client in (waiting, reading, running[2]):
+            client.ticket.cancel()
+            client.ticket.cancel()
+            engine.turn()
+            engine.turn()
+            assert client.finish == "cancelled"
+        assert engine.stats()[1:4] == (3, 0, 0)
+        exhaust(engine)
+        for client in (running[0], running[1], running[3]):
+            assert client.ids == alone(model, client.request).tokens
+        reading.ticket.cancel()  # one that has ended
+        assert not engine.turn()
+
+    def test_many_leave_nothing(self, model, warm_engine):
+        engine, rng = Engine(*model, SMALL), random.Random(3)
+        for _ in range(150):
+            client = Client(engine, **some_request(rng))
+            for _ in range(rng.randrange(3)):
+                engine.turn()
+            client.ticket.cancel()
+        exhaust(engine)
+        stats = engine.stats()
+        assert stats.running == stats.reading == stats.waiting == stats.waiting_tokens == 0
+        assert all(row is None for pool in engine.pools for row in pool.rows)
+
+    def test_what_is_over_its_time(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        late = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() - 1)
+        soon = Client(engine, prompt=[1, 5], max_new_tokens=50, deadline=time.monotonic() + 3600)
+        exhaust_but_timed(engine)
+        assert (late.finish, soon.finish) == ("timeout", "length")
+        assert late.ids == []
+
+
+def exhaust_but_timed(engine):
+    while engine.busy:
+        engine.turn()
+
+
+class TestQueue:
+    def test_what_has_no_room_is_refused_at_once(self, model, warm_engine):
+        engine = Engine(*model, replace(SMALL, most_waiting=3, most_waiting_tokens=40))
+        for _ in range(3):
+            Client(engine, prompt=[1, 5], max_new_tokens=2)
+        with pytest.raises(BusyError, match=r"3 requests with 6 tokens are waiting.*try again later") as refused:
+            Client(engine, prompt=[1, 5], max_new_tokens=2)
+        assert 1 <= refused.value.retry_after <= 60
+        exhaust(engine)
+        Client(engine, prompt=[1] * 30, max_new_tokens=2)
+        with pytest.raises(BusyError):
+            Client(engine, prompt=[1] * 30, max_new_tokens=2)
+        assert engine.stats().refused == 2
+        exhaust(engine)
+        Client(engine, prompt=[1] * 60, max_new_tokens=2)  # alone, a long one may always wait
+
+    def test_a_short_prompt_does_not_wait_for_long_ones_nor_they_for_ever(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        long = [Client(engine, prompt=[1, *range(5, 115 - i)], max_new_tokens=2) for i in range(2)]
+        engine.turn()
+        turns = 0
+        short = [Client(engine, prompt=[1, 7 + i], max_new_tokens=2) for i in range(8)]
+        while not all(client.finish for client in long):
+            engine.turn()
+            turns += 1
+            if turns == 4:
+                assert short[0].updates
+        assert turns < 2 * 2 * 7 + 6  # at half the speed: the prompts are of seven pieces
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"prompt": [], "max_new_tokens": 1}, "empty"),
+            ({"prompt": [1, 512], "max_new_tokens": 1}, "512"),
+            ({"prompt": "text", "max_new_tokens": 1}, "encode it"),
+            ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens=0 must be an integer from 1"),
+            ({"prompt": [1], "max_new_tokens": 128}, "exceed the context of 128.* at most 127"),
+            ({"prompt": [1], "max_new_tokens": 5, "min_new_tokens": 6}, "min_new_tokens=6 must be an integer from 0 to 5"),
+            ({"prompt": [1], "max_new_tokens": 5, "alternatives": 21}, "alternatives=21 must be an integer from 0 to 20"),
+            ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": range(17)}, "17 stop tokens are more than the 16"),
+            ({"prompt": [1], "max_new_tokens": 5, "stop_tokens": [600]}, "600"),
+            ({"prompt": [1], "max_new_tokens": 5, "sampling": Sampling(top_p=0.0)}, "top_p"),
+            ({"prompt": [1], "max_new_tokens": 5, "sampling": 0.7}, "must be a Sampling"),
+        ],
+    )
+    def test_what_cannot_be(self, model, warm_engine, fields, said):
+        with pytest.raises(GenerationError, match=said):
+            Client(warm_engine, **fields)
+        assert not warm_engine.busy
+
+
+class EveryOther:
+    """A constraint: even ids after odd ones and odd ones after even."""
+
+    def __init__(self, vocab):
+        self.bits, self.odd = vocab, False
+
+    def allowed(self):
+        return np.full(-(-self.bits // 32), 0xAAAAAAAA if self.odd else 0x55555555, np.uint32)
+
+    def accept(self, token):
+        assert token % 2 == self.odd
+        self.odd = not self.odd
+
+
+class TestWishes:
+    def test_constrained_among_free_ones(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        free = Client(engine, prompt=[1, 7], max_new_tokens=20)
+        bound = Client(engine, prompt=[1, 7], max_new_tokens=20, constraint=EveryOther(512))
+        exhaust(engine)
+        assert [token % 2 for token in bound.ids] == [0, 1] * 10
+        assert free.ids == alone(model, free.request).tokens
+
+    def test_no_stop_token_before_the_least(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        first = alone(model, GenerationRequest(prompt=[1, 7], max_new_tokens=3)).tokens
+        kwargs = {"prompt": [1, 7], "max_new_tokens": 20, "stop_tokens": first}
+        early, late = Client(engine, **kwargs), Client(engine, **kwargs, min_new_tokens=9)
+        exhaust(engine)
+        assert early.ids == []
+        assert early.finish == "stop"
+        assert len(late.ids) >= 9
+        assert not set(late.ids[:9]) & set(first)
+
+    @pytest.mark.parametrize("new", [0, 3])
+    def test_a_scored_prompt(self, model, warm_engine, new):
+        config, params = model
+        prompt = [1, *range(50, 90)]
+        engine = Engine(*model, SMALL)
+        client = Client(engine, prompt=prompt, max_new_tokens=new, score_prompt=True, alternatives=4)
+        exhaust(engine)
+        logprobs = np.asarray(jax.nn.log_softmax(llama_jax.logits(config, params, np.array([prompt]))[0]))
+        scores = client.updates[0].prompt
+        assert [token.id for token in scores] == prompt
+        assert scores[0].logprob is None
+        np.testing.assert_allclose(
+            [token.logprob for token in scores[1:]], logprobs[np.arange(40), prompt[1:]], atol=1e-5 * np.abs(logprobs).max()
+        )
+        for at, token in enumerate(scores[1:]):
+            best = np.argsort(-logprobs[at], kind="stable")[:4]
+            assert [id for id, _ in token.alternatives] == best.tolist()
+        assert client.finish == "length"
+        assert client.ids == (alone(model, client.request).tokens if new else [])
+
+
+class TestRunning:
+    def test_in_a_thread_and_drained(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        thread = threading.Thread(target=engine.run)
+        thread.start()
+        clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=20) for i in range(6)]
+        engine.close(drain=True)
+        with pytest.raises(ClosedError):
+            Client(engine, prompt=[1], max_new_tokens=1)
+        thread.join(60)
+        assert not thread.is_alive()
+        for client in clients:
+            assert client.ids == alone(model, client.request).tokens
+
+    def test_closed_at_once(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=50) for i in range(8)]
+        engine.turn()
+        engine.close()
+        engine.run()
+        assert {client.finish for client in clients} == {"cancelled"}
+
+    def test_what_goes_wrong_ends_all_and_is_raised(self, model, warm_engine):
+        engine = Engine(*model, SMALL)
+        client = Client(engine, prompt=[1, 5], max_new_tokens=50)
+
+        def broken(update):
+            raise RuntimeError("the wire is cut")
+
+        engine.submit(GenerationRequest(prompt=[1], max_new_tokens=3), broken)
+        with pytest.raises(RuntimeError, match="the wire is cut"):
+            engine.run()
+        assert client.finish == "failed"
+        assert client.updates[-1].error == engine.failure == "RuntimeError: the wire is cut"
+        with pytest.raises(ClosedError, match="the wire is cut"):
+            Client(engine, prompt=[1], max_new_tokens=1)
+
+    def test_logits_that_are_no_numbers_end_their_request_alone(self, model, warm_engine):
+        config, params = model
+        embedding = params.embedding.at[99].set(np.nan)
+        config = replace(config, tie_embeddings=False)
+        engine = Engine(config, params.replace(embedding=embedding, lm_head=params.embedding), SMALL)
+        broken = Client(engine, prompt=[1, 99], max_new_tokens=5)
+        sound = Client(engine, prompt=[1, 98], max_new_tokens=5)
+        exhaust(engine)
+        assert (broken.finish, sound.finish) == ("failed", "length")
+        assert "not numbers" in broken.updates[-1].error
+
+
+class TestOptions:
+    def test_pools_follow_from_the_context(self, model):
+        config, _ = model
+        assert SMALL.pools(config) == (
+            PoolOptions(rows=(1, 4), capacities=(32, 64)),
+            PoolOptions(rows=(1, 2), capacities=(128,)),
+        )
+        assert replace(SMALL, context=50).pools(config) == (PoolOptions(rows=(1, 4), capacities=(32, 64)),)
+        assert EngineOptions(rows=64).pools(config)[0].rows == (1, 4, 16, 64)
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"rows": 0}, "rows=0 must be an integer of at least 1"),
+            ({"piece": 8}, "piece=8"),
+            ({"smallest_capacity": 100}, "must be a multiple of piece=64"),
+            ({"prefix_bytes": True}, "prefix_bytes=True"),
+            ({"context": 1}, "context=1"),
+            ({"cache": CacheOptions(window=8)}, "window=8: an engine keeps whole contexts"),
+        ],
+    )
+    def test_impossible_ones(self, fields, said):
+        with pytest.raises(GenerationError, match=said):
+            EngineOptions(**fields)
+
+    def test_a_context_beyond_the_models(self, model):
+        with pytest.raises(GenerationError, match="context=4096 exceeds the model's of 512"):
+            Engine(*model, EngineOptions(context=4096))
+
+    def test_a_mesh_that_divides_rows(self, model, tmp_path):
+        llama_jax.save(tmp_path / "model", *model)
+        laid_out = llama_jax.load(tmp_path / "model", mesh=parse_mesh("data=2"))[:2]
+        with pytest.raises(MeshError, match="over tensor alone"):
+            Engine(*laid_out, SMALL)
