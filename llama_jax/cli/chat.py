@@ -159,7 +159,7 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
     Args:
       at_start: whether it is a text of its own, not one that goes on with what was said, with its first space.
     """
-    from llama_jax.cli.text import Text
+    from llama_jax.tokenizers.text import Text
 
     text = Text(tokenizer, (), write=lambda new: print(new, end="", flush=True), at_start=at_start)
     from llama_jax.inference.drafting import DraftedPiece

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     import jax.numpy as jnp
 
     from llama_jax.cli.runtime import Clock
-    from llama_jax.cli.text import Text
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.drafting import Counts
     from llama_jax.model.params import Llama
     from llama_jax.model.window import CacheOptions
+    from llama_jax.tokenizers.text import Text
 
 BATCH = 8  # prompts that are continued at once
 
@@ -55,10 +55,10 @@ class Generate(ModelOptions):
     def run(self) -> None:
         started = time.perf_counter()
         from llama_jax.cli.runtime import Clock, CompileClock, start_backend, use_compilation_cache
-        from llama_jax.cli.text import Text
         from llama_jax.inference.requests import prepare
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
+        from llama_jax.tokenizers.text import Text
 
         use_compilation_cache()
         compiling = CompileClock()

@@ -16,7 +16,6 @@ from conftest import write_hf_folder
 
 import llama_jax
 from llama_jax.checkpoints.huggingface import NAMES
-from llama_jax.cli.text import Text
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 
@@ -341,38 +340,6 @@ def test_a_second_start_finds_its_programs_compiled(stories_folder, tmp_path, en
         counts.append(len([p for p in Path(tmp_path / "cache").iterdir() if p.name.endswith("-cache")]))
     assert counts[0] > 0
     assert counts[1] == counts[0]
-
-
-class Letters:
-    """Each token is the letter of its number."""
-
-    vocab_size = 256
-
-    def token_bytes(self, token):
-        return bytes([token])
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "shown"),
-    [
-        ("hello world", ("wor",), "hello "),
-        ("aab", ("ab",), "a"),
-        ("aaab aab", ("aab",), "a"),
-        ("abcabd", ("abd",), "abc"),
-        ("no end", ("x", "yz"), "no end"),
-        ("one two", ("two", "on"), ""),
-        ("almos", ("almost",), "almos"),
-        (b"cut \xf0\x9f".decode("latin-1"), ("\ufffd",), "cut "),
-    ],
-)
-def test_stop_strings_across_tokens(text, stop, shown):
-    written = []
-    out = Text(Letters(), stop, written.append)
-    for letter in text.encode("latin-1"):
-        if out.push(letter):
-            break
-    out.finish()
-    assert out.shown == "".join(written) == shown
 
 
 @pytest.mark.slow
