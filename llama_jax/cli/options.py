@@ -43,24 +43,12 @@ class RememberOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(RememberOptions):
+class LoadOptions:
     model: Path | None = None
     """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
     By default the small stories model that comes with the package."""
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
-    temperature: float = 0.8
-    """Divides the logits; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
-    top_k: int = 0
-    """Keep the k most probable tokens; 0 keeps all."""
-    top_p: float = 0.95
-    """Keep the most probable tokens until their probability reaches p; 1 keeps all."""
-    min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the most probable; 0 keeps all."""
-    repetition_penalty: float = 1.0
-    """Makes tokens that the text already has less probable; 1 is off."""
-    seed: int | None = None
-    """Start of the random stream; by default taken from the clock and printed."""
     dtype: DTYPES = "auto"
     """Type of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
     quantize: QUANTIZE = "none"
@@ -71,30 +59,8 @@ class ModelOptions(RememberOptions):
     lengthens the context; none leaves out the model's own."""
     attention: ATTENTION = "auto"
     """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
-    draft: str = ""
-    """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
-    them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
-    prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
     mesh: str = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
-
-    def choose_seed(self) -> int:
-        return time.time_ns() % 2**32 if self.seed is None else self.seed
-
-    def sampling(self, seed: int) -> Sampling:
-        """How to choose tokens; GenerationError for an impossible value."""
-        import llama_jax
-
-        sampling = llama_jax.Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            seed=seed,
-        )
-        sampling.per_row(1)
-        return sampling
 
     def mesh_sizes(self) -> MeshSizes | None:
         """The sizes of the mesh, or None; MeshError for one that divides more than the model."""
@@ -111,12 +77,6 @@ class ModelOptions(RememberOptions):
         make_mesh(sizes)
         return sizes
 
-    def drafter(self, tokenizer: Tokenizer) -> Drafter | None:
-        """What proposes tokens, or None; GenerationError for a draft with another vocabulary than the model's."""
-        if not self.draft:
-            return None
-        return load_draft(self.draft, None if self.dtype == "auto" else self.dtype, tokenizer, self.mesh_sizes())
-
     def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none, or one that is not the model's."""
         import jax.numpy as jnp
@@ -129,8 +89,6 @@ class ModelOptions(RememberOptions):
         path = bundled() if self.model is None else self.model
         if self.rope:  # that it cannot be is said before minutes go into loading
             with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
-        if self.draft:
-            check_draft(self.draft, llama_jax.checkpoints.open_checkpoint(path).config)
         config, params, tokenizer = llama_jax.load(
             path,
             dtype,
@@ -152,3 +110,56 @@ class ModelOptions(RememberOptions):
                 " give the model's own"
             )
         return with_rope(config, self.rope), params, tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions, RememberOptions):
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
+    top_k: int = 0
+    """Keep the k most probable tokens; 0 keeps all."""
+    top_p: float = 0.95
+    """Keep the most probable tokens until their probability reaches p; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as probable as the most probable; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that the text already has less probable; 1 is off."""
+    seed: int | None = None
+    """Start of the random stream; by default taken from the clock and printed."""
+    draft: str = ""
+    """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
+    them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
+    prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
+
+    def choose_seed(self) -> int:
+        return time.time_ns() % 2**32 if self.seed is None else self.seed
+
+    def sampling(self, seed: int) -> Sampling:
+        """How to choose tokens; GenerationError for an impossible value."""
+        import llama_jax
+
+        sampling = llama_jax.Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=seed,
+        )
+        sampling.per_row(1)
+        return sampling
+
+    def drafter(self, tokenizer: Tokenizer) -> Drafter | None:
+        """What proposes tokens, or None; GenerationError for a draft with another vocabulary than the model's."""
+        if not self.draft:
+            return None
+        return load_draft(self.draft, None if self.dtype == "auto" else self.dtype, tokenizer, self.mesh_sizes())
+
+    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""
+        if self.draft:  # before minutes go into loading
+            from llama_jax.checkpoints import open_checkpoint
+            from llama_jax.checkpoints.bundled import bundled
+
+            check_draft(self.draft, open_checkpoint(bundled() if self.model is None else self.model).config)
+        return super().load()
