@@ -97,6 +97,8 @@ _HOME = {
     "Batch": "training.batch",
     "LossOptions": "training.objective",
     "next_token_loss": "training.objective",
+    "EngineOptions": "serving.options",
+    "batch": "serving.offline",
     "OptimizerSettings": "training.optimizer",
     "make_optimizer": "training.optimizer",
     "StepOptions": "training.step",
@@ -115,6 +117,7 @@ _ROOMS = (
     "ops",
     "parallel",
     "runs",
+    "serving",
     "tokenizers",
     "training",
     "verify",
@@ -128,6 +131,7 @@ __all__ = [
     "ConfigError",
     "Divergence",
     "DraftModel",
+    "EngineOptions",
     "Evaluation",
     "Generation",
     "GenerationError",
@@ -153,6 +157,7 @@ __all__ = [
     "TokenizerError",
     "TrainState",
     "UserError",
+    "batch",
     "cache_bytes",
     "convert",
     "divergence",
@@ -209,6 +214,8 @@ if TYPE_CHECKING:
     from llama_jax.runs.loop import train
     from llama_jax.runs.needle import NeedleTest, needle
     from llama_jax.runs.recipe import Recipe
+    from llama_jax.serving.offline import batch
+    from llama_jax.serving.options import EngineOptions
     from llama_jax.tokenizers import Message, TextStream, encode_chat, load_tokenizer
     from llama_jax.training.batch import Batch
     from llama_jax.training.objective import LossOptions, next_token_loss

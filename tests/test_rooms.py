@@ -28,6 +28,7 @@ FLOOR = {
     "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
     "verify": 6,  # compares what is read with what others make of the same file
     "runs": 6,  # the training loop: reads data, lays it out, writes checkpoints
+    "serving": 6.5,  # runs what is below as a service, with clocks and threads
     "cli": 7,
     "__main__": 8,
 }

@@ -13,6 +13,7 @@ import tyro
 
 import llama_jax
 from llama_jax.cli.arguments import arranged
+from llama_jax.cli.batch import BatchPrompts
 from llama_jax.cli.chat import Chat
 from llama_jax.cli.convert import Convert
 from llama_jax.cli.estimate import Estimate
@@ -32,6 +33,7 @@ Command = (
     | Annotated[Estimate, tyro.conf.subcommand("estimate", prefix_name=False)]
     | Annotated[Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
     | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
+    | Annotated[BatchPrompts, tyro.conf.subcommand("batch", prefix_name=False)]
     | Annotated[Chat, tyro.conf.subcommand("chat", prefix_name=False)]
     | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]

@@ -113,7 +113,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(LoadOptions, RememberOptions):
+class SamplingOptions:
     temperature: float = 0.8
     """Divides the logits; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
     top_k: int = 0
@@ -126,10 +126,6 @@ class ModelOptions(LoadOptions, RememberOptions):
     """Makes tokens that the text already has less probable; 1 is off."""
     seed: int | None = None
     """Start of the random stream; by default taken from the clock and printed."""
-    draft: str = ""
-    """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
-    them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
-    prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
 
     def choose_seed(self) -> int:
         return time.time_ns() % 2**32 if self.seed is None else self.seed
@@ -148,6 +144,14 @@ class ModelOptions(LoadOptions, RememberOptions):
         )
         sampling.per_row(1)
         return sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(LoadOptions, SamplingOptions, RememberOptions):
+    draft: str = ""
+    """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
+    them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
+    prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
 
     def drafter(self, tokenizer: Tokenizer) -> Drafter | None:
         """What proposes tokens, or None; GenerationError for a draft with another vocabulary than the model's."""

@@ -8,6 +8,7 @@ never copied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 
+Choose = Callable[[Any, jax.Array, Layout], tuple[Any, Any]]  # as `choose`
 CHUNK = 4  # tokens per turn of the decode loop; early exit happens between turns: few enough that none waits long
 
 
@@ -199,40 +201,14 @@ def decode(
     return state, taken, Piece(*(layout.constrain(part, "everywhere") for part in out))
 
 
-def advance(
-    config: LlamaConfig, params: Llama, state: State, compute: Compute, layout: Layout
-) -> tuple[State, tuple[jax.Array, jax.Array, jax.Array]]:
-    """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity, [B]."""
-    valid = ~state.done
-    state, logits = read_token(config, params, state, compute, layout)
-    with layout.context():
-        state, logprobs = choose(state, logits, layout)
-    return state, (state.token, logprobs, valid)
-
-
-def read_token(
-    config: LlamaConfig, params: Llama, state: State, compute: Compute, layout: Layout
-) -> tuple[State, jax.Array]:
-    """Read the token of every row that is not done: the state with a longer cache, and logits float32[B, V]."""
-    places = Places(lengths=(~state.done).astype(jnp.int32))
-    hidden, cache = forward(config, params, state.token[:, None], state.cache, places=places, compute=compute, layout=layout)
-    with layout.context():
-        return state.replace(cache=lay_out(cache, layout)), logits_of(config, params, hidden[:, 0], layout)
-
-
 def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, layout: Layout) -> jax.Array:
     """float32[B, V] also of a model in float64: what is drawn is made of 32 random bits."""
     return layout.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
 
 
-def choose(state: State, logits: jax.Array, layout: Layout, permitted: jax.Array | None = None) -> tuple[State, jax.Array]:
-    """The state after one more token of every row that is not done, and its log-probability float32[B].
-
-    Args:
-      permitted: bool[B, V], the tokens to choose from; all when None. Log-probabilities are of all.
-    """
-    scores = logits if permitted is None else jnp.where(permitted, logits, -jnp.inf)
-    token = sample(scores, state.request.sampling, state.seen, state.count)
+def choose(state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+    """The state after one more token of every row that is not done, and its log-probability float32[B]."""
+    token = sample(logits, state.request.sampling, state.seen, state.count)
     token = jnp.where(state.done, state.token, token)
     # Row by row, not by pairs of indices: each device then looks at its own rows only.
     logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
@@ -246,6 +222,19 @@ def choose(state: State, logits: jax.Array, layout: Layout, permitted: jax.Array
         done=state.done | stopped | (count >= state.request.limit),
     )
     return state, logprobs
+
+
+def advance(
+    config: LlamaConfig, params: Llama, state: State, compute: Compute, layout: Layout, choose: Choose = choose
+) -> tuple[State, tuple[jax.Array, Any, jax.Array]]:
+    """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity, [B]."""
+    valid = ~state.done
+    places = Places(lengths=valid.astype(jnp.int32))
+    hidden, cache = forward(config, params, state.token[:, None], state.cache, places=places, compute=compute, layout=layout)
+    with layout.context():
+        logits = logits_of(config, params, hidden[:, 0], layout)
+        state, logprobs = choose(state.replace(cache=lay_out(cache, layout)), logits, layout)
+    return state, (state.token, logprobs, valid)
 
 
 def lay_out(cache: KVCache, layout: Layout) -> KVCache:

@@ -131,6 +131,7 @@ class Engine:
         with self._changed:
             self._closing = "drain" if drain and self._closing is None else "now"
             self._changed.notify()
+        self._compiled.end()
 
     @property
     def busy(self) -> bool:

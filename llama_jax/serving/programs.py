@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +24,13 @@ from llama_jax.inference.state import (
     Reading,
     Request,
     State,
+    advance,
     choose,
     empty_reading,
     enlarge,
     lay_out,
     logits_of,
     read,
-    read_token,
 )
 from llama_jax.model.cache import KVCache, over_buffers
 from llama_jax.model.forward import forward, unembed
@@ -86,9 +87,8 @@ def take_turn(
 ) -> tuple[State, jax.Array]:
     """One more token of every live row; and the packed `Choice`."""
     state = state.replace(done=state.done | ~wishes.live)
-    valid = ~state.done
-    state, logits = read_token(config, params, state, compute, layout)
-    return _choose(config, state, logits, valid, wishes, layout)
+    state, (_, packed, _) = advance(config, params, state, compute, layout, partial(_choose, wishes))
+    return _seen_by_host(state, layout), packed
 
 
 def begin(
@@ -109,24 +109,32 @@ def begin(
     state = empty_state(config, params, Reading(cache, hidden), request, layout)
     state = state.replace(seen=layout.constrain(seen, "logits"), done=jnp.zeros(1, bool))
     with layout.context():
-        logits = logits_of(config, params, hidden, layout)
-    return _choose(config, state, logits, ~state.done, wishes, layout)
+        state, packed = _choose(wishes, state, logits_of(config, params, hidden, layout), layout)
+    return _seen_by_host(state, layout), packed
 
 
-def _choose(
-    config: LlamaConfig, state: State, logits: jax.Array, valid: jax.Array, wishes: Wishes, layout: Layout
-) -> tuple[State, jax.Array]:
+def _seen_by_host(state: State, layout: Layout) -> State:
+    return state.replace(done=layout.constrain(state.done, "everywhere"))
+
+
+def _choose(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+    """`choose` of what is permitted: the state, and the packed `Choice` with log-probabilities among all tokens."""
+    valid = ~state.done
     barred = state.count < wishes.least
-    permitted = lax.cond(
+    scores = lax.cond(
         jnp.any(wishes.constrained | barred),
-        lambda: _permitted(state, wishes, barred, logits.shape[-1]),
-        lambda: jnp.ones(logits.shape, bool),
+        lambda: jnp.where(_permitted(state, wishes, barred, logits.shape[-1]), logits, -jnp.inf),
+        lambda: logits,
     )
-    with layout.context():
-        state, logprob = choose(state, logits, layout, layout.constrain(permitted, "logits"))
+    state, _ = choose(state, layout.constrain(scores, "logits"), layout)
     ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
-    packed = pack(Choice(state.token, logprob, valid, ids, logprobs))
-    return state.replace(done=layout.constrain(state.done, "everywhere")), layout.constrain(packed, "everywhere")
+    choice = Choice(state.token, logprob_of(logits, state.token), valid, ids, logprobs)
+    return state, layout.constrain(pack(choice), "everywhere")
+
+
+def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """float32[B], of a token in each row [B, V]. Row by row, so that each device looks at its own rows only."""
+    return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _permitted(state: State, wishes: Wishes, barred: jax.Array, vocab: int) -> jax.Array:
@@ -175,8 +183,12 @@ def score(
     last = jnp.take_along_axis(new, (places.lengths - 1)[:, None, None], axis=1)[:, 0]
     with layout.context():
         logits = unembed(config, params, new[0]).astype(jnp.float32)  # [C, V]
-        logprobs = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-        choice = Choice(targets, logprobs, jnp.arange(len(targets)) < places.lengths[0], *most_probable(logits, wanted))
+        choice = Choice(
+            targets,
+            logprob_of(logits, targets),
+            jnp.arange(len(targets)) < places.lengths[0],
+            *most_probable(logits, wanted),
+        )
         packed = layout.constrain(pack(choice), "everywhere")
     return Reading(lay_out(cache, layout), layout.constrain(last, "row")), packed
 

@@ -51,16 +51,21 @@ class EngineStats(NamedTuple):
 
 
 class CompileCount:
-    """Programs that JAX has compiled, or fetched from its cache, since `begin`."""
+    """Programs that JAX has compiled, or fetched from its cache, between `begin` and `end`."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._counting = False
 
     def begin(self) -> None:
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        if not self._counting:
+            jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self._counting = True
 
     def end(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        if self._counting:
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+        self._counting = False
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         self.count += event == "/jax/core/compile/backend_compile_duration"

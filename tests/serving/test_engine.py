@@ -35,7 +35,8 @@ def warm_engine(model):
     """Whose programs are compiled; another with the same options shares them."""
     engine = Engine(*model, SMALL)
     engine.warm()
-    return engine
+    yield engine
+    engine.close()
 
 
 class Client:

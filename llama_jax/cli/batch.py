@@ -1,0 +1,217 @@
+"""``llama-jax batch``: continue every prompt of a file, however many there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from llama_jax.cli.options import LoadOptions, SamplingOptions
+from llama_jax.cli.prompts import read_prompts
+from llama_jax.config.numbers import require_positive_int
+from llama_jax.errors import GenerationError, UserError, shown
+
+if TYPE_CHECKING:
+    from llama_jax.serving.engine import Engine
+    from llama_jax.serving.offline import Job
+    from llama_jax.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPrompts(LoadOptions, SamplingOptions):
+    """Continue every prompt of a .jsonl into another, one object a line as they end. What OUT has already is not done again:
+    a batch that was stopped goes on where it was."""
+
+    prompts: tyro.conf.Positional[Path]
+    """A .jsonl whose lines are objects with a prompt, as in {"prompt": "Once"}; each is sampled from a seed one above that
+    of the line before."""
+    out: tyro.conf.Positional[Path]
+    """The .jsonl to write: the number of the prompt, its text, tokens, why it ended, and the settings."""
+    max_new_tokens: int = 256
+    """Tokens to generate at most for each prompt; fewer where the model's context ends."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """End where this text appears (it is not written); may be given several times."""
+    ignore_eos: bool = False
+    """Go on after the tokens that end a text, until --stop or --max-new-tokens."""
+    rows: int = 16
+    """Prompts that are continued at once."""
+    cache: Literal["auto", "int8"] = "auto"
+    """Keys and values are kept in the type of the weights, or as 8-bit numbers with 4 bytes more for each head."""
+    prefix_cache: int = 256
+    """Megabytes for what the beginnings of prompts share; 0 reads each prompt whole."""
+
+    def run(self) -> None:
+        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+        from llama_jax.model.options import Compute
+        from llama_jax.model.window import CacheOptions
+        from llama_jax.serving.options import EngineOptions
+
+        use_compilation_cache()
+        require_positive_int("max_new_tokens", self.max_new_tokens)
+        options = EngineOptions(
+            rows=self.rows,
+            prefix_bytes=self.prefix_cache * 2**20,
+            cache=CacheOptions(dtype=None if self.cache == "auto" else self.cache),
+            compute=Compute(attention=self.attention),
+        )
+        if any(not text for text in self.stop):
+            raise GenerationError("--stop is empty; give the text at which to end")
+        if self.prompts.suffix.lower() != ".jsonl":
+            raise GenerationError(f"{self.prompts} is no .jsonl, whose lines are objects with a prompt")
+        prompts = read_prompts(None, self.prompts)
+        done = _Output(self.out, prompts)
+        seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
+        self.sampling(seed)
+        settings = self._settings(seed)
+        done.check(settings)
+        left = [line for line in range(1, len(prompts) + 1) if line not in done.lines]
+        if done.lines:
+            print(f"llama-jax: {self.out} has {len(done.lines)} of {len(prompts)} prompts", file=sys.stderr)
+        if not left:
+            return
+
+        start_backend()
+        from llama_jax.serving.engine import Engine
+
+        config, params, tokenizer = self.load()
+        engine = Engine(config, params, options)
+        begun = time.monotonic()
+        made = done.write(self._jobs(engine, tokenizer, prompts, left, seed), settings, len(left))
+        seconds = time.monotonic() - begun
+        stats = engine.stats()
+        print(
+            f"{made} prompts, {stats.prompt_tokens} tokens read ({stats.cached_tokens} of them found in the prefix cache),"
+            f" {stats.generated_tokens} made, {stats.generated_tokens / max(seconds, 1e-9):.1f}/s · seed {seed}",
+            file=sys.stderr,
+        )
+
+    def _settings(self, seed: int) -> dict[str, Any]:
+        """All that the texts depend on, apart from the files themselves."""
+        names = ("dtype", "quantize", "cache", "rope", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {
+            "model": None if self.model is None else self.model.name,
+            **{name: getattr(self, name) for name in names},
+            "seed": seed,
+            "max_new_tokens": self.max_new_tokens,
+            "stop": list(self.stop),
+            "ignore_eos": self.ignore_eos,
+        }
+
+    def _jobs(self, engine: Engine, tokenizer: Tokenizer, prompts: list[str], lines: list[int], seed: int) -> Iterator[Job]:
+        from llama_jax.serving.offline import Job, run_jobs
+        from llama_jax.serving.requests import GenerationRequest
+        from llama_jax.tokenizers.text import Text
+
+        def job(line: int) -> Job:
+            ids = tokenizer.encode(prompts[line - 1])
+            room = engine.context - len(ids)
+            if room < 1:
+                raise GenerationError(
+                    f"{self.prompts}: prompt {line} has {len(ids)} tokens, the model's context {engine.context}; shorten it"
+                )
+            request = GenerationRequest(
+                prompt=ids,
+                max_new_tokens=min(self.max_new_tokens, room),
+                sampling=self.sampling((seed + line - 1) % 2**32),
+                stop_tokens=() if self.ignore_eos else tokenizer.stop_ids,
+            )
+            return Job(line, request, Text(tokenizer, self.stop, write=lambda text: None))
+
+        return run_jobs(engine, map(job, lines))
+
+
+class _Output:
+    """The file that is written line by line, and what it holds already.
+
+    Attributes:
+      lines: the numbers of the prompts that it has.
+      seed: of the batch that began it; None for a new one.
+    """
+
+    def __init__(self, path: Path, prompts: list[str]) -> None:
+        self.path = path
+        self._prompts = prompts
+        self.lines: set[int] = set()
+        self.seed: int | None = None
+        self._settings: dict[str, Any] | None = None
+        self._whole = 0  # bytes up to the end of the last whole line
+        try:
+            content = path.read_bytes() if path.exists() else b""
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+        for number, line in enumerate(content.split(b"\n")[:-1], 1):  # what a kill has torn off has no end of line
+            self._whole += len(line) + 1
+            self._add(line, number)
+
+    def _add(self, line: bytes, number: int) -> None:
+        foreign = UserError(f"{self.path}, line {number} is not of a batch of these prompts; give another file to write")
+        try:
+            value = json.loads(line)
+            which, settings = value["line"], value["settings"]
+            same = 1 <= which <= len(self._prompts) and value["prompt"] == self._prompts[which - 1]
+            seed = int(settings["seed"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise foreign from None
+        if not same:
+            raise foreign
+        self.lines.add(which)
+        self.seed, self._settings = seed, settings
+
+    def check(self, settings: dict[str, Any]) -> None:
+        """Raise UserError where the file was begun with other settings."""
+        before = settings if self._settings is None else self._settings
+        for name, value in settings.items():
+            if before.get(name) != value:
+                raise UserError(
+                    f"{self.path} was begun with {name}={shown(before.get(name), 40)}, and this is {shown(value, 40)};"
+                    " give the same, or another file to write"
+                )
+
+    def write(self, jobs: Iterator[Job], settings: dict[str, Any], count: int) -> int:
+        """Write each job as it ends: how many."""
+        from tqdm import tqdm
+
+        made = 0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab") as file, tqdm(total=count, unit=" prompts", disable=None) as bar:
+                self._lock(file.fileno())
+                file.truncate(self._whole)
+                for job in jobs:
+                    assert job.text is not None
+                    line = {
+                        "line": job.number,
+                        "prompt": self._prompts[job.number - 1],
+                        "text": job.text.shown,
+                        "tokens": len(job.tokens),
+                        "finish_reason": "stop" if job.finish == "stop" else "length",
+                        "settings": settings,
+                    }
+                    file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                    file.flush()
+                    made += 1
+                    bar.update()
+                os.fsync(file.fileno())
+        except OSError as error:
+            from llama_jax.writing import cannot_write
+
+            raise UserError(cannot_write(self.path, error)) from None
+        return made
+
+    def _lock(self, descriptor: int) -> None:
+        """Hold the file: two batches that write one would mix their lines. The lock ends with the process."""
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{self.path} is being written by another batch; give another file to write") from None

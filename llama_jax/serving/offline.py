@@ -1,0 +1,123 @@
+"""The engine without a server: as many prompts as there are, each continued as soon as there is a row for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError
+from llama_jax.inference.checks import checked_limits
+from llama_jax.inference.generate import Generation
+from llama_jax.inference.sampling import Sampling
+from llama_jax.model.params import Llama
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.requests import FinishReason, GenerationRequest, Ticket, Update
+from llama_jax.tokenizers.text import Text
+
+
+@dataclass(eq=False)
+class Job:
+    """A prompt to be continued, and how far it has been.
+
+    Attributes:
+      number: of the caller's.
+      text: the continuation as text, which ends it where it meets a stop string; None for tokens alone.
+      tokens, logprobs: so far, without a stop token that ended it.
+      finish: why it ended.
+    """
+
+    number: int
+    request: GenerationRequest
+    text: Text | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+    _ticket: Ticket | None = None
+
+    def submit(self, engine: Engine) -> None:
+        self._ticket = engine.submit(self.request, self._take)
+
+    def _take(self, update: Update) -> None:
+        if self.finish is not None:
+            return
+        if update.error is not None:
+            raise GenerationError(f"prompt {self.number}: {update.error}")
+        for token in update.tokens:
+            self.tokens.append(token.id)
+            self.logprobs.append(token.logprob or 0.0)
+            if self.text is not None and self.text.push(token.id):
+                self.finish = "stop"
+                assert self._ticket is not None
+                self._ticket.cancel()
+                return
+        if update.finish is not None:
+            self.finish = update.finish
+            if self.text is not None:
+                self.text.finish()
+
+
+def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
+    """Yield the jobs as they end, which is not the order in which they come.
+
+    Raises:
+      GenerationError: a prompt that cannot be continued.
+    """
+    coming, open_jobs, more = iter(jobs), list[Job](), True
+    while more or open_jobs:
+        # Twice as many as there are rows: enough that none is ever empty, and a generator of jobs is not read at once.
+        while more and len(open_jobs) < 2 * sum(pool.options.rows[-1] for pool in engine.pools):
+            job = next(coming, None)
+            more = job is not None
+            if job is not None:
+                job.submit(engine)
+                open_jobs.append(job)
+        engine.turn()
+        ended = [job for job in open_jobs if job.finish is not None]
+        if ended:
+            open_jobs = [job for job in open_jobs if job.finish is None]
+            yield from ended
+
+
+def batch(
+    config: LlamaConfig,
+    params: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | Sequence[int],
+    sampling: Sampling = Sampling(),
+    stop_tokens: Sequence[int] = (),
+    options: EngineOptions = EngineOptions(),
+) -> Iterator[tuple[int, Generation]]:
+    """Continue any number of prompts, a few at a time: where one ends the next begins, and none waits for a longer one.
+
+    Each gets what `generate` gives it alone. Prompts that begin alike are read once, as far as `options.prefix_bytes` goes.
+
+    Args:
+      config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
+      options: how many are continued at once, and of what lengths.
+
+    Yields:
+      The number of a prompt and its continuation, as they end.
+
+    Raises:
+      GenerationError: what cannot be generated, with the first prompt that is asked for; or weights that overflow.
+      MeshError: parameters that lie on a mesh that divides rows.
+    """
+    if not len(prompts):
+        return
+    limits = checked_limits(max_new_tokens, len(prompts)).tolist()
+    each = sampling.per_row(len(prompts))
+
+    def job(number: int) -> Job:
+        own = jax.tree.map(lambda values: values[number].item(), each)
+        request = GenerationRequest(
+            prompt=prompts[number], max_new_tokens=limits[number], sampling=own, stop_tokens=stop_tokens
+        )
+        return Job(number, request)
+
+    for done in run_jobs(Engine(config, params, options), map(job, range(len(prompts)))):
+        yield done.number, Generation(done.tokens, done.logprobs, "stop" if done.finish == "stop" else "length")

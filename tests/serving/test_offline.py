@@ -1,0 +1,141 @@
+"""Prompts without end, a few at a time: from Python, and as a command that goes on where it was stopped."""
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+from commands import run_here
+
+import llama_jax
+from llama_jax.errors import GenerationError
+
+SMALL = llama_jax.EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smallest_capacity=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = replace(llama_jax.preset("stories-260k"), n_layers=2)
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+
+
+class TestBatch:
+    def test_each_is_what_generate_gives(self, model):
+        prompts = [[1, *range(5, 5 + 7 * i % 90)] for i in range(15)]
+        limits = [1 + 5 * i % 23 for i in range(15)]
+        sampling = llama_jax.Sampling(temperature=[0.0, 0.9, 1.0] * 5, seed=range(15))
+        found = dict(
+            llama_jax.batch(*model, prompts, max_new_tokens=limits, sampling=sampling, stop_tokens=[7], options=SMALL)
+        )
+        wanted = llama_jax.generate(*model, prompts, max_new_tokens=limits, sampling=sampling, stop_tokens=[7])
+        assert len(found) == 15
+        for i, expected in enumerate(wanted):
+            assert found[i].tokens == expected.tokens
+            assert found[i].finish_reason == expected.finish_reason
+
+    def test_of_none(self, model):
+        assert list(llama_jax.batch(*model, [], max_new_tokens=1)) == []
+
+    def test_one_that_cannot_be(self, model):
+        with pytest.raises(GenerationError, match="512"):
+            list(llama_jax.batch(*model, [[1], [512]], max_new_tokens=1, options=SMALL))
+
+
+@pytest.fixture
+def files(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ["Once upon a time", "The dog", "Lily saw", "One day", "A cat and a dog"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return prompts, tmp_path / "out.jsonl"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+USUAL = ("--max-new-tokens", 12, "--seed", 5, "--rows", 2)
+
+
+class TestCommand:
+    def test_it_goes_on_where_it_was_stopped(self, files):
+        prompts, out = files
+        done = run_here("batch", prompts, out, *USUAL)
+        assert done.returncode == 0, done.stderr
+        assert "5 prompts" in done.stderr
+        whole = out.read_bytes().splitlines(keepends=True)
+        out.write_bytes(b"".join(whole[:2]) + whole[2][:30])  # killed in the middle of a line
+        again = run_here("batch", prompts, out, *USUAL[:2], *USUAL[4:])  # from its own seed
+        assert again.returncode == 0, again.stderr
+        assert "has 2 of 5 prompts" in again.stderr
+        assert sorted(out.read_bytes().splitlines(keepends=True)) == sorted(whole)
+        assert run_here("batch", prompts, out, *USUAL).returncode == 0  # nothing left to do
+        assert sorted(out.read_bytes().splitlines(keepends=True)) == sorted(whole)
+
+    def test_each_is_what_generate_prints(self, files):
+        prompts, out = files
+        run_here("batch", prompts, out, *USUAL, "--stop", "the")
+        printed = run_here("generate", "--prompt-file", prompts, *USUAL[:4], "--stop", "the").stdout
+        wanted = [json.loads(line) for line in printed.splitlines()]
+        found = sorted(lines(out), key=lambda line: line["line"])
+        assert [line["text"] for line in found] == [line["text"] for line in wanted]
+        assert [line["finish_reason"] for line in found] == [line["finish_reason"] for line in wanted]
+        assert [line["prompt"] for line in found] == [line["prompt"] for line in wanted]
+
+    @pytest.mark.parametrize(
+        ("spoil", "arguments", "said"),
+        [
+            (None, ("--seed", 6), "was begun with seed=5, and this is 6"),
+            (None, ("--temperature", 0), "was begun with temperature=0.8"),
+            (b'{"line": 1}\n', (), "line 1 is not of a batch of these prompts"),
+            (b"no JSON\n", (), "line 1 is not of a batch"),
+        ],
+    )
+    def test_a_file_of_another_batch(self, files, spoil, arguments, said):
+        prompts, out = files
+        settings = {"line": 1, "prompt": "Once upon a time", "settings": SETTINGS}
+        out.write_bytes(spoil or json.dumps(settings).encode() + b"\n")
+        before = out.read_bytes()
+        done = run_here("batch", prompts, out, *USUAL[:2], "--rows", 2, *(arguments or ("--seed", 5)))
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert out.read_bytes() == before
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("--rows", 0), "rows=0 must be an integer of at least 1"),
+            (("--max-new-tokens", 0), "max_new_tokens"),
+            (("--stop", ""), "--stop is empty"),
+            (("--temperature", -1), "temperature=-1.0"),
+            (("--prefix-cache", -1), "prefix_bytes"),
+        ],
+    )
+    def test_what_cannot_be(self, files, arguments, said):
+        prompts, out = files
+        done = run_here("batch", prompts, out, *arguments)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert not out.exists()
+
+    def test_files_that_cannot_be(self, tmp_path):
+        assert "no .jsonl" in run_here("batch", tmp_path / "prompts.txt", tmp_path / "out.jsonl").stderr
+        assert "cannot be read" in run_here("batch", tmp_path / "none.jsonl", tmp_path / "out.jsonl").stderr
+
+
+SETTINGS = {
+    "model": None,
+    "dtype": "auto",
+    "quantize": "none",
+    "cache": "auto",
+    "rope": "",
+    "temperature": 0.8,
+    "top_k": 0,
+    "top_p": 0.95,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": 5,
+    "max_new_tokens": 12,
+    "stop": [],
+    "ignore_eos": False,
+}
