@@ -67,7 +67,8 @@ class ServedModel:
         return jax.tree.map(jax.numpy.asarray, empty_state(self.config, self.params, reading, request, self.layout))
 
     def empty_reading(self, capacity: int) -> Reading:
-        return self.programs.empty_reading(self.config, self.params, 1, capacity, self.cache, self.layout)
+        reading = self.programs.empty_reading(self.config, self.params, 1, capacity, self.cache, self.layout)
+        return reading._replace(cache=reading.cache.replace(fresh=False))  # one program for first and later pieces
 
     def enlarge(self, reading: Reading, capacity: int) -> Reading:
         if capacity <= reading.cache.capacity:

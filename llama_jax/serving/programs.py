@@ -265,7 +265,7 @@ def paste(cache: KVCache, piece: tuple[Any, Any], start: jax.Array) -> KVCache:
 
     k, v = (put_all(old, new) for old, new in zip((cache.k, cache.v), piece, strict=True))
     size = jax.tree.leaves(piece)[0].shape[2]
-    return cache.replace(k=k, v=v, length=jnp.full_like(cache.length, start + size), fresh=False)
+    return cache.replace(k=k, v=v, length=jnp.full_like(cache.length, start + size))
 
 
 class Programs(NamedTuple):

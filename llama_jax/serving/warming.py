@@ -53,32 +53,29 @@ class _Prompts:
     piece: int
 
     def steps(self) -> Iterator[Step]:
-        for capacity in (None, *self.capacities):
+        for capacity in self.capacities:
             for width in dict.fromkeys((SMALLEST_PIECE, self.piece)):
                 yield partial(self.read, capacity, width)
             yield partial(self.score, capacity)
             yield partial(self.paste, capacity)
-        for capacity in self.capacities:
             yield partial(self.begin, capacity)
 
-    def reading(self, capacity: int | None) -> Reading:
-        """One that has begun, in a cache of so many slots; with None one that has not."""
-        if capacity is None:
-            return self.model.empty_reading(self.capacities[0])
-        reading = self.read(None, self.piece)
+    def reading(self, capacity: int) -> Reading:
+        """One of nothing, in a cache of so many slots."""
+        reading = self.model.empty_reading(self.capacities[0])
         for size in self.capacities[: self.capacities.index(capacity) + 1]:
             reading = self.model.enlarge(reading, size)
         return reading
 
-    def read(self, capacity: int | None, width: int) -> Reading:
+    def read(self, capacity: int, width: int) -> Reading:
         return self.model.read(self.reading(capacity), np.zeros((1, width), np.int32), _places(width))
 
-    def score(self, capacity: int | None) -> Any:
+    def score(self, capacity: int) -> Any:
         tokens = np.zeros((1, self.piece), np.int32)
         return self.model.score(self.reading(capacity), tokens, tokens[0], _places(self.piece), False)
 
-    def paste(self, capacity: int | None) -> Any:
-        piece = self.model.cut(self.reading(capacity or self.capacities[0]).cache, 0, self.piece)
+    def paste(self, capacity: int) -> Any:
+        piece = self.model.cut(self.reading(capacity).cache, 0, self.piece)
         return self.model.paste(self.reading(capacity), piece, 0)
 
     def begin(self, capacity: int) -> State:
