@@ -1,0 +1,314 @@
+"""Serving speed on this machine's CPU beside llama.cpp's own server: closed loops of clients, and arrivals at random.
+
+Both servers run throughout, on the same file of random float32 weights, and are loaded in turn, so that a change of the
+machine's speed meets both. The clients are one process that shares the cores with the server, as it would with either.
+Reported are medians over the repetitions, their spread, and ratios within the run; absolute figures depend on the machine.
+
+    pip install -e ".[serve]"
+    python experiments/bench_serve.py --llama-server PATH --vocabulary PATH/tokenizer.model
+
+`llama-server` is built from llama.cpp (the source distribution of llama-cpp-python has its sources). Without it the server
+here is measured alone, beside the engine in a process without HTTP.
+
+What is timed:
+  closed N   tokens/s that N clients get, each of which sends its next request when the last one has ended.
+  poisson    requests at random moments, at a share of what the slower of the two makes of `closed 16`: time to the first
+             token (p50, p95) and gaps between tokens (p50, p99), in ms.
+  engine N   tokens/s of `closed N` by the engine alone; what HTTP costs is the difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+from measuring import cpu_name, settings, versions, write_report
+
+READY_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare serving speed with llama-server."""
+
+    shape: str = "stories-15m"
+    """Preset to serve, random weights."""
+    vocabulary: Path = Path("../shared/data/tokenizers/llama2/tokenizer.model")
+    """A vocabulary of the shape's size, which a GGUF must have."""
+    llama_server: Path | None = None
+    """The program to compare with."""
+    clients: tuple[int, ...] = (1, 16, 64)
+    rows: int = 64
+    """Requests at once, of both."""
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+    requests: int = 4
+    """Of each client in a repetition, at least; and of all together at least 8."""
+    repetitions: int = 3
+    share: float = 0.7
+    """Of capacity, at which requests arrive at random."""
+    arrivals: int = 60
+    """Requests that arrive at random, in each repetition; 0 leaves that out."""
+    output: Path = Path("experiments/results/bench_serve_cpu.json")
+
+
+@dataclass
+class Answer:
+    """When the tokens of a request came, by `time.perf_counter`."""
+
+    sent: float
+    tokens: list[float] = field(default_factory=list)
+
+    @property
+    def first(self) -> float:
+        return self.tokens[0] - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
+
+
+class Client:
+    """Requests of random tokens to a server."""
+
+    def __init__(self, port: int, arguments: Arguments, vocab: int) -> None:
+        self.port, self.arguments, self.vocab = port, arguments, vocab
+        self.random = random.Random(0)
+
+    async def ask(self) -> Answer:
+        prompt = [1, *(self.random.randrange(3, self.vocab) for _ in range(self.arguments.prompt_tokens - 1))]
+        body = json.dumps(
+            {
+                "model": "bench",
+                "prompt": prompt,
+                "max_tokens": self.arguments.new_tokens,
+                "temperature": 0,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{self.port}\r\nContent-Type: application/json\r\n"
+        answer = Answer(time.perf_counter())
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+            status = await reader.readline()
+            if b" 200 " not in status:
+                raise SystemExit(f"port {self.port} answers {status!r} {await reader.read(500)!r}")
+            # Several events may lie in one chunk: each is a token, apart from the one that only ends the text.
+            while line := await reader.readline():
+                if line.startswith(b"data: {"):
+                    answer.tokens.append(time.perf_counter())
+        finally:
+            writer.close()
+        return answer
+
+    async def closed(self, clients: int) -> float:
+        """Tokens/s, from the first request to the last answer."""
+        each = max(self.arguments.requests, -(-8 // clients))
+
+        async def one() -> None:
+            for _ in range(each):
+                await self.ask()
+
+        begun = time.perf_counter()
+        await asyncio.gather(*(one() for _ in range(clients)))
+        return clients * each * self.arguments.new_tokens / (time.perf_counter() - begun)
+
+    async def poisson(self, rate: float, count: int) -> list[Answer]:
+        """Answers to requests that come at random, `rate` a second."""
+
+        async def later(seconds: float) -> Answer:
+            await asyncio.sleep(seconds)
+            return await self.ask()
+
+        moments, now = [], 0.0
+        for _ in range(count):
+            now += self.random.expovariate(rate)
+            moments.append(now)
+        return await asyncio.gather(*map(later, moments))
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextmanager
+def running(command: list[str], port: int, path: str) -> Iterator[float]:
+    """A server, once it answers: the seconds that it took to."""
+    begun = time.perf_counter()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while not asyncio.run(answers(port, path)):
+                if process.poll() is not None or time.perf_counter() - begun > READY_SECONDS:
+                    log.seek(0)
+                    raise SystemExit(f"{command[0]} does not answer:\n{log.read()[-2000:].decode(errors='replace')}")
+                time.sleep(0.1)
+            yield time.perf_counter() - begun
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+async def answers(port: int, path: str) -> bool:
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode())
+        status = await reader.readline()
+        writer.close()
+        return b" 200 " in status
+    except OSError:
+        return False
+
+
+def write_model(arguments: Arguments, folder: Path) -> tuple[Path, int]:
+    """A GGUF of random weights, and its vocabulary's size."""
+    import jax
+
+    import llama_jax
+
+    config = llama_jax.preset(arguments.shape)
+    path = folder / "model.gguf"
+    params = llama_jax.init(config, jax.random.key(0))
+    llama_jax.save(path, config, params, tokenizer=llama_jax.load_tokenizer(arguments.vocabulary))
+    return path, config.vocab_size
+
+
+def engine_alone(path: Path, arguments: Arguments, clients: int) -> float:
+    """Tokens/s of a closed loop of clients without HTTP."""
+    import llama_jax
+    from llama_jax.serving.engine import Engine
+    from llama_jax.serving.requests import GenerationRequest, Update
+
+    config, params, _ = llama_jax.load(path)
+    context = -(-(arguments.prompt_tokens + arguments.new_tokens) // 64) * 64
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=arguments.rows, context=context))
+    engine.warm()
+    chosen, each = random.Random(0), max(arguments.requests, -(-8 // clients))
+    left = [clients * each]
+
+    def ask() -> None:
+        left[0] -= 1
+        prompt = [1, *(chosen.randrange(3, config.vocab_size) for _ in range(arguments.prompt_tokens - 1))]
+        engine.submit(GenerationRequest(prompt=prompt, max_new_tokens=arguments.new_tokens), taken)
+
+    def taken(update: Update) -> None:
+        if update.finish is not None and left[0]:
+            ask()
+
+    begun = time.perf_counter()
+    for _ in range(clients):
+        ask()
+    while engine.turn():
+        pass
+    return clients * each * arguments.new_tokens / (time.perf_counter() - begun)
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def latencies(answers: list[Answer]) -> dict[str, float]:
+    first, gaps = [answer.first for answer in answers], [gap for answer in answers for gap in answer.gaps]
+    found = {"first p50": percentile(first, 0.5), "first p95": percentile(first, 0.95)}
+    found |= {"gap p50": percentile(gaps, 0.5), "gap p99": percentile(gaps, 0.99), "gap most": max(gaps)}
+    return {name: 1e3 * value for name, value in found.items()}
+
+
+def measure(arguments: Arguments) -> dict[str, object]:
+    context = arguments.prompt_tokens + arguments.new_tokens
+    with tempfile.TemporaryDirectory() as folder:
+        path, vocab = write_model(arguments, Path(folder))
+        servers = {"llama_jax": free_port()}
+        commands = {
+            "llama_jax": [
+                *(sys.executable, "-c", "from llama_jax.cli import main; main()", "serve", "--model", str(path)),
+                *("--port", str(servers["llama_jax"]), "--rows", str(arguments.rows)),
+            ]
+        }
+        if arguments.llama_server is not None:
+            servers["llama-server"] = free_port()
+            commands["llama-server"] = [
+                *(str(arguments.llama_server), "--model", str(path), "--port", str(servers["llama-server"])),
+                *("--parallel", str(arguments.rows), "--ctx-size", str(arguments.rows * context)),
+                *("--threads", str(os.cpu_count()), "--no-webui"),
+            ]
+        report: dict[str, object] = {}
+        with running(commands["llama_jax"], servers["llama_jax"], "/ready") as seconds:
+            report["start-up seconds"] = {"llama_jax": round(seconds, 1)}
+            if arguments.llama_server is None:
+                return report | loads(arguments, servers, vocab)
+            with running(commands["llama-server"], servers["llama-server"], "/health"):
+                return report | loads(arguments, servers, vocab)
+
+
+def loads(arguments: Arguments, servers: dict[str, int], vocab: int) -> dict[str, object]:
+    clients = {name: Client(port, arguments, vocab) for name, port in servers.items()}
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for client in clients.values():
+        asyncio.run(client.closed(4))  # a warm-up
+    for count in arguments.clients:
+        taken: dict[str, list[float]] = {name: [] for name in clients}
+        for _ in range(arguments.repetitions):
+            for name, client in clients.items():
+                taken[name].append(asyncio.run(client.closed(count)))
+        found[f"closed {count}"] = {name: summary(values) for name, values in taken.items()}
+        print_ratio(f"closed {count}, tokens/s", found[f"closed {count}"])
+    if arguments.arrivals and 16 in arguments.clients:
+        slower = min(each["median"] for each in found["closed 16"].values())
+        rate = arguments.share * slower / arguments.new_tokens
+        gathered: dict[str, list[Answer]] = {name: [] for name in clients}
+        for _ in range(arguments.repetitions):
+            for name, client in clients.items():
+                gathered[name] += asyncio.run(client.poisson(rate, arguments.arrivals))
+        found["poisson"] = {name: latencies(answers) | {"rate": rate} for name, answers in gathered.items()}
+        for name, each in found["poisson"].items():
+            print(f"poisson, {name}: " + ", ".join(f"{key} {value:.1f}" for key, value in each.items()), flush=True)
+    return {"loads": found}
+
+
+def print_ratio(what: str, found: dict[str, dict[str, float]]) -> None:
+    line = ", ".join(f"{name} {each['median']:.1f}" for name, each in found.items())
+    ours, *others = (each["median"] for each in found.values())
+    print(f"{what}: {line}" + "".join(f", ratio {ours / other:.2f}" for other in others), flush=True)
+
+
+def main(arguments: Arguments) -> None:
+    report: dict[str, object] = {"cpu": cpu_name(), "settings": settings(arguments)}
+    report["versions"] = versions("jax", "jaxlib", "numpy", "uvicorn", "starlette")
+    report |= measure(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        path, _ = write_model(arguments, Path(folder))
+        alone = {f"engine {count}": engine_alone(path, arguments, count) for count in arguments.clients}
+    for name, value in alone.items():
+        print(f"{name}, tokens/s: {value:.1f}", flush=True)
+    write_report(arguments.output, report | {"alone": alone})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
