@@ -23,6 +23,7 @@ from llama_jax.cli.inspect import Inspect
 from llama_jax.cli.needle import Needle
 from llama_jax.cli.plot import Plot
 from llama_jax.cli.quickstart import Quickstart
+from llama_jax.cli.serve import Serve
 from llama_jax.cli.train import Train
 from llama_jax.cli.verify import Verify
 from llama_jax.errors import UserError, reason_of
@@ -34,6 +35,7 @@ Command = (
     | Annotated[Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
     | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
     | Annotated[BatchPrompts, tyro.conf.subcommand("batch", prefix_name=False)]
+    | Annotated[Serve, tyro.conf.subcommand("serve", prefix_name=False)]
     | Annotated[Chat, tyro.conf.subcommand("chat", prefix_name=False)]
     | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]

@@ -276,7 +276,7 @@ class Engine:
         elif request.max_new_tokens == 0:
             update.finish = "length"
         elif token.id in request.stop_tokens:
-            update.finish = "stop"
+            update.finish, update.ended_by = "stop", token
         else:
             update.tokens.append(token)
             row.count += 1

@@ -93,6 +93,7 @@ class Update:
     Attributes:
       tokens: that were generated; a stop token that ended the request is not among them.
       prompt: the scored prompt, once, with or before the first token, where it was asked for.
+      ended_by: the stop token that ended the request, with its log-probabilities; None where something else did.
       cached: tokens of the prompt whose keys and values were found in the prefix cache; known with the first update.
       finish: why the request ended; None while it goes on. After it there are no more updates.
       error: with "failed", the reason.
@@ -103,6 +104,7 @@ class Update:
     cached: int = 0
     finish: FinishReason | None = None
     error: str | None = None
+    ended_by: ScoredToken | None = None
 
 
 @dataclass(eq=False)

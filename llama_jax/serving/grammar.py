@@ -1,0 +1,131 @@
+"""What a text must be, as constraints on its tokens: JSON, a JSON schema or a regular expression, by llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from llama_jax.errors import UserError, reason_of
+from llama_jax.tokenizers import Tokenizer
+
+# One way to write white space: a small model that may choose would fill a whole answer with it.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Grammars:
+    """Grammars over one vocabulary. From any thread; the tables of the vocabulary are made when they are first needed.
+
+    Args:
+      tokenizer: of V' ids.
+      vocab_size: V of the model, at least V'.
+      ends: the tokens that end a text, which are all that is allowed once it is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._ends = tuple(ends)
+        self._lock = Lock()
+        self._tables: Any = None
+
+    def json_schema(self, schema: dict[str, Any]) -> GrammarConstraint:
+        """A constraint to JSON that follows a schema.
+
+        Raises:
+          UserError: a schema that is none, or says what cannot be followed; or no llguidance.
+        """
+        library = _library()
+        try:
+            grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_STYLE)
+        except ValueError as error:
+            raise UserError(f"the JSON schema cannot be used: {reason_of(error, 300)}") from None
+        return self._constraint(grammar, "JSON schema")
+
+    def regex(self, pattern: str) -> GrammarConstraint:
+        """A constraint to texts that a regular expression matches as a whole; raises as `json_schema` does."""
+        return self._constraint(_library().LLMatcher.grammar_from_regex(pattern), "regular expression")
+
+    def _constraint(self, grammar: str, what: str) -> GrammarConstraint:
+        if not self._ends:
+            raise UserError("the vocabulary has no token that ends a text, which a grammar needs")
+        with self._lock:
+            if self._tables is None:
+                self._tables = _tables(self._tokenizer, self._ends)
+        matcher = _library().LLMatcher(self._tables, grammar, log_level=0)
+        if matcher.is_error():
+            raise UserError(f"the {what} cannot be used: {reason_of(matcher.get_error(), 300)}")
+        return GrammarConstraint(matcher, self._tokenizer.vocab_size, self._vocab_size, self._ends)
+
+
+class GrammarConstraint:
+    """A `Constraint` that follows a grammar. Nothing in it raises: it runs on the engine's thread.
+
+    Attributes:
+      error: why the grammar could not be followed to its end, in which case the text ends before; None else.
+    """
+
+    def __init__(self, matcher: Any, known: int, vocab_size: int, ends: Sequence[int]) -> None:
+        self.error: str | None = None
+        self._matcher = matcher
+        self._known = known
+        self._words = -(-vocab_size // 32)
+        self._ends = ends
+
+    def copy(self) -> GrammarConstraint:
+        """The same in its first state, for another choice; before any token was accepted."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._known, 32 * self._words, self._ends)
+
+    def allowed(self) -> np.ndarray:
+        mask = np.zeros(self._words, np.uint32)
+        known = -(-self._known // 32)
+        if self.error is None:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * known)
+            if self._matcher.is_error():
+                self.error = reason_of(self._matcher.get_error(), 300)
+        if self.error is not None or not mask.any():
+            mask[:] = 0
+            for token in self._ends:
+                mask[token // 32] |= np.uint32(1 << token % 32)
+        return mask
+
+    def accept(self, token: int) -> None:
+        if self.error is None and not self._matcher.consume_token(token):
+            self.error = reason_of(self._matcher.get_error(), 300)
+
+
+def _tables(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
+    """What llguidance makes of a vocabulary."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, ends)), eos_token=list(ends))
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
+        names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
+        special = {*names, *ends}
+        self.eos_token_id = ends[0]
+        self.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
+        self.special_token_ids = sorted(special)
+        self.tokens = [
+            names.get(i, b"<%d>" % i) if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text")
+        return self._tokenizer.encode_parts([text])
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError("grammars need llguidance: pip install 'llama-jax[serve]'") from None
+    return llguidance

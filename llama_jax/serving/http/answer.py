@@ -1,0 +1,150 @@
+"""The answer to a completion or a chat: at once, or as a stream, for as long as the client is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from llama_jax.serving.http.errors import ApiError, refused
+from llama_jax.serving.http.formats import DONE, Format, Written, event
+from llama_jax.serving.http.service import Service, Work
+from llama_jax.serving.requests import Update
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold a stream back
+]
+
+
+class Answer:
+    """A response, as an ASGI application: what the engine makes of a request, sent as it comes or when it is whole."""
+
+    def __init__(self, service: Service, work: Work, format: Format) -> None:
+        self._service = service
+        self._work = work
+        self._format = format
+        self._open = len(work.choices)
+        self._last = [0.0] * len(work.choices)  # when each choice last got tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._stream(send) if self._work.asked.stream else self._whole(send))
+            if not self._work.exchange.left:
+                self._service.metrics.whole.observe(time.monotonic() - self._work.arrived)
+        finally:
+            watching.cancel()
+            self._work.exchange.close()
+
+    async def _watch(self, receive: Receive) -> None:
+        """Leave as soon as the client does, streamed or not, also while the request waits in the queue."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._work.exchange.leave()
+
+    async def _whole(self, send: Send) -> None:
+        choices, exchange = self._work.choices, self._work.exchange
+        texts: list[list[str]] = [[] for _ in choices]
+        scored: list[list[Any]] = [[] for _ in choices]
+        while self._open:
+            updates = await exchange.next()
+            if not updates:
+                return
+            for i, update in updates.items():
+                delta = self._take(i, update)
+                texts[i].append(delta.text)
+                scored[i] += delta.scored
+        parts = zip(texts, scored, choices, strict=True)
+        written = [Written("".join(text), list(logprobs), choice.finish or "") for text, logprobs, choice in parts]
+        body = json.dumps(self._format.whole(written, self._usage()), separators=(",", ":")).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        exchange, usage = self._work.exchange, self._work.asked.usage
+        begun: set[int] = set()
+        started = False
+        try:
+            while self._open:
+                updates = await exchange.next()
+                if not updates:
+                    return
+                events = []
+                for i, update in updates.items():
+                    new = self._events(i, update)
+                    if new and i not in begun:
+                        begun.add(i)
+                        events.append(self._format.begin(i))
+                    events += new
+                if not self._open:
+                    events += [self._format.last(self._usage())] * (usage is not None) + [DONE]
+                if events:
+                    if not started:
+                        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+                        started = True
+                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": self._open > 0})
+        except ApiError as error:
+            if not started:
+                raise
+            await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
+
+    def _events(self, index: int, update: Update) -> list[bytes]:
+        """The events of an update: one, or none where nothing can be shown yet."""
+        before = self._work.choices[index].finish
+        delta = self._take(index, update)
+        finish = self._work.choices[index].finish
+        if not delta.text and not delta.scored and (finish is None or before is not None):
+            return []
+        usage = self._usage() if self._work.asked.usage == "each" else None
+        return [self._format.chunk(index, delta, finish, usage)]
+
+    def _take(self, index: int, update: Update) -> Any:
+        """Go on with a choice; ApiError where it failed."""
+        choice, work, metrics = self._work.choices[index], self._work, self._service.metrics
+        finished = choice.finish is not None
+        if not finished:
+            _check(update)
+        if update.tokens and not finished:
+            now, last = time.monotonic(), self._last[index]
+            if last:
+                metrics.between_tokens.observe((now - last) / len(update.tokens), len(update.tokens))
+            else:
+                metrics.first_token.observe(now - work.arrived)
+            self._last[index] = now
+        delta = choice.take(update)
+        if choice.finish is not None and not finished:
+            self._open -= 1
+            if update.finish is None:
+                work.exchange.tickets[index].cancel()
+            if work.constraints and work.constraints[index].error is not None:
+                raise refused(f"the grammar cannot be followed further: {work.constraints[index].error}", "response_format")
+        return delta
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens so far: each prompt once; of the continuations every token that was generated, stop tokens too."""
+        work = self._work
+        prompt = sum(map(len, work.prompts))
+        made = sum(choice.count for choice in work.choices)
+        cached = sum(choice.cached for choice in work.choices[:: work.asked.n])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def _check(update: Update) -> None:
+    """Raise ApiError for a request that ended otherwise than by its text."""
+    if update.finish == "failed":
+        raise ApiError(500, f"the engine failed: {update.error}", code="engine_failed")
+    if update.finish == "timeout":
+        raise ApiError(504, "the request took longer than this server allows (--timeout)", code="timeout")
+    if update.finish == "cancelled":
+        raise ApiError(503, "the server is shutting down; try another one", code="draining", headers={"Retry-After": "5"})

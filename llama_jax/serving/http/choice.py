@@ -1,0 +1,156 @@
+"""One continuation as text: tokens in, text out, with its log-probabilities, to a stop text or another end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from llama_jax.serving.requests import ScoredToken, Update
+from llama_jax.tokenizers import TextStream, Tokenizer
+from llama_jax.tokenizers.text import Text
+
+
+class Scored(NamedTuple):
+    """A token with its log-probability, and where in the choice's text its own begins."""
+
+    token: ScoredToken
+    offset: int
+
+
+class Delta(NamedTuple):
+    """What is new of a choice."""
+
+    text: str
+    scored: list[Scored]
+
+
+class Choice:
+    """A choice as it comes.
+
+    Attributes:
+      count: tokens generated so far, a stop token included.
+      cached: tokens of the prompt that the prefix cache had.
+      finish: OpenAI's finish_reason; None while it goes on.
+
+    Args:
+      stop: texts that end it.
+      echo: the prompt's text, where that comes before the continuation; None else.
+      at_start: whether the continuation begins a text, with a vocabulary's leading space dropped.
+      scored: whether log-probabilities are wanted.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], *, echo: str | None, at_start: bool, scored: bool) -> None:
+        self.count = 0
+        self.cached = 0
+        self.finish: str | None = None
+        self._tokenizer = tokenizer
+        self._written: list[str] = [echo] if echo else []
+        self._before = len(echo or "")
+        self._echoed = echo is not None
+        self._scored = scored
+        self._waiting: deque[Scored] = deque()
+        self._text = Text(tokenizer, stop, self._written.append, at_start=at_start)
+
+    def take(self, update: Update) -> Delta:
+        """Go on with what the engine has delivered; what can be shown of it. Nothing changes after a finish."""
+        if self.finish is not None:
+            return Delta("", [])
+        self.cached = max(self.cached, update.cached)
+        if update.prompt is not None and self._scored and self._echoed:
+            self._waiting.extend(self._of_prompt(update.prompt))
+        text = self._text
+        for token in update.tokens:
+            self.count += 1
+            if self._scored:
+                self._waiting.append(Scored(token, self._before + text.length))
+            if text.push(token.id):
+                self.finish = "stop"
+                break
+        if update.finish in ("stop", "length") and self.finish is None:
+            if update.ended_by is not None:
+                self.count += 1
+                if self._scored:
+                    self._waiting.append(Scored(update.ended_by, self._before + text.length))
+            text.finish()
+            self.finish = "stop" if text.ended else update.finish
+        shown = "".join(self._written)
+        self._written.clear()
+        return Delta(shown, self._ready() if self._scored else [])
+
+    def _ready(self) -> list[Scored]:
+        """The tokens whose text has been shown: those of a text held back are as well, or are never shown."""
+        end = self._before + len(self._text.shown)
+        whole = not self._text.ended and end == self._before + self._text.length
+        ready = []
+        while self._waiting and (whole or self._waiting[0].offset < end):
+            ready.append(self._waiting.popleft())
+        return ready
+
+    def _of_prompt(self, prompt: Sequence[ScoredToken]) -> list[Scored]:
+        stream, at, found = TextStream(self._tokenizer, at_start=True), 0, []
+        for token in prompt:
+            found.append(Scored(token, at))
+            at += len(stream.push(token.id))
+        return found
+
+
+class TokenNames:
+    """How tokens are written in log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = {token: name for name, token in tokenizer.special_tokens.items()}
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __call__(self, token: int) -> tuple[str, list[int]]:
+        """The token's text and bytes. One that is no UTF-8 of its own is written as OpenAI does: bytes:\\xe2\\x80."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._find(token)
+        return found
+
+    def _find(self, token: int) -> tuple[str, list[int]]:
+        if token in self._special:
+            return self._special[token], []
+        content = self._tokenizer.token_bytes(token) if token < self._tokenizer.vocab_size else b""
+        try:
+            return content.decode(), list(content)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content), list(content)
+
+
+def finite(logprob: float | None) -> float | None:
+    """The log-probability as JSON can hold it: what is next to impossible is -9999, as with OpenAI."""
+    return logprob if logprob is None or logprob > -9999.0 else -9999.0
+
+
+def of_completion(names: TokenNames, scored: Sequence[Scored]) -> dict[str, Any]:
+    """Log-probabilities in the form of `/v1/completions`."""
+    return {
+        "tokens": [names(each.token.id)[0] for each in scored],
+        "token_logprobs": [finite(each.token.logprob) for each in scored],
+        "top_logprobs": [
+            None
+            if each.token.logprob is None
+            else {names(i)[0]: finite(p) for i, p in ((each.token.id, each.token.logprob), *each.token.alternatives)}
+            for each in scored
+        ],
+        "text_offset": [each.offset for each in scored],
+    }
+
+
+def of_chat(names: TokenNames, scored: Sequence[Scored]) -> dict[str, Any]:
+    """Log-probabilities in the form of `/v1/chat/completions`."""
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        name, content = names(token)
+        return {"token": name, "logprob": finite(logprob), "bytes": content}
+
+    return {
+        "content": [
+            entry(each.token.id, each.token.logprob) | {"top_logprobs": [entry(*one) for one in each.token.alternatives]}
+            for each in scored
+        ],
+        "refusal": None,
+    }

@@ -1,0 +1,114 @@
+"""Between the engine's thread and the event loop: what the engine delivers wakes the loop once per turn, not per token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol
+
+from llama_jax.serving.requests import GenerationRequest, Update
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Submits(Protocol):
+    """What is needed of an `Engine` here."""
+
+    after_turn: Callable[[], None] | None
+
+    def submit(self, request: GenerationRequest, deliver: Callable[[Update], None]) -> Cancellable: ...
+
+
+class Exchange:
+    """The choices of one HTTP request: their tickets, and what has come of them and was not yet taken.
+
+    Updates of a choice that nobody has taken become one, so that a client that reads slowly costs no more than its tokens.
+    """
+
+    def __init__(self, closed: Callable[[Exchange], None]) -> None:
+        self.tickets: list[Cancellable] = []
+        self.left = False  # the client has gone
+        self._updates: dict[int, Update] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._closed = closed
+
+    async def next(self) -> dict[int, Update]:
+        """What is new, by choice; nothing once the client has left."""
+        while not self._updates and not self.left:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self.left:
+            return {}
+        updates, self._updates = self._updates, {}
+        return updates
+
+    def put(self, index: int, update: Update) -> None:
+        """Take in what the engine has delivered."""
+        before = self._updates.get(index)
+        if before is not None:
+            update.tokens = before.tokens + update.tokens
+            update.prompt = before.prompt if update.prompt is None else update.prompt
+            update.cached = max(before.cached, update.cached)
+        self._updates[index] = update
+        self._wake()
+
+    def leave(self) -> None:
+        """The client has gone: nothing is wanted any more."""
+        self.left = True
+        self._wake()
+
+    def close(self) -> None:
+        """The response is over: what still runs is cancelled."""
+        for ticket in self.tickets:
+            ticket.cancel()
+        self._closed(self)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Switchboard:
+    """All exchanges with an engine. But for what the engine calls, everything here runs on the event loop."""
+
+    def __init__(self, engine: Submits, loop: asyncio.AbstractEventLoop) -> None:
+        self.open: set[Exchange] = set()
+        self._engine = engine
+        self._loop = loop
+        self._arrived: deque[tuple[Exchange, int, Update]] = deque()
+        engine.after_turn = self.wake
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Exchange:
+        """Hand requests to the engine, all or none; `Exchange.close` must be called in the end.
+
+        Raises:
+          what `Engine.submit` raises.
+        """
+        exchange = Exchange(self.open.discard)
+        try:
+            for i, request in enumerate(requests):
+                exchange.tickets.append(self._engine.submit(request, partial(self._deliver, exchange, i)))
+        except BaseException:
+            exchange.close()
+            raise
+        self.open.add(exchange)
+        return exchange
+
+    def wake(self) -> None:
+        """Let the loop take what was delivered. From any thread; the engine calls it after each turn."""
+        if self._arrived:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                self._loop.call_soon_threadsafe(self._flush)
+
+    def _deliver(self, exchange: Exchange, index: int, update: Update) -> None:
+        self._arrived.append((exchange, index, update))
+
+    def _flush(self) -> None:
+        while self._arrived:
+            exchange, index, update = self._arrived.popleft()
+            exchange.put(index, update)

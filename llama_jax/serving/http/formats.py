@@ -1,0 +1,116 @@
+"""How answers are written: whole, or as the chunks of a stream, whose fixed parts are made once."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as quoted  # ASCII: some clients split lines at other characters as well
+from typing import Any, NamedTuple
+
+from llama_jax.serving.http.choice import Delta, Scored, TokenNames, of_chat, of_completion
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One event of a stream."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Written(NamedTuple):
+    """A choice that has ended."""
+
+    text: str
+    scored: list[Scored]
+    finish: str
+
+
+class Format(ABC):
+    """What an answer is written as.
+
+    Args:
+      fixed: "id", "created" and "model".
+      scored: whether log-probabilities are wanted.
+      usage: whether chunks have the field.
+    """
+
+    object: str
+    of_chunk: str
+
+    def __init__(self, fixed: dict[str, Any], names: TokenNames, *, scored: bool, usage: bool) -> None:
+        self._fixed = fixed
+        self._names = names
+        self._scored = scored
+        self._usage = usage
+        fields = fixed | {"object": self.of_chunk}
+        self._head = "data: " + json.dumps(fields, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
+        self._end = ',"usage":null}\n\n' if usage else "}\n\n"
+        self._tail = self._closing + ',"logprobs":null,"finish_reason":null}]' + self._end
+
+    _opening: str
+    _closing: str
+
+    def begin(self, index: int) -> bytes:
+        """What comes before the first chunk of a choice."""
+        return b""
+
+    def chunk(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
+        """What is new of a choice, as an event."""
+        head = f"{self._head}{index}{self._opening}{quoted(delta.text)}"
+        if finish is None and not self._scored and usage is None:
+            return (head + self._tail).encode()
+        logprobs = json.dumps(self.logprobs(delta.scored), separators=(",", ":")) if self._scored else "null"
+        reason = "null" if finish is None else f'"{finish}"'
+        end = self._end if usage is None else f',"usage":{json.dumps(usage)}}}\n\n'
+        return f'{head}{self._closing},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}'.encode()
+
+    def last(self, usage: dict[str, Any]) -> bytes:
+        """The usage of the whole, as an event without choices."""
+        return event(self._fixed | {"object": self.of_chunk, "choices": [], "usage": usage})
+
+    def whole(self, choices: Sequence[Written], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer at once."""
+        written = [
+            {
+                "index": i,
+                **self.content(choice.text),
+                "logprobs": self.logprobs(choice.scored) if self._scored else None,
+                "finish_reason": choice.finish,
+            }
+            for i, choice in enumerate(choices)
+        ]
+        return self._fixed | {"object": self.object, "choices": written, "usage": usage}
+
+    @abstractmethod
+    def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def content(self, text: str) -> dict[str, Any]:
+        """The field of a choice that has its text."""
+
+
+class CompletionFormat(Format):
+    object = of_chunk = "text_completion"
+    _opening, _closing = ',"text":', ""
+
+    def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        return of_completion(self._names, scored)
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+class ChatFormat(Format):
+    object, of_chunk = "chat.completion", "chat.completion.chunk"
+    _opening, _closing = ',"delta":{"content":', "}"
+
+    def begin(self, index: int) -> bytes:
+        delta = '{"role":"assistant","content":""}'
+        return f'{self._head}{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{self._end}'.encode()
+
+    def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
+        return of_chat(self._names, scored)
+
+    def content(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}

@@ -1,0 +1,157 @@
+"""Who may ask: the host that was asked for, the page that asks, the key, and how many connections there are."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llama_jax.errors import shown
+from llama_jax.serving.http.errors import ApiError
+
+OPEN = ("/", "/health", "/ready")  # without a key: for the page, which asks for it, and for probes
+CLIENT_LEFT = 499  # as nginx counts it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may ask.
+
+    Attributes:
+      api_key: what requests must bear; None for no key.
+      hosts: names that the server is reached by, beside localhost and addresses; "*" for any.
+      origins: pages of other origins that may ask, as https://example.org; "*" for any.
+      most_connections: at the same time; 0 for as many as come.
+    """
+
+    api_key: str | None = None
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    most_connections: int = 0
+
+
+class Guard:
+    """ASGI middleware: refuses what `Access` does not allow, and counts the answers.
+
+    A page of another site that has its name resolve to this machine (DNS rebinding) sends that name as the host, never an
+    address: so addresses are let in, and names only if they are known.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        *,
+        paths: Sequence[str],
+        answered: Counter[tuple[str, int]],
+        connections: Callable[[], int],
+    ) -> None:
+        self._app = app
+        self._access = access
+        self._key = None if access.api_key is None else access.api_key.encode()
+        self._paths = frozenset(paths)
+        self._answered = answered
+        self._connections = connections
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+        headers = Headers(scope=scope)
+        origin = headers.get("origin")
+        shared = [] if origin is None or not self._is_shared(origin) else _cors(origin, "*" in self._access.origins)
+
+        async def noting(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if shared:
+                    message["headers"] = [*message.get("headers", []), *shared]
+            await send(message)
+
+        try:
+            response = self._answer(scope, headers, origin)
+            if response is None:
+                await self._app(scope, receive, noting)
+            else:
+                await response(scope, receive, noting)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._answered[path, status or CLIENT_LEFT] += 1
+
+    def _answer(self, scope: Scope, headers: Headers, origin: str | None) -> Response | None:
+        """What is answered without asking the application, or None."""
+        try:
+            self._check(scope, headers, origin)
+        except ApiError as error:
+            return JSONResponse(error.body(), error.status, error.headers)
+        if scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers:
+            allowed = {
+                "Access-Control-Allow-Methods": "GET, POST",
+                "Access-Control-Allow-Headers": "Authorization, Content-Type",
+            }
+            return Response(status_code=204, headers=allowed)
+        if self._key is not None and scope["path"] not in OPEN:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            # In constant time, so that how far a guess is right cannot be measured.
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+                denied = ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                return JSONResponse(denied.body(), denied.status, denied.headers)
+        return None
+
+    def _check(self, scope: Scope, headers: Headers, origin: str | None) -> None:
+        """Raise ApiError for a host, an origin or a number of connections that is not allowed."""
+        most = self._access.most_connections
+        if most and self._connections() > most and scope["path"] not in OPEN:
+            raise ApiError(
+                429,
+                f"there are {most} connections, as many as may be; try again later",
+                code="too_many_connections",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        host = headers.get("host", "")
+        if "*" not in self._access.hosts and not self._is_known(host):
+            raise ApiError(
+                403, f"the host {shown(host, 80)} is not known here; the server's --allow-host adds one", code="unknown_host"
+            )
+        if origin is not None and not self._is_shared(origin) and origin.partition("://")[2] != host:
+            raise ApiError(
+                403,
+                f"pages of {shown(origin, 80)} may not ask here; the server's --allow-origin adds an origin",
+                code="unknown_origin",
+            )
+
+    def _is_known(self, host: str) -> bool:
+        try:
+            name = urlsplit("//" + host).hostname or ""
+        except ValueError:
+            return False
+        if name == "localhost" or name in self._access.hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _is_shared(self, origin: str) -> bool:
+        return "*" in self._access.origins or origin in self._access.origins
+
+
+def _cors(origin: str, everyone: bool) -> list[tuple[bytes, bytes]]:
+    """What lets a page of another origin read the answer; never with its cookies, of which there are none."""
+    return [(b"access-control-allow-origin", b"*" if everyone else origin.encode("latin-1")), (b"vary", b"Origin")]

@@ -1,0 +1,104 @@
+"""`/metrics`: what the engine and the door are at, for Prometheus. The names are vLLM's after another prefix, so that what
+reads those (the Gateway API's inference extension, dashboards) needs no more than the prefix."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from llama_jax.serving.stats import EngineStats
+
+PREFIX = "llama_jax:"
+FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96)
+BETWEEN_TOKENS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 3.2)
+WHOLE = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.6, 819.2)
+
+
+class Histogram:
+    """Counts by size, without the lock of prometheus_client's own: everything here runs on the event loop."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def family(self, name: str, about: str) -> Metric:
+        total, buckets = 0, []
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        return HistogramMetricFamily(PREFIX + name, about, buckets=buckets, sum_value=self._sum)
+
+
+class Metrics(Collector):
+    """All numbers of a server. The event loop alone writes and reads them.
+
+    Attributes:
+      first_token, between_tokens, whole: seconds of requests that were answered.
+      answered: HTTP responses by path and status; 499 where the client left before.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self.first_token = Histogram(FIRST_TOKEN)
+        self.between_tokens = Histogram(BETWEEN_TOKENS)
+        self.whole = Histogram(WHOLE)
+        self.answered: Counter[tuple[str, int]] = Counter()
+        self._stats = stats
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        return []  # so that registering asks no engine for its numbers
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._stats()
+        gauges = {
+            "num_requests_running": (now.running + now.reading, "Requests that are being read or decoded."),
+            "num_requests_waiting": (now.waiting, "Requests in the queue."),
+            "num_tokens_waiting": (now.waiting_tokens, "Prompt tokens in the queue."),
+            "kv_cache_usage_perc": (now.cache_fill, "Share of the slots for keys and values in use, 0 to 1."),
+            "max_num_seqs": (now.rows, "Requests that can be decoded at once."),
+            "prefix_cache_entries": (now.prefix_entries, "Pieces of prompts in the prefix cache."),
+            "prefix_cache_bytes": (now.prefix_bytes, "Bytes that they take."),
+        }
+        for name, (value, about) in gauges.items():
+            yield GaugeMetricFamily(PREFIX + name, about, value=value)
+        counts = {
+            "prompt_tokens": (now.prompt_tokens, "Prompt tokens read, cached ones included."),
+            "generation_tokens": (now.generated_tokens, "Tokens generated."),
+            "prefix_cache_queries": (now.prompt_tokens, "Prompt tokens looked up in the prefix cache."),
+            "prefix_cache_hits": (now.cached_tokens, "Prompt tokens found there."),
+            "prefix_cache_evictions": (now.evicted, "Pieces dropped from it."),
+            "requests_refused": (now.refused, "Requests answered with 429, as the queue was full."),
+            "compilations_after_ready": (now.compilations_after_ready, "Programs compiled since the server was ready."),
+            "engine_turns": (now.turns, "Turns of the engine."),
+            "engine_turn_seconds": (now.turn_seconds, "Seconds that they took."),
+        }
+        for name, (value, about) in counts.items():
+            yield CounterMetricFamily(PREFIX + name, about, value=value)
+        finished = CounterMetricFamily(PREFIX + "request_success", "Requests by why they ended.", labels=["finished_reason"])
+        for reason, value in now.finished.items():
+            finished.add_metric([reason], value)
+        yield finished
+        answered = CounterMetricFamily(PREFIX + "http_responses", "HTTP responses.", labels=["path", "status"])
+        for (path, status), value in sorted(self.answered.items()):
+            answered.add_metric([path, str(status)], value)
+        yield answered
+        yield self.first_token.family("time_to_first_token_seconds", "From the request to its first token.")
+        yield self.between_tokens.family("inter_token_latency_seconds", "Between tokens of a choice.")
+        yield self.whole.family("e2e_request_latency_seconds", "From the request to the end of its answer.")

@@ -1,0 +1,180 @@
+"""The process that serves: the engine on a thread, the sockets on an event loop, and how both end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from llama_jax.errors import UserError
+from llama_jax.serving.http.app import make_app
+from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.service import Served, Service, connect
+
+LAST_WORDS = 2.0  # seconds in which clients are told of a failure before the process ends
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server is reached and ends.
+
+    Attributes:
+      access: who may ask.
+      drain_seconds: that running requests may take to end once the process was asked to.
+      seconds: that a request may take, 0 for as long as it needs.
+      wedged_after: see `Service`.
+    """
+
+    access: Access = Access()
+    drain_seconds: float = 30.0
+    seconds: float = 0.0
+    wedged_after: float = 120.0
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; UserError where that cannot be. Taken before a model is loaded, which may take minutes."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        remedy = "choose another --port, 0 for a free one, or --host"
+        raise UserError(
+            f"cannot listen on {host} port {port} ({getattr(error, 'strerror', None) or error}); {remedy}"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def address_of(listening: socket.socket) -> str:
+    """As a browser is told."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def serve(
+    engine: Any, served: Served, limits: Limits, options: ServerOptions, listening: socket.socket, ready: Callable[[], None]
+) -> None:
+    """Serve until SIGTERM or SIGINT, and then until the requests that run have ended; call on the main thread.
+
+    Args:
+      engine: an `Engine` that is warm.
+      ready: called once requests are taken.
+
+    Raises:
+      what the engine raised, if it failed: all requests have then been told.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        failure = runner.run(_serve(engine, served, limits, options, listening, ready))
+    if failure is not None:
+        raise failure
+
+
+async def _serve(
+    engine: Any, served: Served, limits: Limits, options: ServerOptions, listening: socket.socket, ready: Callable[[], None]
+) -> BaseException | None:
+    loop = asyncio.get_running_loop()
+    service = connect(engine, served, limits, seconds=options.seconds, wedged_after=options.wedged_after)
+    config = uvicorn.Config(
+        lambda *arguments: app(*arguments),
+        interface="asgi3",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=round(LAST_WORDS),
+        backlog=2048,
+    )
+    server = _Server(config)
+    app = make_app(service, options.access, lambda: len(server.server_state.connections))
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
+    thread = threading.Thread(target=_run_engine, args=(engine, service, loop, ended), name="engine", daemon=True)
+    asked = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, partial(_stop, number, asked))
+    thread.start()
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    ready()
+    stopping = asyncio.create_task(asked.wait())
+    first: list[asyncio.Future[Any]] = [ended, stopping, serving]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
+        await _drain(service, options.drain_seconds, ended)
+        engine.close()
+        await asyncio.wait([ended], timeout=LAST_WORDS + 10)
+    stopping.cancel()
+    await _until(lambda: not service.switchboard.open, LAST_WORDS)
+    server.should_exit = True
+    await serving
+    if not ended.done():
+        os._exit(1)  # the engine hangs in a program, which no Python that ends in order survives
+    return ended.result()
+
+
+async def _drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
+    """Take no new requests, and let those end that run."""
+    service.draining = True
+    await _until(lambda: not service.switchboard.open or ended.done(), seconds)
+
+
+async def _until(done: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+
+
+def _run_engine(
+    engine: Any, service: Service, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[BaseException | None]
+) -> None:
+    """What the engine's thread does."""
+    failure: BaseException | None = None
+    try:
+        engine.run()
+    except BaseException as error:
+        failure = error
+        service.failure = f"the engine failed: {type(error).__name__}: {error}"
+    service.switchboard.wake()
+    with contextlib.suppress(RuntimeError):  # the loop has ended before
+        loop.call_soon_threadsafe(ended.set_result, failure)
+
+
+def _stop(number: int, asked: asyncio.Event) -> None:
+    """The first signal asks for an orderly end, the second ends at once."""
+    if asked.is_set():
+        os._exit(128 + number)
+    asked.set()
+
+
+class _Server(uvicorn.Server):
+    """Whose signals are ours."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop where it is installed: it writes to sockets at half the cost."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop

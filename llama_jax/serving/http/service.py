@@ -1,0 +1,245 @@
+"""What a server serves, and how an HTTP request becomes requests to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from llama_jax.errors import UserError
+from llama_jax.serving.grammar import GrammarConstraint, Grammars
+from llama_jax.serving.http.bodies import (
+    USUAL_COMPLETION,
+    Asked,
+    ChatAsked,
+    CompletionAsked,
+    Limits,
+    chat_fields,
+    completion_fields,
+)
+from llama_jax.serving.http.choice import Choice, TokenNames
+from llama_jax.serving.http.errors import ApiError, refused
+from llama_jax.serving.http.exchange import Exchange, Switchboard
+from llama_jax.serving.http.metrics import Metrics
+from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
+from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends
+
+SHORT = 4000  # characters that are encoded on the event loop: longer ones would hold up the others
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A model as it is shown to clients.
+
+    Attributes:
+      name: what requests call it.
+      tokenizer: its vocabulary.
+      chat: how messages are put together; None where it is no chat model.
+      no_chat: why not.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    chat: Format | None
+    no_chat: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """An HTTP request that the engine has taken.
+
+    Attributes:
+      prompts: tokens of each prompt, of which choices i * n to i * n + n - 1 are continuations.
+      constraints: of each choice, where there are any.
+    """
+
+    asked: Asked
+    prompts: Sequence[Sequence[int]]
+    choices: list[Choice]
+    constraints: Sequence[GrammarConstraint]
+    exchange: Exchange
+    arrived: float
+
+
+@dataclass
+class Service:
+    """Everything that the routes share; made by `connect`, on the event loop.
+
+    Attributes:
+      seconds: that a request may take, 0 for as long as it needs.
+      wedged_after: seconds without a turn of a busy engine after which `/health` fails.
+      draining: no new requests are taken.
+    """
+
+    engine: Any
+    served: Served
+    limits: Limits
+    seconds: float
+    wedged_after: float
+    switchboard: Switchboard
+    metrics: Metrics
+    names: TokenNames
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    failure: str | None = None
+    _busy_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokenizer, chat = self.served.tokenizer, self.served.chat
+        self.completion_fields = completion_fields(self.limits)
+        self.chat_fields = chat_fields(self.limits)
+        self._ends = tokenizer.stop_ids
+        self._chat_ends = () if chat is None else reply_ends(tokenizer, chat)
+        self._grammars = Grammars(tokenizer, self.limits.vocab_size, self._ends)
+        self._chat_grammars = Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
+        self._rendering = asyncio.Semaphore(2)  # a chat template is rendered in a process of its own
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError (404) for a model that is not served."""
+        if name not in (None, self.served.name):
+            message = f"model={name!r} is not served here; {self.served.name!r} is, or leave it out"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check_open(self) -> None:
+        """Raise ApiError (503) where no work is taken any more."""
+        if self.draining or self.failure is not None:
+            raise ApiError(
+                503, "the server is shutting down; try another one", code="draining", headers={"Retry-After": "5"}
+            )
+
+    async def complete(self, asked: CompletionAsked, arrived: float) -> Work:
+        """Hand a completion to the engine.
+
+        Raises:
+          ApiError: what is asked for cannot be, or there is no room.
+        """
+        bos = asked.add_special_tokens and self.served.tokenizer.bos_id >= 0
+        prompts: list[Sequence[int]] = []
+        for prompt in asked.prompts:
+            prompts.append(prompt if isinstance(prompt, tuple) else await self.encode(prompt, bos))
+        echo = [p if isinstance(p, str) else self.served.tokenizer.decode(p) for p in asked.prompts] if asked.echo else None
+        scores = asked.echo and (asked.alternatives is not None or asked.max_tokens == 0)
+        ends = () if asked.ignore_eos else self._ends
+        return await self._submit(asked, prompts, ends, USUAL_COMPLETION, self._grammars, arrived, echo=echo, scores=scores)
+
+    async def chat(self, asked: ChatAsked, arrived: float) -> Work:
+        """Hand a chat to the engine; raises as `complete` does."""
+        format = self.served.chat
+        if format is None:
+            raise refused(f"{self.served.name} does not chat: {self.served.no_chat}", "messages", "no_chat")
+        async with self._rendering:
+            ids = await _checked(lambda: encode_chat(self.served.tokenizer, asked.messages, format), "messages", apart=True)
+        ends = () if asked.ignore_eos else self._chat_ends
+        return await self._submit(asked, [ids], ends, None, self._chat_grammars, arrived)
+
+    async def encode(self, text: str, bos: bool) -> list[int]:
+        """Ids of a text; long ones in a thread."""
+        return await _checked(lambda: self.served.tokenizer.encode(text, bos=bos), "prompt", apart=len(text) > SHORT)
+
+    async def _submit(
+        self,
+        asked: Asked,
+        prompts: Sequence[Sequence[int]],
+        ends: Sequence[int],
+        usual: int | None,
+        grammars: Grammars,
+        arrived: float,
+        *,
+        echo: Sequence[str] | None = None,
+        scores: bool = False,
+    ) -> Work:
+        constraint = None if asked.format is None else await self._constraint(asked.format, grammars)
+        requests, choices, constraints = [], [], []
+        for i, prompt in enumerate(prompts):
+            limit = self._limit(asked, len(prompt), usual)
+            at_start = not any(map(self._shows, prompt))
+            for j in range(asked.n):
+                if constraint is not None:
+                    constraints.append(constraint.copy())
+                requests.append(
+                    GenerationRequest(
+                        prompt=prompt,
+                        max_new_tokens=limit,
+                        sampling=asked.sampling.replace(seed=(asked.sampling.seed + j) % 2**32),
+                        stop_tokens=tuple(dict.fromkeys((*ends, *asked.stop_token_ids))),
+                        min_new_tokens=min(asked.min_tokens, limit),
+                        alternatives=asked.alternatives or 0,
+                        score_prompt=scores,
+                        constraint=constraints[-1] if constraints else None,
+                        deadline=arrived + self.seconds if self.seconds else None,
+                    )
+                )
+                text = None if echo is None else echo[i]
+                scored = asked.alternatives is not None
+                choices.append(Choice(self.served.tokenizer, asked.stop, echo=text, at_start=at_start, scored=scored))
+        self.check_open()
+        if not self.switchboard.open:
+            self._busy_since = time.monotonic()
+        try:
+            exchange = self.switchboard.submit(requests)
+        except BusyError as error:
+            headers = {"Retry-After": str(max(1, round(error.retry_after)))}
+            raise ApiError(429, str(error), code="queue_full", headers=headers) from None
+        except ClosedError as error:
+            raise ApiError(503, str(error), code="draining", headers={"Retry-After": "5"}) from None
+        except UserError as error:
+            raise refused(str(error)) from None
+        return Work(asked, prompts, choices, constraints, exchange, arrived)
+
+    def _shows(self, token: int) -> bool:
+        tokenizer = self.served.tokenizer
+        return token < tokenizer.vocab_size and tokenizer.token_bytes(token) != b""
+
+    def _limit(self, asked: Asked, length: int, usual: int | None) -> int:
+        """Tokens to generate at most."""
+        room = self.limits.context - length
+        if length == 0:
+            raise refused("the prompt has no tokens; give some text", "prompt")
+        if room < (1 if asked.max_tokens is None else asked.max_tokens):
+            more = "" if asked.max_tokens is None else f" and max_tokens={asked.max_tokens}"
+            raise refused(
+                f"a prompt of {length} tokens{more} exceed the context of {self.limits.context}; shorten the prompt, or"
+                f" generate at most {max(room, 0)}",
+                "max_tokens" if room > 0 else "prompt",
+                "context_length_exceeded",
+            )
+        if asked.max_tokens is not None:
+            return asked.max_tokens
+        return room if usual is None else min(usual, room)
+
+    async def _constraint(self, format: dict[str, Any], grammars: Grammars) -> GrammarConstraint:
+        if format["type"] == "regex":
+            make = lambda: grammars.regex(format["regex"])
+        else:
+            schema = format["json_schema"]["schema"] if format["type"] == "json_schema" else None
+            make = lambda: grammars.json_schema({"type": "object"} if schema is None else schema)
+        return await _checked(make, "response_format", apart=True)
+
+    def trouble(self) -> str | None:
+        """Why the server is not healthy, or None: the engine has failed, or has work and has not ended a turn for long."""
+        if self.failure is not None:
+            return self.failure
+        stats = self.engine.stats()
+        since = time.monotonic() - max(stats.last_turn, self._busy_since)
+        if stats.busy and self.switchboard.open and since > self.wedged_after:
+            return f"the engine has work, and has ended no turn for {since:.0f} s"
+        return None
+
+
+def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0, wedged_after: float = 120.0) -> Service:
+    """A service of an engine; call on the event loop that is to run it."""
+    switchboard = Switchboard(engine, asyncio.get_running_loop())
+    limits = replace(limits, context=engine.context)
+    names = TokenNames(served.tokenizer)
+    return Service(engine, served, limits, seconds, wedged_after, switchboard, Metrics(engine.stats), names)
+
+
+async def _checked(run: Callable[[], T], param: str, *, apart: bool) -> T:
+    """What a function gives, called in a thread where it may take long; its UserError as an ApiError (400)."""
+    try:
+        return await asyncio.to_thread(run) if apart else run()
+    except UserError as error:
+        raise refused(str(error), param) from None

@@ -1,0 +1,346 @@
+"""An engine without a model, and clients without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+
+from llama_jax.errors import GenerationError
+from llama_jax.serving.http.app import make_app
+from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.service import Served, Service, connect
+from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers.making import byte_tokenizer
+
+BYTES = byte_tokenizer()
+FIRST_BYTE = BYTES.encode("\0", bos=False)[0]  # the id of byte 0; the others follow
+
+
+def ids(text: str | bytes) -> list[int]:
+    return [FIRST_BYTE + byte for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+def echoing(request: GenerationRequest) -> Iterable[int]:
+    """The prompt again, without its first token, and then the end."""
+    return [*request.prompt[1:], BYTES.eos_id]
+
+
+def saying(text: str | bytes) -> Callable[[GenerationRequest], Iterable[int]]:
+    return lambda request: [*ids(text), BYTES.eos_id]
+
+
+def logprob(step: int) -> float:
+    return -0.5 - step / 64
+
+
+@dataclass(eq=False)
+class Running:
+    request: GenerationRequest
+    deliver: Callable[[Update], None]
+    tokens: Iterator[int]
+    changed: Callable[[], None]
+    count: int = 0
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.changed()
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """The face of `llama_jax.serving.engine.Engine`; what it says is given."""
+
+    says: Callable[[GenerationRequest], Iterable[int]] = echoing
+    rows: int = 64
+    most_waiting: int = 64
+    context: int = 512
+    per_turn: int = 1
+    after_turn: Callable[[], None] | None = None
+    fail_at: int | None = None
+    admitted: list[GenerationRequest] = field(default_factory=list)
+    waiting: list[Running] = field(default_factory=list)
+    running: list[Running] = field(default_factory=list)
+    finished: Counter[str] = field(default_factory=Counter)
+    generated: int = 0
+    turns: int = 0
+    last_turn: float = field(default_factory=time.monotonic)
+    closing: str | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def submit(self, request: GenerationRequest, deliver: Callable[[Update], None]) -> Running:
+        if not request.prompt or len(request.prompt) + request.max_new_tokens > self.context:
+            raise GenerationError("too long")
+        with self.changed:
+            if self.closing:
+                raise ClosedError("the engine is ending")
+            if len(self.waiting) >= self.most_waiting:
+                raise BusyError("the queue is full", 2.4)
+            ticket = Running(request, deliver, iter(self.says(request)), self.notify)
+            self.waiting.append(ticket)
+            self.admitted.append(request)
+            self.changed.notify_all()
+        return ticket
+
+    def notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def turn(self) -> bool:
+        with self.changed:
+            gone = [ticket for ticket in (*self.waiting, *self.running) if ticket.cancelled]
+            self.waiting = [ticket for ticket in self.waiting if not ticket.cancelled]
+            self.running = [ticket for ticket in self.running if not ticket.cancelled]
+            while self.waiting and len(self.running) < self.rows:
+                self.running.append(self.waiting.pop(0))
+        for ticket in gone:
+            self._end(ticket, Update(finish="cancelled"))
+        if self.turns == self.fail_at:
+            raise RuntimeError("a device is on fire")
+        for ticket in list(self.running):
+            self._step(ticket)
+        worked = bool(gone or self.running)
+        self.turns += 1
+        self.last_turn = time.monotonic()
+        if self.after_turn:
+            self.after_turn()
+        return worked
+
+    def _step(self, ticket: Running) -> None:
+        request, update = ticket.request, Update()
+        if ticket.count == 0 and request.score_prompt:
+            update.prompt = [scored(token, i, request.alternatives) for i, token in enumerate(request.prompt)]
+            update.prompt[0] = ScoredToken(request.prompt[0], None)
+        for _ in range(self.per_turn):
+            if ticket.count >= request.max_new_tokens or update.finish:
+                update.finish = update.finish or "length"
+                break
+            token = next(ticket.tokens, FIRST_BYTE + ord("x"))
+            found = scored(token, ticket.count, request.alternatives)
+            ticket.count += 1
+            if token in request.stop_tokens:
+                update.finish, update.ended_by = "stop", found
+            else:
+                update.tokens.append(found)
+                self.generated += 1
+        if ticket.count >= request.max_new_tokens:
+            update.finish = update.finish or "length"
+        if update.finish:
+            self._end(ticket, update)
+        else:
+            ticket.deliver(update)
+
+    def _end(self, ticket: Running, update: Update) -> None:
+        if ticket in self.running:
+            self.running.remove(ticket)
+        self.finished[update.finish] += 1
+        ticket.deliver(update)
+
+    def run(self) -> None:
+        try:
+            while True:
+                with self.changed:
+                    while not (self.waiting or self.running) and not self.closing:
+                        self.changed.wait()
+                    if self.closing == "now" or (self.closing and not (self.waiting or self.running)):
+                        break
+                self.turn()
+        except BaseException as error:
+            for ticket in [*self.waiting, *self.running]:
+                ticket.deliver(Update(finish="failed", error=str(error)))
+            self.waiting, self.running = [], []
+            raise
+        finally:
+            self.closing = "now"
+            for ticket in [*self.waiting, *self.running]:
+                ticket.deliver(Update(finish="cancelled"))
+            if self.after_turn:
+                self.after_turn()
+
+    def close(self, drain: bool = False) -> None:
+        with self.changed:
+            self.closing = "drain" if drain else "now"
+            self.changed.notify_all()
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            rows=self.rows,
+            running=len(self.running),
+            reading=0,
+            waiting=len(self.waiting),
+            waiting_tokens=sum(len(ticket.request.prompt) for ticket in self.waiting),
+            cache_fill=len(self.running) / self.rows,
+            prompt_tokens=0,
+            generated_tokens=self.generated,
+            cached_tokens=0,
+            finished=dict(self.finished),
+            refused=0,
+            compilations_after_ready=0,
+            turns=self.turns,
+            turn_seconds=0.0,
+            last_turn=self.last_turn,
+            busy=bool(self.waiting or self.running),
+            prefix_entries=0,
+            prefix_bytes=0,
+            evicted=0,
+        )
+
+
+def scored(token: int, step: int, alternatives: int) -> ScoredToken:
+    beside = tuple((FIRST_BYTE + ord("A") + i, logprob(step) - i) for i in range(alternatives))
+    return ScoredToken(token, logprob(step), beside)
+
+
+@dataclass
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[Any]:
+        parts = self.body.decode().split("\n\n")
+        assert parts.pop() == ""
+        assert all(part.startswith("data: ") for part in parts)
+        return [part[6:] if part == "data: [DONE]" else json.loads(part[6:]) for part in parts]
+
+
+class Call:
+    """One HTTP request to an ASGI application, as a server would make it."""
+
+    def __init__(self, app: Any, method: str, path: str, content: bytes, headers: dict[str, str]) -> None:
+        self.sent: list[Any] = []
+        self.news = asyncio.Event()
+        self.messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.messages.put_nowait({"type": "http.request", "body": content, "more_body": False})
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        self.scope = {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b"", "root_path": ""}
+        self.scope |= {"scheme": "http", "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 1), "http_version": "1.1"}
+        self.task = asyncio.create_task(app(self.scope, self.messages.get, self._send))
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.news.set()
+
+    def leave(self) -> None:
+        self.messages.put_nowait({"type": "http.disconnect"})
+
+    async def response(self) -> Response:
+        await asyncio.wait_for(self.task, 20)
+        start, *bodies = self.sent
+        assert start["type"] == "http.response.start"
+        headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+        return Response(start["status"], headers, b"".join(message.get("body", b"") for message in bodies))
+
+
+class Client:
+    def __init__(self, app: Any, service: Service) -> None:
+        self.app = app
+        self.service = service
+
+    def begin(self, method: str, path: str, json_: Any = None, content: bytes = b"", **headers: str) -> Call:
+        if json_ is not None:
+            content = json.dumps(json_).encode()
+        given = {"host": "127.0.0.1"} | ({"content-type": "application/json"} if method == "POST" else {})
+        given |= {name.replace("_", "-"): value for name, value in headers.items()}
+        return Call(self.app, method, path, content, {name: value for name, value in given.items() if value})
+
+    async def post(self, path: str, json_: Any = None, **more: Any) -> Response:
+        return await self.begin("POST", path, json_, **more).response()
+
+    async def get(self, path: str, **more: Any) -> Response:
+        return await self.begin("GET", path, **more).response()
+
+    async def complete(self, prompt: Any, **more: Any) -> Response:
+        return await self.post("/v1/completions", {"prompt": prompt, **more})
+
+    async def chat(self, text: str, **more: Any) -> Response:
+        return await self.post("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **more})
+
+
+def served(tokenizer: Tokenizer = BYTES, chat: Any = "zephyr") -> Served:
+    return Served(name="fake", tokenizer=tokenizer, chat=chat, no_chat="" if chat else "it has no template")
+
+
+@contextlib.contextmanager
+def on_a_thread(engine: FakeEngine) -> Iterator[None]:
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            engine.run()
+
+    engine.closing = None
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        engine.close()
+        thread.join()
+
+
+def talk(
+    engine: FakeEngine,
+    conversation: Callable[[Client], Any],
+    *,
+    access: Access = Access(),
+    limits: Limits = Limits(vocab_size=259, context=512),
+    thread: bool = True,
+    shown: Served | None = None,
+) -> Any:
+    """What a conversation with an application gives; without `thread` it takes the engine's turns itself."""
+
+    async def main() -> Any:
+        service = connect(engine, shown or served(), limits, wedged_after=5.0)
+        client = Client(make_app(service, access), service)
+        if not thread:
+            return await conversation(client)
+        with on_a_thread(engine):
+            return await conversation(client)
+
+    return asyncio.run(main())
+
+
+@contextlib.contextmanager
+def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259, context=512)) -> Iterator[str]:
+    """A server of its own threads on a free port of this machine: its address."""
+    started, stop, where = threading.Event(), [], []
+
+    async def main() -> None:
+        config = uvicorn.Config(
+            lambda *arguments: app(*arguments), port=0, interface="asgi3", ws="none", lifespan="off", log_level="warning"
+        )
+        server = uvicorn.Server(config)
+        app = make_app(connect(engine, shown, limits), Access())
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0)
+        where.append(server.servers[0].sockets[0].getsockname()[1])
+        stop.append(lambda: setattr(server, "should_exit", True))
+        started.set()
+        await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    with on_a_thread(engine):
+        thread.start()
+        assert started.wait(20)
+        try:
+            yield f"http://127.0.0.1:{where[0]}"
+        finally:
+            stop[0]()
+            thread.join()

@@ -1,0 +1,599 @@
+"""The routes, with an engine that says what the tests tell it to."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from fakes import BYTES, FakeEngine, ids, logprob, on_a_thread, saying, served, talk
+
+from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.service import connect
+from llama_jax.serving.requests import Update
+
+
+def ask(engine, *conversation, **settings):
+    """What each of some calls, functions of a client, is answered."""
+
+    async def all_of_them(client):
+        return [await call(client) for call in conversation]
+
+    answers = talk(engine, all_of_them, **settings)
+    return answers[0] if len(answers) == 1 else answers
+
+
+def error_of(response, status):
+    assert response.status == status, response.body
+    assert response.headers["content-type"] == "application/json"
+    error = response.json["error"]
+    assert set(response.json) == {"error"}
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def text_of(events):
+    return "".join(choice["text"] for event in events[:-1] if "choices" in event for choice in event["choices"])
+
+
+def test_a_completion():
+    answer = ask(FakeEngine(), lambda c: c.complete("hello", max_tokens=10)).json
+    assert answer.pop("id").startswith("cmpl-")
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "object": "text_completion",
+        "model": "fake",
+        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}],
+        # The begin token and five bytes; five bytes and the end.
+        "usage": {
+            "prompt_tokens": 6,
+            "completion_tokens": 6,
+            "total_tokens": 12,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        },
+    }
+
+
+def test_what_the_engine_is_asked():
+    engine = FakeEngine()
+    body = {"max_tokens": 7, "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.5}
+    body |= {"seed": -1, "stop_token_ids": [70], "min_tokens": 2, "logprobs": 3, "echo": True}
+    ask(engine, lambda c: c.complete("a", **body), lambda c: c.complete([5, 6], ignore_eos=True))
+    first, second, third = engine.admitted
+    sampling = first.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
+    assert (sampling.repetition_penalty, sampling.seed, second.sampling.seed) == (1.5, 2**32 - 1, 0)
+    assert (first.max_new_tokens, first.min_new_tokens, first.alternatives, first.score_prompt) == (7, 2, 3, True)
+    assert set(first.stop_tokens) == {*BYTES.stop_ids, 70}
+    assert list(first.prompt) == [BYTES.bos_id, *ids("a")]
+    assert (list(third.prompt), third.stop_tokens, third.max_new_tokens) == ([5, 6], (), 16)
+    assert third.sampling.temperature == 1
+
+
+@pytest.mark.parametrize("prompt", ["ab", ["ab"], ["a", "bc"], ids("ab"), [ids("ab"), ids("c")]])
+def test_every_form_of_a_prompt(prompt):
+    answer = ask(FakeEngine(says=saying("!")), lambda c: c.complete(prompt, n=2, echo=True)).json
+    several = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+    texts = [each if isinstance(each, str) else BYTES.decode(each) for each in several]
+    assert [choice["text"] for choice in answer["choices"]] == [text + "!" for text in texts for _ in range(2)]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(texts)))
+    lengths = [len(text) + isinstance(each, str) for text, each in zip(texts, several, strict=True)]
+    assert answer["usage"]["prompt_tokens"] == sum(lengths)  # each once, whatever n is
+    assert answer["usage"]["completion_tokens"] == 2 * 2 * len(texts)
+
+
+@pytest.mark.parametrize("per_turn", [1, 3])
+def test_a_stream_says_what_the_whole_says(per_turn):
+    said = "Größe 🦙 and so on, and so forth"
+    body = {"max_tokens": 60, "logprobs": 1, "n": 2, "stop": ["so forth", "zzz"], "seed": 1, "echo": True}
+    engine = FakeEngine(says=saying(said), per_turn=per_turn)
+    whole, stream = ask(
+        engine,
+        lambda c: c.complete("é", **body),
+        lambda c: c.complete("é", **body, stream=True, stream_options={"include_usage": True}),
+    )
+    *events, last, done = stream.events
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"] == whole.json["usage"]
+    assert all(event["usage"] is None for event in events)
+    for i, expected in enumerate(whole.json["choices"]):
+        chunks = [choice for event in events for choice in event["choices"] if choice["index"] == i]
+        assert expected["text"] == "é" + said.removesuffix("so forth")
+        assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
+        assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+        for name, value in expected["logprobs"].items():
+            assert [entry for chunk in chunks for entry in chunk["logprobs"][name]] == value, name
+        assert not any("\ufffd" in chunk["text"] for chunk in chunks)
+    # Every token up to the one with which the stop text was whole, and of it none is shown.
+    assert whole.json["usage"]["completion_tokens"] == 2 * len(said.encode())
+    assert not any("so f" in text_of([event, None]) for event in events)
+
+
+def test_half_a_character_is_never_sent():
+    engine = FakeEngine(says=saying("🦙"))
+    events = ask(engine, lambda c: c.complete("a", stream=True)).events
+    texts = [choice["text"] for event in events[:-1] for choice in event["choices"]]
+    assert [text for text in texts if text] == ["🦙"]
+    cut = ask(engine, lambda c: c.complete("a", max_tokens=2)).json["choices"][0]
+    assert (cut["text"], cut["finish_reason"]) == ("\ufffd", "length")
+
+
+def test_a_stop_text_cancels_what_the_engine_still_does():
+    engine = FakeEngine(says=saying("one two" + "x" * 200))
+
+    async def conversation(client):
+        call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 400, "stop": "two"})
+        for _ in range(9):
+            await asyncio.sleep(0)
+            engine.turn()
+        response = await call.response()
+        engine.turn()
+        assert engine.running == []
+        return response
+
+    answer = talk(engine, conversation, thread=False).json
+    assert answer["choices"][0] == {"index": 0, "text": "one ", "logprobs": None, "finish_reason": "stop"}
+    assert answer["usage"]["completion_tokens"] == len("one two")
+    assert engine.finished == {"cancelled": 1}
+
+
+def test_log_probabilities_of_a_prompt():
+    """As lm-eval asks for them."""
+    body = {"max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    logprobs = ask(FakeEngine(says=saying("")), lambda c: c.complete([ids("ab")], **body)).json["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["a", "b", "</s>"]  # one more than the prompt has, whatever it is
+    assert logprobs["token_logprobs"] == [None, logprob(1), logprob(0)]
+    assert logprobs["top_logprobs"] == [None, {"b": logprob(1), "A": logprob(1)}, {"</s>": logprob(0), "A": logprob(0)}]
+    assert logprobs["text_offset"] == [0, 1, 2]
+    alone = ask(FakeEngine(), lambda c: c.complete([ids("ab")], max_tokens=0, echo=True, logprobs=0)).json
+    assert alone["choices"][0]["logprobs"]["token_logprobs"] == [None, logprob(1)]
+    assert alone["choices"][0] | {"logprobs": 0} == {"index": 0, "text": "ab", "logprobs": 0, "finish_reason": "length"}
+    assert alone["usage"]["completion_tokens"] == 0
+
+
+def test_tokens_that_are_no_text():
+    found = ask(FakeEngine(says=saying("é")), lambda c: c.complete("a", logprobs=0)).json["choices"][0]["logprobs"]
+    assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "</s>"]
+    assert found["text_offset"] == [0, 0, 1]
+
+
+def test_a_chat():
+    engine = FakeEngine(says=saying("Hi!"))
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]},
+        {"role": "user", "content": "Hello </s>", "name": None},
+        {"role": "assistant", "content": "Yes?", "tool_calls": None, "refusal": None},
+        {"role": "user", "content": "Well"},
+    ]
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 1, "max_completion_tokens": 9}
+    whole, stream = ask(
+        engine,
+        lambda c: c.post("/v1/chat/completions", body),
+        lambda c: c.post("/v1/chat/completions", body | {"stream": True}),
+    )
+    choice = whole.json["choices"][0]
+    assert whole.json["object"] == "chat.completion"
+    assert choice["message"] == {"role": "assistant", "content": "Hi!", "refusal": None}
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["H", "i", "!", "</s>"]
+    top = [{"token": "A", "logprob": -0.5, "bytes": [65]}]
+    assert choice["logprobs"]["content"][0] == {"token": "H", "logprob": -0.5, "bytes": [72], "top_logprobs": top}
+    first, *events, last, done = stream.events
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"]["content"] for event in (*events, last)) == "Hi!"
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert done == "[DONE]"
+    text = "<|system|>\nBe kind.</s>\n<|user|>\nHello </s></s>\n<|assistant|>\nYes?</s>\n<|user|>\nWell</s>\n<|assistant|>\n"
+    prompt = engine.admitted[0].prompt
+    special = [token for token in prompt if token == BYTES.eos_id]
+    assert len(special) == 4  # and not the one that the user wrote
+    assert len(prompt) == len(text.encode()) - 4 * len("</s>") + 4
+
+
+def test_usage_in_every_chunk():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = ask(FakeEngine(says=saying("abc")), lambda c: c.complete("a", stream=True, stream_options=options)).events
+    counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+    assert events[-2]["choices"] == []
+
+
+REFUSED = [
+    ({"prompt": "a", "bogus": 1}, "bogus", "'bogus': not known here"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty", "is not supported here; leave it out, or give 0"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"prompt": "a", "suffix": "end"}, "suffix", "not supported"),
+    ({"prompt": "a", "best_of": 3}, "best_of", "best_of=3"),
+    ({"prompt": "a", "n": 0}, "n", "n=0 must be an integer from 1 to 128"),
+    ({"prompt": "a", "n": True}, "n", "n=True"),
+    ({"prompt": ["a"] * 65, "n": 2}, "n", "more than 128 choices"),
+    ({"prompt": "a", "temperature": -1}, "temperature", "temperature=-1"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature", "must be a number"),
+    ({"prompt": "a", "stop": ""}, "stop[0]", "from 1 to 1000"),
+    ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]", "surrogate"),
+    ({"prompt": "\ud800"}, "prompt", "surrogate"),
+    ({"prompt": [259]}, "prompt[0]", "from 0 to 258"),
+    ({"prompt": [True]}, "prompt[0]", "integer"),
+    ({"prompt": []}, "prompt", "at least one"),
+    ({"prompt": [[]]}, "prompt[0]", "token ids"),
+    ({"prompt": ["a", 5]}, "prompt[1]", "text"),
+    ({"prompt": {}}, "prompt", "text"),
+    ({}, "prompt", "missing"),
+    ({"prompt": "", "add_special_tokens": False}, "prompt", "no tokens"),
+    ({"prompt": "a", "max_tokens": 511}, "max_tokens", "context of 512"),
+    ({"prompt": "a" * 512}, "prompt", "context of 512"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
+    ({"prompt": "a", "min_tokens": 3, "max_tokens": 2}, "min_tokens", "lower it"),
+    ({"prompt": "a", "stream_options": {}}, "stream_options", "stream=true"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "not known"),
+    ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format", "json_schema"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "response_format"),
+    ({"prompt": "a", "response_format": {"type": "regex", "regex": "("}}, "response_format", "cannot be used"),
+    ([], None, "must be a JSON object"),
+]
+
+
+def test_what_cannot_be_is_refused_with_its_name():
+    engine = FakeEngine()
+    answers = ask(engine, *(lambda c, body=body: c.post("/v1/completions", body) for body, _, _ in REFUSED))
+    for (body, param, said), answer in zip(REFUSED, answers, strict=True):
+        error = error_of(answer, 400)
+        assert error["param"] == param, body
+        assert said in error["message"], body
+        assert error["type"] == "invalid_request_error"
+    assert engine.admitted == []
+    assert error_of(answers[0], 400)["code"] == "unknown_field"
+    too_long = answers[[body for body, *_ in REFUSED].index({"prompt": "a" * 512})]
+    assert error_of(too_long, 400)["code"] == "context_length_exceeded"
+
+
+def test_what_asks_for_nothing_is_accepted():
+    body = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "suffix": None, "best_of": 1, "user": "me"}
+    body |= {"stop": None, "n": 1.0, "max_tokens": None, "response_format": {"type": "text"}, "model": "fake"}
+    assert ask(FakeEngine(), lambda c: c.complete("a", **body)).status == 200
+    body = {"tools": [], "tool_choice": "none", "store": False, "metadata": {}, "top_logprobs": None, "functions": None}
+    assert ask(FakeEngine(), lambda c: c.chat("a", **body)).status == 200
+
+
+CHATS_REFUSED = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+]
+
+
+def test_chats_that_cannot_be():
+    answers = ask(FakeEngine(), *(lambda c, body=body: c.post("/v1/chat/completions", body) for body, _ in CHATS_REFUSED))
+    assert [error_of(answer, 400)["param"] for answer in answers] == [param for _, param in CHATS_REFUSED]
+
+
+def test_a_model_without_a_chat_format():
+    shown = served(chat=None)
+    chat, models = ask(FakeEngine(), lambda c: c.chat("a"), lambda c: c.get("/v1/models"), shown=shown)
+    assert "fake does not chat: it has no template" in error_of(chat, 400)["message"]
+    assert models.json["data"][0]["chat"] is False
+
+
+def test_bodies_that_are_no_bodies():
+    deep = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for content in (b"", b"{", b"\xff", b'{"prompt": NaN}', b'{"n": ' + b"9" * 5000 + b"}", deep):
+        error = error_of(ask(FakeEngine(), lambda c, content=content: c.post("/v1/completions", content=content)), 400)
+        assert error["message"].startswith("the body is")
+    kinds = ask(
+        FakeEngine(),
+        lambda c: c.post("/v1/completions", {"prompt": "a"}, content_type="text/plain"),
+        lambda c: c.post("/v1/completions", {"prompt": "a"}, content_type=""),
+        lambda c: c.post("/v1/completions", {"prompt": "a"}, content_type="application/json; charset=utf-8"),
+    )
+    assert [kind.status for kind in kinds] == [415, 415, 200]
+    small = Limits(vocab_size=259, context=512, largest_body=100)
+    honest, silent = ask(
+        FakeEngine(),
+        lambda c: c.post("/v1/completions", content=b"x", content_length="101"),
+        lambda c: c.complete("x" * 100),
+        limits=small,
+    )
+    assert error_of(honest, 413) == error_of(silent, 413)
+
+
+def test_paths_and_methods_that_are_not_there():
+    missing, method, model = ask(
+        FakeEngine(), lambda c: c.get("/v2"), lambda c: c.get("/v1/completions"), lambda c: c.complete("a", model="gpt")
+    )
+    assert error_of(missing, 404)["type"] == "not_found_error"
+    assert error_of(method, 405)
+    assert method.headers["allow"] == "POST"
+    assert error_of(model, 404)["code"] == "model_not_found"
+
+
+def test_a_full_queue_admits_nothing_of_a_request():
+    engine = FakeEngine(most_waiting=3)
+
+    async def conversation(client):
+        refused = await client.complete(["a", "b", "c", "d"])
+        await asyncio.sleep(0)
+        engine.turn()
+        assert not engine.waiting + engine.running
+        return refused
+
+    answer = talk(engine, conversation, thread=False)
+    assert error_of(answer, 429)["code"] == "queue_full"
+    assert answer.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_client_that_leaves_frees_its_rows(stream, turns):
+    """While it waits (no turn), and while it is decoded."""
+    engine = FakeEngine(says=saying("x" * 300), rows=1)
+
+    async def conversation(client):
+        body = {"prompt": ["a", "b"], "max_tokens": 300, "stream": stream}
+        call = client.begin("POST", "/v1/completions", body)
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            engine.turn()
+            await asyncio.sleep(0)
+        call.leave()
+        await asyncio.wait_for(call.task, 20)
+        engine.turn()
+        assert not engine.waiting + engine.running
+        assert not client.service.switchboard.open
+        return (await client.get("/metrics")).body.decode()
+
+    metrics = talk(engine, conversation, thread=False)
+    assert engine.finished == {"cancelled": 2}
+    status = 200 if stream and turns else 499
+    assert f'http_responses_total{{path="/v1/completions",status="{status}"}} 1.0' in metrics
+
+
+def test_many_that_leave_leave_nothing():
+    engine = FakeEngine(says=saying("x" * 300), rows=4, most_waiting=1000)
+
+    async def conversation(client):
+        body = {"prompt": "a", "max_tokens": 300}
+        calls = [client.begin("POST", "/v1/completions", body | {"stream": i % 2 == 0}) for i in range(200)]
+        while len(engine.admitted) < 200:
+            await asyncio.sleep(0)
+        for i, call in enumerate(calls):
+            call.leave()
+            if i % 10 == 0:
+                engine.turn()
+            await asyncio.sleep(0)
+        await asyncio.gather(*(call.task for call in calls))
+        while engine.turn():
+            await asyncio.sleep(0)
+        assert not client.service.switchboard.open
+        assert len(asyncio.all_tasks()) == 1
+
+    talk(engine, conversation, thread=False)
+    assert engine.finished == {"cancelled": 200}
+
+
+def test_one_wake_up_for_a_turn_of_many():
+    engine = FakeEngine(says=saying("x" * 300))
+
+    async def conversation(client):
+        body = {"prompt": "a", "max_tokens": 8, "stream": True}
+        calls = [client.begin("POST", "/v1/completions", body) for _ in range(16)]
+        while len(engine.admitted) < 16:
+            await asyncio.sleep(0)
+        loop, wakes = asyncio.get_running_loop(), []
+        wake = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *given: (wakes.append(1), wake(*given))[1]
+        for _ in range(8):
+            engine.turn()
+            await asyncio.sleep(0)
+        for call in calls:
+            assert len((await call.response()).events) > 2
+        return len(wakes)
+
+    assert talk(engine, conversation, thread=False) == 8
+
+
+def test_an_engine_that_fails():
+    whole = ask(FakeEngine(fail_at=0), lambda c: c.complete("a"))
+    assert "a device is on fire" in error_of(whole, 500)["message"]
+    engine = FakeEngine(says=saying("abc"), fail_at=2)
+
+    async def conversation(client):
+        call = client.begin("POST", "/v1/completions", {"prompt": "a", "stream": True})
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        engine.turn()
+        while not call.sent:
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError):
+            engine.run()
+        return await call.response()
+
+    stream = talk(engine, conversation, thread=False)
+    assert stream.status == 200
+    first, *_, last = stream.events
+    assert first["choices"][0]["text"] == "a"
+    assert "a device is on fire" in last["error"]["message"]
+
+
+def test_a_request_that_takes_too_long():
+    engine = FakeEngine()
+
+    async def conversation(client):
+        client.service.seconds = 5.0
+        call = client.begin("POST", "/v1/completions", {"prompt": "a"})
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        assert 4 < engine.admitted[0].deadline - time.monotonic() < 6
+        engine.waiting.pop().deliver(Update(finish="timeout"))
+        engine.after_turn()
+        return await call.response()
+
+    assert error_of(talk(engine, conversation, thread=False), 504)["code"] == "timeout"
+
+
+def test_health_and_readiness():
+    engine = FakeEngine()
+
+    async def conversation(client):
+        service = client.service
+        engine.last_turn -= 1000  # long idle is healthy
+        statuses = [(await client.get("/health")).status, (await client.get("/ready")).status]
+        call = client.begin("POST", "/v1/completions", {"prompt": "a"})
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        statuses.append((await client.get("/health")).status)  # has only just got work
+        service._busy_since -= 6
+        wedged = await client.get("/health")
+        engine.turn()
+        statuses.append((await client.get("/health")).status)
+        while engine.turn():
+            await asyncio.sleep(0)
+        await call.response()
+        service.draining = True
+        drained = [await client.get("/health"), await client.get("/ready"), await client.complete("a")]
+        return statuses, wedged, drained
+
+    statuses, wedged, (health, ready, refused) = talk(engine, conversation, thread=False)
+    assert statuses == [200] * 4
+    assert "no turn for 6 s" in error_of(wedged, 503)["message"]
+    assert health.status == 200
+    assert error_of(ready, 503)["code"] == "not_ready"
+    assert error_of(refused, 503)["code"] == "draining"
+
+
+def test_the_metrics():
+    engine = FakeEngine(says=saying("abc"))
+    _, _, metrics = ask(engine, lambda c: c.complete("a", n=2), lambda c: c.get("/wp-admin"), lambda c: c.get("/metrics"))
+    assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = dict(line.rsplit(" ", 1) for line in metrics.body.decode().splitlines() if not line.startswith("#"))
+    assert lines["llama_jax:num_requests_running"] == lines["llama_jax:num_requests_waiting"] == "0.0"
+    assert lines["llama_jax:generation_tokens_total"] == "6.0"
+    assert lines["llama_jax:time_to_first_token_seconds_count"] == "2.0"
+    assert lines["llama_jax:e2e_request_latency_seconds_count"] == "1.0"
+    assert lines['llama_jax:e2e_request_latency_seconds_bucket{le="+Inf"}'] == "1.0"
+    assert lines['llama_jax:request_success_total{finished_reason="stop"}'] == "2.0"
+    assert lines['llama_jax:http_responses_total{path="other",status="404"}'] == "1.0"
+
+
+def test_tokens_and_back():
+    text = "Grüße </s> 🦙"
+    there, bare, strange = ask(
+        FakeEngine(),
+        lambda c: c.post("/tokenize", {"prompt": text}),
+        lambda c: c.post("/tokenize", {"prompt": text, "add_special_tokens": False}),
+        lambda c: c.post("/detokenize", {"tokens": [-1]}),
+    )
+    assert there.json == {"count": len(ids(text)) + 1, "max_model_len": 512, "tokens": [BYTES.bos_id, *ids(text)]}
+    assert bare.json["tokens"] == ids(text)
+    assert error_of(strange, 400)
+    back = ask(FakeEngine(), lambda c: c.post("/detokenize", {"tokens": there.json["tokens"]}))
+    assert back.json == {"prompt": text}
+
+
+def test_the_key():
+    access = Access(api_key="s3crét")
+    paths = ("/v1/models", "/metrics", "/openapi.json", "/health", "/ready", "/")
+    answers = ask(FakeEngine(), *(lambda c, path=path: c.get(path) for path in paths), access=access)
+    assert [answer.status for answer in answers] == [401, 401, 401, 200, 200, 200]
+    error = error_of(answers[0], 401)
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert answers[0].headers["www-authenticate"] == "Bearer"
+    keys = ("Bearer s3crét", "bearer s3crét", "Bearer s3cret", "Basic s3crét", "Bearer")
+    answers = ask(FakeEngine(), *(lambda c, key=key: c.get("/v1/models", authorization=key) for key in keys), access=access)
+    assert [answer.status for answer in answers] == [200, 200, 401, 401, 401]
+
+
+@pytest.mark.parametrize(
+    ("host", "known"),
+    [
+        ("127.0.0.1:8000", True),
+        ("localhost", True),
+        ("[::1]:8000", True),
+        ("10.1.2.3", True),
+        ("models.example.org:80", True),
+        ("evil.example.org", False),
+        ("127.0.0.1.example.org", False),
+        ("[", False),
+        ("", False),
+    ],
+)
+def test_names_that_are_not_the_servers(host, known):
+    access = Access(hosts=("models.example.org",))
+    answer = ask(FakeEngine(), lambda c: c.get("/v1/models", host=host), access=access)
+    if known:
+        assert answer.status == 200
+    else:
+        assert error_of(answer, 403)["code"] == "unknown_host"
+        assert ask(FakeEngine(), lambda c: c.get("/v1/models", host=host), access=Access(hosts=("*",))).status == 200
+
+
+def test_pages_of_other_origins():
+    def post(origin, **more):
+        return lambda c: c.post("/v1/completions", {"prompt": "a"}, origin=origin, **more)
+
+    own, strange, null = ask(FakeEngine(), post("http://127.0.0.1"), post("https://evil.example"), post("null"))
+    assert [own.status, strange.status, null.status] == [200, 403, 403]
+    assert not [name for name in own.headers if name.startswith("access-control")]
+    access = Access(origins=("https://good.example",), api_key="k")
+    asked = {"access_control_request_method": "POST"}
+    preflight, good, strange = ask(
+        FakeEngine(),
+        lambda c: c.begin("OPTIONS", "/v1/completions", origin="https://good.example", **asked).response(),
+        post("https://good.example", authorization="Bearer k"),
+        post("https://evil.example", authorization="Bearer k"),
+        access=access,
+    )
+    assert (preflight.status, good.status, strange.status) == (204, 200, 403)
+    for answer in (preflight, good):
+        assert answer.headers["access-control-allow-origin"] == "https://good.example"
+        assert "access-control-allow-credentials" not in answer.headers
+    assert preflight.headers["access-control-allow-headers"] == "Authorization, Content-Type"
+
+
+def test_more_connections_than_may_be():
+    from fakes import Client
+
+    from llama_jax.serving.http.app import make_app
+
+    async def main():
+        engine = FakeEngine()
+        service = connect(engine, served(), Limits(vocab_size=259, context=512))
+        client = Client(make_app(service, Access(most_connections=3), lambda: 4), service)
+        with on_a_thread(engine):
+            return await client.complete("a"), await client.get("/health")
+
+    refused, health = asyncio.run(main())
+    assert error_of(refused, 429)["code"] == "too_many_connections"
+    assert refused.headers["connection"] == "close"
+    assert health.status == 200
+
+
+def test_the_description_is_of_what_is_checked():
+    """Every field of the tables is there, with a server's own limits, and nothing that is not JSON Schema."""
+    import jsonschema
+
+    described = ask(FakeEngine(), lambda c: c.get("/openapi.json")).json
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            schema = operation.get("requestBody", {"content": {"application/json": {"schema": {}}}})
+            schema = schema["content"]["application/json"]["schema"]
+            jsonschema.Draft202012Validator.check_schema(schema)
+            if path == "/v1/completions":
+                assert schema["properties"]["stop_token_ids"]["items"]["maximum"] == 258
+                for body, *_ in REFUSED[:7]:
+                    assert jsonschema.Draft202012Validator(schema).is_valid(body) == ("best_of" in body)
+                jsonschema.validate({"prompt": [[1], [2]], "max_tokens": None, "stop": "x"}, schema)
+    for name, schema in described["components"]["schemas"].items():
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert name[0].isupper()
+    assert json.dumps(described)

@@ -1,0 +1,84 @@
+"""What a grammar allows, token by token."""
+
+import json
+
+import numpy as np
+import pytest
+from fakes import BYTES, ids
+
+from llama_jax.errors import UserError
+from llama_jax.serving.grammar import Grammars
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+END = BYTES.eos_id
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    pytest.importorskip("llguidance")
+    return Grammars(BYTES, 300, (END,))  # a model's table is longer than its vocabulary
+
+
+def allowed(constraint):
+    mask = constraint.allowed()
+    assert mask.dtype == np.uint32
+    assert mask.shape == (10,)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def walk(constraint, seed):
+    """What choosing at random among the allowed tokens gives."""
+    random, text = np.random.default_rng(seed), b""
+    for _ in range(200):
+        choices = allowed(constraint)
+        assert choices
+        assert max(choices) < BYTES.vocab_size
+        token = int(random.choice(sorted(choices)))
+        if token == END:
+            return text.decode()
+        text += BYTES.token_bytes(token)
+        constraint.accept(token)
+    raise AssertionError("no end")
+
+
+def test_whatever_is_allowed_follows_the_schema(grammars):
+    first = grammars.json_schema(SCHEMA)
+    for seed in range(10):
+        found = json.loads(walk(first.copy(), seed))
+        assert set(found) == {"name", "age"}
+        assert len(found["name"]) <= 4
+        assert 0 <= found["age"] <= 99
+    assert first.error is None
+
+
+def test_a_regular_expression_matches_the_whole(grammars):
+    constraint = grammars.regex("(yes|no)!")
+    assert allowed(constraint) == {*ids("y"), *ids("n")}
+    for token in ids("no!"):
+        constraint.accept(token)
+    assert allowed(constraint) == {END}
+
+
+def test_what_does_not_follow_ends_the_text_with_a_reason(grammars):
+    constraint = grammars.regex("a+")
+    constraint.accept(ids("b")[0])
+    assert constraint.error is not None
+    assert allowed(constraint) == {END}
+    constraint.accept(ids("b")[0])
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, {"type": "string", "pattern": "("}])
+def test_schemas_that_are_none(grammars, schema):
+    with pytest.raises(UserError, match="the JSON schema cannot be used: "):
+        grammars.json_schema(schema)
+
+
+def test_a_vocabulary_without_an_end():
+    pytest.importorskip("llguidance")
+    with pytest.raises(UserError, match="no token that ends a text"):
+        Grammars(BYTES, 300, ()).regex("a")
