@@ -126,6 +126,7 @@ async def _serve(
     await _until(lambda: not service.switchboard.open, LAST_WORDS)
     server.should_exit = True
     await serving
+    service.close()
     if not ended.done():
         os._exit(1)  # the engine hangs in a program, which no Python that ends in order survives
     return ended.result()
