@@ -130,7 +130,8 @@ class _Vocabulary:
 
     def _longest_first(self, content: bytes) -> list[int]:
         """Ids by the longest token that begins what is left; an end where none does, which no grammar takes."""
-        ids, longest = [], max(map(len, self._ids))
+        ids: list[int] = []
+        longest = max(map(len, self._ids))
         while content:
             found = next((n for n in range(min(longest, len(content)), 0, -1) if content[:n] in self._ids), 0)
             if not found:

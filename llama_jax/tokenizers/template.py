@@ -80,8 +80,9 @@ class Renderer:
             if self._process is None:
                 memory = MEMORY + MEMORY_PER_BYTE * USUAL
                 command, environment = _command(str(SECONDS), str(memory), "several")
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-                self._process = subprocess.Popen(command, env=environment, **pipes)
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+                )
                 assert self._process.stdout is not None
                 self._process.stdout.read(1)
             process = self._process
