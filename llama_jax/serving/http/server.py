@@ -97,7 +97,7 @@ async def _serve(
         http="httptools",
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=round(LAST_WORDS),
