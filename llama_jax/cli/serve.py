@@ -14,9 +14,11 @@ import tyro
 
 from llama_jax.cli.options import LoadOptions
 from llama_jax.errors import GenerationError, UserError
-from llama_jax.tokenizers import Format, resolve_format
+from llama_jax.tokenizers import Format, reply_ends, resolve_format
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from llama_jax.serving.http.bodies import Limits
     from llama_jax.serving.http.server import ServerOptions
     from llama_jax.serving.http.service import Served
@@ -71,7 +73,7 @@ class Serve(LoadOptions):
     most_choices: int = 128
     """Continuations that one request may ask for: prompts times n."""
     most_connections: int = 1024
-    """Connections at the same time; further ones are answered with 429."""
+    """Connections at the same time; further ones are answered with 429. 0 is as many as come."""
     body_mb: float = 16.0
     """Megabytes that the body of a request may have."""
     timeout: float = 0.0
@@ -85,12 +87,19 @@ class Serve(LoadOptions):
         started = time.perf_counter()
         _check_extra()
         self._check()
-        from llama_jax.cli.runtime import start_backend, use_compilation_cache
-        from llama_jax.serving.http.server import address_of, listen, serve
+        from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.serving.http.server import listen
 
         use_compilation_cache()
+        self._engine_options()  # an impossible one is said first
+        with listen(self.host, self.port) as listening:  # before minutes go into loading
+            self._serve(listening, started)
+
+    def _serve(self, listening: socket, started: float) -> None:
+        from llama_jax.cli.runtime import start_backend
+        from llama_jax.serving.http.server import address_of, serve
+
         options, server = self._engine_options(), self._server_options()
-        listening = listen(self.host, self.port)  # before minutes go into loading
         start_backend()
         config, params, tokenizer = self.load()
         served = self._served(tokenizer)
@@ -132,10 +141,10 @@ class Serve(LoadOptions):
             value = getattr(self, name)
             if not 0 <= value < 1e9:
                 raise GenerationError(f"{name}={value} must be a number from 0 to 1e9")
-        for name in ("most_choices", "most_connections", "prefix_cache"):
+        for name, least in (("most_choices", 1), ("most_connections", 0), ("prefix_cache", 0)):
             value = getattr(self, name)
-            if not (name == "prefix_cache") <= value + (name == "prefix_cache") < 2**31:
-                raise GenerationError(f"{name}={value} is too small or too large")
+            if not least <= value < 2**31:
+                raise GenerationError(f"{name}={value} must be an integer of at least {least}")
         if not 0 <= self.port < 2**16:
             raise GenerationError(f"port={self.port} must be from 0 to 65535")
         if self._key() == "":
@@ -191,6 +200,7 @@ class Serve(LoadOptions):
         name = self.name or ("stories" if self.model is None else self.model.resolve().name)
         try:
             chat = resolve_format(tokenizer, self.format)
+            reply_ends(tokenizer, chat)  # which finds out whether the vocabulary has what the format needs
         except GenerationError as error:
             if self.format != "auto":
                 raise

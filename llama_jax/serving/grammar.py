@@ -12,6 +12,7 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.tokenizers import Tokenizer
 
 # One way to write white space: a small model that may choose would fill a whole answer with it.
+MARK = "\x02"  # begins a text, and is in none, so that what comes before a text comes before it
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -116,11 +117,28 @@ class _Vocabulary:
             names.get(i, b"<%d>" % i) if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
         ]
         self._tokenizer = tokenizer
+        self._ids = {content: i for i, content in reversed([*enumerate(self.tokens)]) if i not in special and content}
+        self._before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
 
     def __call__(self, text: str) -> list[int]:
+        """Ids of a text that goes on with another: no space may come before it."""
         if not isinstance(text, str):
             raise TypeError("text")
-        return self._tokenizer.encode_parts([text])
+        ids = self._tokenizer.encode_parts([MARK + text if self._before else text])[len(self._before) :]
+        content = text.encode()
+        return ids if b"".join(self.tokens[i] for i in ids) == content else self._longest_first(content)
+
+    def _longest_first(self, content: bytes) -> list[int]:
+        """Ids by the longest token that begins what is left; an end where none does, which no grammar takes."""
+        ids: list[int] = []
+        longest = max(map(len, self._ids))
+        while content:
+            found = next((n for n in range(min(longest, len(content)), 0, -1) if content[:n] in self._ids), 0)
+            if not found:
+                return [*ids, self.eos_token_id]
+            ids.append(self._ids[content[:found]])
+            content = content[found:]
+        return ids
 
 
 def _library() -> Any:

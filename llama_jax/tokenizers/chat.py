@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args
 
 from llama_jax.errors import GenerationError, shown
 from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_special
+
+if TYPE_CHECKING:
+    from llama_jax.tokenizers.template import Renderer
 
 Role = Literal["system", "user", "assistant"]
 Format = Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"]
@@ -22,7 +25,9 @@ class Message(TypedDict):
     content: str
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], format: Format = "auto") -> list[int]:
+def encode_chat(
+    tokenizer: Tokenizer, messages: Sequence[Message], format: Format = "auto", renderer: Renderer | None = None
+) -> list[int]:
     """Ids of a chat up to where the assistant's reply begins, with the begin-of-sequence token if the format has one.
 
     What stands for a special token inside a message is text, whatever the format. Llama 2's "[INST]" is none: its format
@@ -31,6 +36,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], format: Forma
     Args:
       messages: a system prompt if there is one, then turns; the last is the user's.
       format: see `resolve_format`.
+      renderer: what renders a checkpoint's template; by default a process of its own for each chat.
 
     Raises:
       GenerationError: messages that are no chat, or that the format cannot hold; or a format that the vocabulary has not.
@@ -38,7 +44,7 @@ def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], format: Forma
     _check(messages)
     if messages[-1]["role"] != "user":
         raise GenerationError(f"the last message is from {messages[-1]['role']!r}; a reply follows one from 'user'")
-    return tokenizer.encode_parts(_parts(tokenizer, messages, resolve_format(tokenizer, format)))
+    return tokenizer.encode_parts(_parts(tokenizer, messages, resolve_format(tokenizer, format), renderer))
 
 
 def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
@@ -83,9 +89,11 @@ def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
     return format
 
 
-def _parts(tokenizer: Tokenizer, messages: Sequence[Message], format: Format) -> list[Part]:
+def _parts(
+    tokenizer: Tokenizer, messages: Sequence[Message], format: Format, renderer: Renderer | None = None
+) -> list[Part]:
     if format == "template":
-        return _template(tokenizer, messages)
+        return _template(tokenizer, messages, renderer)
     return {"llama2": _llama2, "llama3": _llama3, "zephyr": _zephyr, "plain": _plain}[format](tokenizer, messages)
 
 
@@ -145,7 +153,7 @@ def _plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     return [tokenizer.bos_id, text] if tokenizer.bos_id >= 0 else [text]
 
 
-def _template(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _template(tokenizer: Tokenizer, messages: Sequence[Message], renderer: Renderer | None) -> list[Part]:
     """The checkpoint's own template, whose special tokens are told from those in messages by a character inside these."""
     from llama_jax.tokenizers.template import render
 
@@ -158,7 +166,7 @@ def _template(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
         Message(role=each["role"], content=pattern.sub(lambda found: found[0][0] + inside + found[0][1:], each["content"]))
         for each in messages
     ]
-    rendered = render(
+    rendered = (render if renderer is None else renderer.render)(
         tokenizer.chat_template,
         marked,
         bos_token=names.get(tokenizer.bos_id, ""),

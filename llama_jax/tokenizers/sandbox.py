@@ -35,30 +35,51 @@ GROWING = {"batch", "center", "format", "indent", "join", "pprint", "replace", "
 GROWING |= {"truncate", "urlize", "wordwrap", "xmlattr"}
 
 
-def main(seconds: float, memory: int) -> None:
-    """Answer one request, JSON on standard input, with "r", and then with "t" and the text or "e" and the reason."""
-    out = sys.stdout.buffer
-    _limit(seconds, memory)
+def main(seconds: float, memory: int, several: bool = False) -> None:
+    """Answer one request, JSON on standard input, with "r", and then with "t" and the text or "e" and the reason.
+
+    Args:
+      several: answer one after the other, until the input ends. Requests and answers then begin with their lengths, as 8
+        bytes, and each has its own time; the memory is all that they have together.
+    """
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    _limit_memory(memory)
+    _limit_time(seconds)
     out.write(b"r")
     out.flush()
+    if not several:
+        out.write(_answer(source.read))
+        return
+    faulthandler.cancel_dump_traceback_later()
+    while size := source.read(8):
+        _limit_time(seconds)
+        answer = _answer(lambda: source.read(int.from_bytes(size, "big")))
+        faulthandler.cancel_dump_traceback_later()
+        out.write(len(answer).to_bytes(8, "big") + answer)
+        out.flush()
+
+
+def _answer(read: Callable[[], bytes]) -> bytes:
     try:
-        asked = sys.stdin.buffer.read()
+        asked = read()
         request = json.loads(asked.decode("utf-8", "surrogatepass"))
         text = rendered(request["template"], request["values"])
         if len(text) > max(LONGEST, 4 * len(asked)):
             raise TemplateError(f"it writes {len(text)} characters")
-        answer = b"t" + text.encode("utf-8", "surrogatepass")
+        return b"t" + text.encode("utf-8", "surrogatepass")
     except MemoryError:
-        answer = b"e"
+        return b"e"
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        answer = b"e" + reason.encode("utf-8", "replace")
-    out.write(answer)
+        return b"e" + reason.encode("utf-8", "replace")
 
 
-def _limit(seconds: float, memory: int) -> None:
+def _limit_time(seconds: float) -> None:
     # The timer is a thread that needs no lock of Python's, so that it also ends a single endless operation.
     faulthandler.dump_traceback_later(seconds, exit=True)
+
+
+def _limit_memory(memory: int) -> None:
     if sys.platform == "linux":
         import resource
 
@@ -224,4 +245,4 @@ def _tojson(
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]))
+    main(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] == ["several"])

@@ -2,7 +2,8 @@
 
 The process (`sandbox`, which imports Jinja and nothing of this library) is ended after SECONDS on every system. On Linux it
 gets MEMORY bytes and a few for each of the request's, and no more. On other systems, which have no such limit for a process,
-memory is bounded by the sandbox's own budget, which does not know of everything. A rendering costs the start of a Python.
+memory is bounded by the sandbox's own budget, which does not know of everything. `render` costs the start of a Python, which
+a `Renderer` pays once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +24,7 @@ SECONDS = 5
 MEMORY = 100 << 20  # bytes
 MEMORY_PER_BYTE = 16  # of the template and the messages: texts on their way are copied
 NEEDED = ("jinja2", "markupsafe")  # packages
+USUAL = 1 << 20  # bytes of a request that a process which stays takes
 START = 60  # seconds that the process may take to begin, from a slow disk
 
 
@@ -36,6 +39,73 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: s
     Raises:
       GenerationError: a template that is no Jinja, refuses the messages, fails, or needs too much time or memory.
     """
+    asked = _request(template, messages, bos_token, eos_token, reply)
+    memory = MEMORY + MEMORY_PER_BYTE * len(asked)
+    return _text_of(_ask(asked, str(SECONDS), str(memory)), memory)
+
+
+class Renderer:
+    """Renders chat after chat in one process, which spares each the start of a Python: for servers. From any thread.
+
+    What that process cannot do, for its memory or as it has ended, is done by `render`, in a new one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: str, eos_token: str, reply: bool
+    ) -> str:
+        """What `render` gives, and raises."""
+        asked = _request(template, messages, bos_token, eos_token, reply)
+        if len(asked) <= USUAL:
+            with self._lock:
+                answer = self._ask(asked)
+            if answer != b"e":
+                return _text_of(answer, 0)
+        return render(template, messages, bos_token=bos_token, eos_token=eos_token, reply=reply)
+
+    def close(self) -> None:
+        """End the process; a further rendering begins another."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _ask(self, asked: bytes) -> bytes:
+        """The process's answer, or "e" where it gave none and was ended."""
+        size, answer = -1, b""
+        try:
+            if self._process is None:
+                memory = MEMORY + MEMORY_PER_BYTE * USUAL
+                command, environment = _command(str(SECONDS), str(memory), "several")
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+                )
+                assert self._process.stdout is not None
+                self._process.stdout.read(1)
+            process = self._process
+            assert process.stdin is not None
+            assert process.stdout is not None
+            timer = threading.Timer(SECONDS + START, process.kill)  # its own timer ends it before, unless it was halted
+            timer.start()
+            try:
+                process.stdin.write(len(asked).to_bytes(8, "big") + asked)
+                process.stdin.flush()
+                size = int.from_bytes(process.stdout.read(8), "big")
+                answer = process.stdout.read(size)
+            finally:
+                timer.cancel()
+        except OSError:
+            pass
+        if len(answer) != size or answer in (b"", b"e"):
+            self.close()
+            return b"e"
+        return answer
+
+
+def _request(template: str, messages: Sequence[Mapping[str, Any]], bos_token: str, eos_token: str, reply: bool) -> bytes:
     values: dict[str, Any] = {
         "messages": [dict(message) for message in messages],
         "bos_token": bos_token,
@@ -43,11 +113,13 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: s
     }
     values |= {"add_generation_prompt": reply, "tools": None, "documents": None}
     try:
-        asked = json.dumps({"template": template, "values": values}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return json.dumps({"template": template, "values": values}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:
         raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({reason_of(error)})") from None
-    memory = MEMORY + MEMORY_PER_BYTE * len(asked)
-    answer = _ask(asked, str(SECONDS), str(memory))
+
+
+def _text_of(answer: bytes, memory: int) -> str:
+    """The text of an answer, or its GenerationError."""
     if answer[:1] == b"t":
         return answer[1:].decode("utf-8", "surrogatepass")
     reason = answer[1:].decode() or f"it takes over {SECONDS} s or {memory >> 20} MB, or crashes"
@@ -56,17 +128,14 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: s
 
 def _ask(request: bytes, *limits: str) -> bytes:
     """What the sandbox answers: "t" and a text, "e" and an error, or "e" alone where it was ended."""
-    # Without `site`, which can take longer than all the rest; Jinja and what it needs are found where this process has them.
-    places = [str(Path(spec.origin).parents[1]) for name in NEEDED if (spec := find_spec(name)) and spec.origin]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
-    command = [sys.executable, "-S", "-s", "-P", str(Path(__file__).with_name("sandbox.py")), *limits]
+    command, environment = _command(*limits)
     try:
         ended = subprocess.run(
             command,
             input=request,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=inherited | {"PYTHONPATH": os.pathsep.join(places)},
+            env=environment,
             timeout=SECONDS + START,
             check=False,
         )
@@ -76,3 +145,12 @@ def _ask(request: bytes, *limits: str) -> bytes:
     if begun != b"r":
         raise GenerationError(f"no process could be started for the chat template ({sys.executable}: {shown(answer, 80)})")
     return answer if ended.returncode == 0 and answer else b"e"
+
+
+def _command(*arguments: str) -> tuple[list[str], dict[str, str]]:
+    """How the sandbox is started, and its environment."""
+    # Without `site`, which can take longer than all the rest; Jinja and what it needs are found where this process has them.
+    places = [str(Path(spec.origin).parents[1]) for name in NEEDED if (spec := find_spec(name)) and spec.origin]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
+    command = [sys.executable, "-S", "-s", "-P", str(Path(__file__).with_name("sandbox.py")), *arguments]
+    return command, inherited | {"PYTHONPATH": os.pathsep.join(places)}

@@ -1,13 +1,16 @@
 """What a grammar allows, token by token."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+import vocabularies
 from fakes import BYTES, ids
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import Grammars
+from llama_jax.tokenizers import load_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -54,6 +57,24 @@ def test_whatever_is_allowed_follows_the_schema(grammars):
         assert len(found["name"]) <= 4
         assert 0 <= found["age"] <= 99
     assert first.error is None
+
+
+@pytest.mark.parametrize("kind", sorted(vocabularies.KINDS))
+def test_what_a_grammar_forces_is_text_of_every_vocabulary(kind, tmp_path):
+    """Also where encoding puts a space before a text: a grammar's text begins without."""
+    pytest.importorskip("llguidance")
+    tokenizer = load_tokenizer(vocabularies.write(tmp_path / kind, kind))
+    constraint = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.stop_ids).regex("Hello [a-c]{2} world, día")
+    text = b""
+    for _ in range(60):
+        mask = constraint.allowed()
+        choices = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        if set(choices) <= set(tokenizer.stop_ids):
+            break
+        text += tokenizer.token_bytes(choices[0])
+        constraint.accept(choices[0])
+        assert constraint.error is None
+    assert re.fullmatch("Hello [a-c]{2} world, día", text.decode())
 
 
 def test_a_regular_expression_matches_the_whole(grammars):

@@ -10,7 +10,7 @@ from test_chat_formats import TEMPLATES
 from llama_jax.errors import GenerationError
 from llama_jax.tokenizers import sandbox
 from llama_jax.tokenizers.sandbox import BUDGET, rendered
-from llama_jax.tokenizers.template import render
+from llama_jax.tokenizers.template import USUAL, Renderer, render
 
 CHAT = [{"role": "user", "content": "Hi <there> & 'é'"}, {"role": "assistant", "content": " Hello. "}]
 # A little of everything that published templates use.
@@ -189,6 +189,46 @@ def test_no_process_to_be_had(monkeypatch):
 def test_messages_that_no_process_can_be_told():
     with pytest.raises(GenerationError, match="made of texts"):
         text("x", [{"role": "user", "content": object()}])
+
+
+def test_one_process_renders_chat_after_chat():
+    renderer = Renderer()
+
+    def again(template, chat=CHAT):
+        return renderer.render(template, chat, bos_token="<s>", eos_token="</s>", reply=True)
+
+    try:
+        for template in (EVERYTHING, "", "{{ messages[0].content }}", EVERYTHING):
+            assert again(template) == text(template)
+        first = renderer._process.pid
+        with pytest.raises(GenerationError, match="no user"):
+            again("{{ raise_exception('no user') }}")
+        with pytest.raises(GenerationError, match="runs too long"):
+            again("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+        # Nothing of one chat is left for the next.
+        assert again("{% set seen = 1 %}{{ seen }}{% set messages = [] %}") == "1"
+        assert again("{{ seen }}{{ messages | length }}") == "2"
+        large = [{"role": "user", "content": "x" * USUAL}]
+        assert again("{{ messages[0].content }}", large) == "x" * USUAL
+        assert renderer._process.pid == first
+        renderer._process.kill()
+        assert again("still {{ messages | length }}") == "still 2"
+        assert again("still {{ messages | length }}") == "still 2"
+        assert renderer._process.pid != first
+    finally:
+        renderer.close()
+
+
+def test_a_process_that_is_ended_leaves_the_rendering_to_another(monkeypatch):
+    """What takes too long is ended, and said as ever."""
+    monkeypatch.setattr("llama_jax.tokenizers.template.SECONDS", 1)
+    renderer = Renderer()
+    try:
+        with pytest.raises(GenerationError, match="takes over 1 s"):
+            renderer.render(UNCOUNTED["search"], CHAT, bos_token="", eos_token="", reply=True)
+        assert renderer.render("fine", CHAT, bos_token="", eos_token="", reply=True) == "fine"
+    finally:
+        renderer.close()
 
 
 @pytest.mark.parity

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from llama_jax.errors import UserError
+from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.http.app import make_app
 from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.guard import Access
@@ -44,18 +44,20 @@ class ServerOptions:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; UserError where that cannot be. Taken before a model is loaded, which may take minutes."""
+    remedy = "choose another --port, 0 for a free one, or --host"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen on {host} port {port} ({reason_of(error)}); {remedy}") from None
+    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-    except (OSError, OverflowError) as error:
-        remedy = "choose another --port, 0 for a free one, or --host"
-        raise UserError(
-            f"cannot listen on {host} port {port} ({getattr(error, 'strerror', None) or error}); {remedy}"
-        ) from None
+    except OSError as error:
+        listening.close()
+        raise UserError(f"cannot listen on {host} port {port} ({error.strerror or error}); {remedy}") from None
     listening.setblocking(False)
     return listening
 
@@ -124,6 +126,7 @@ async def _serve(
     await _until(lambda: not service.switchboard.open, LAST_WORDS)
     server.should_exit = True
     await serving
+    service.close()
     if not ended.done():
         os._exit(1)  # the engine hangs in a program, which no Python that ends in order survives
     return ended.result()

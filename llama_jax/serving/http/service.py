@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError
@@ -25,6 +26,7 @@ from llama_jax.serving.http.exchange import Exchange, Switchboard
 from llama_jax.serving.http.metrics import Metrics
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends
+from llama_jax.tokenizers.template import Renderer
 
 SHORT = 4000  # characters that are encoded on the event loop: longer ones would hold up the others
 T = TypeVar("T")
@@ -95,7 +97,7 @@ class Service:
         self._chat_ends = () if chat is None else reply_ends(tokenizer, chat)
         self._grammars = Grammars(tokenizer, self.limits.vocab_size, self._ends)
         self._chat_grammars = Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
-        self._rendering = asyncio.Semaphore(2)  # a chat template is rendered in a process of its own
+        self._renderer = Renderer()
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served."""
@@ -130,8 +132,8 @@ class Service:
         format = self.served.chat
         if format is None:
             raise refused(f"{self.served.name} does not chat: {self.served.no_chat}", "messages", "no_chat")
-        async with self._rendering:
-            ids = await _checked(lambda: encode_chat(self.served.tokenizer, asked.messages, format), "messages", apart=True)
+        encode = partial(encode_chat, self.served.tokenizer, asked.messages, format, self._renderer)
+        ids = await _checked(encode, "messages", apart=True)
         ends = () if asked.ignore_eos else self._chat_ends
         return await self._submit(asked, [ids], ends, None, self._chat_grammars, arrived)
 
@@ -227,6 +229,10 @@ class Service:
         if stats.busy and self.switchboard.open and since > self.wedged_after:
             return f"the engine has work, and has ended no turn for {since:.0f} s"
         return None
+
+    def close(self) -> None:
+        """End the process that renders chats, if there is one."""
+        self._renderer.close()
 
 
 def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0, wedged_after: float = 120.0) -> Service:

@@ -1,0 +1,35 @@
+"""A server of a fake engine as a process: `python served_process.py '{"fail_at": 3, "drain": 5}'`.
+
+Its address goes to stdout. What it says of a prompt that begins with "wait" ends only when a line has come on stdin.
+"""
+
+import json
+import sys
+
+from fakes import BYTES, FakeEngine, ids, served
+
+from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.server import ServerOptions, address_of, listen, serve
+
+
+def says(request):
+    yield from ids("begun")
+    text = BYTES.decode(request.prompt)
+    if text.startswith("wait"):
+        sys.stdin.readline()
+    while text.startswith("for ever"):
+        yield ids("x")[0]
+    yield BYTES.eos_id
+
+
+def main(fail_at=None, drain=20.0):
+    engine = FakeEngine(says=says, fail_at=fail_at, context=10**9)
+    limits = Limits(vocab_size=BYTES.vocab_size, context=engine.context)
+    listening = listen("127.0.0.1", 0)
+    ready = lambda: print(address_of(listening), flush=True)
+    serve(engine, served(), limits, ServerOptions(drain_seconds=drain), listening, ready)
+    print("ended", flush=True)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

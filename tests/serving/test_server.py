@@ -1,0 +1,161 @@
+"""How a server begins and ends: signals, a failing engine, an address that is taken."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from commands import run_here
+
+from llama_jax.errors import UserError
+from llama_jax.serving.http.server import address_of, listen
+
+SCRIPT = Path(__file__).with_name("served_process.py")
+
+
+@contextmanager
+def process(**settings):
+    command = [sys.executable, str(SCRIPT), json.dumps(settings)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as running:
+        try:
+            running.address = running.stdout.readline().strip().removeprefix("http://")
+            yield running
+        finally:
+            running.kill()
+
+
+class Connection:
+    """A request whose answer is read as it comes."""
+
+    def __init__(self, address, method, path, body=None):
+        host, port = address.split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=20)
+        content = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+        self.socket.sendall(f"{head}Connection: close\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        self.text = ""
+
+    def until(self, wanted):
+        while wanted not in self.text:
+            more = self.socket.recv(1 << 16).decode()
+            assert more, f"it ended: {self.text}"
+            self.text += more
+        return self.text
+
+    def rest(self):
+        while more := self.socket.recv(1 << 16).decode():
+            self.text += more
+        self.socket.close()
+        return self.text
+
+    @property
+    def status(self):
+        return int(self.until("\r\n").split(" ")[1])
+
+
+def completion(address, prompt, **more):
+    return Connection(address, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 10**8, **more})
+
+
+def ready(address):
+    """The status of `/ready`, and what it says."""
+    found = Connection(address, "GET", "/ready")
+    return found.status, found.rest()
+
+
+def until_draining(address):
+    while ready(address)[0] == 200:
+        pass
+    status, text = ready(address)
+    assert status == 503
+    assert "shutting down" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_end(number):
+    with process() as running:
+        assert ready(running.address)[0] == 200
+        stream = completion(running.address, "wait", stream=True)
+        stream.until("200 OK")
+        running.send_signal(number)
+        until_draining(running.address)
+        refused = completion(running.address, "other")
+        assert refused.status == 503
+        assert "draining" in refused.rest()
+        running.stdin.write("go on\n")
+        running.stdin.flush()
+        assert stream.rest().rstrip().endswith("data: [DONE]\n\n\r\n0")
+        assert running.wait(20) == 0
+        assert running.stdout.read() == "ended\n"
+
+
+def test_what_does_not_end_in_time_is_told_so():
+    with process(drain=0.3) as running:
+        stream = completion(running.address, "for ever", stream=True)
+        stream.until("begun")
+        running.send_signal(signal.SIGTERM)
+        assert '"code":"draining"' in stream.rest()
+        assert running.wait(20) == 0
+
+
+def test_a_second_signal_ends_at_once():
+    with process() as running:
+        stream = completion(running.address, "wait", stream=True)
+        stream.until("200 OK")
+        running.send_signal(signal.SIGTERM)
+        until_draining(running.address)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(20) == 128 + signal.SIGTERM
+        stream.rest()
+
+
+def test_an_engine_that_fails_ends_the_process_with_its_reason():
+    with process(fail_at=3) as running:
+        answer = completion(running.address, "for ever")
+        assert answer.status == 500
+        assert "a device is on fire" in answer.rest()
+        assert running.wait(20) == 1
+        assert "RuntimeError: a device is on fire" in running.stderr.read()
+
+
+def test_an_address_that_is_taken():
+    with listen("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        assert address_of(first) == f"http://127.0.0.1:{port}"
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1 port {port} .*another --port"):
+            listen("127.0.0.1", port)
+    with pytest.raises(UserError, match=r"cannot listen on no\.such\.host"):
+        listen("no.such.host.invalid", 0)
+
+
+def test_the_command_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("llama_jax.cli.serve.NEEDED", ("starlette", "no_such_library"))
+    ended = run_here("serve")
+    assert ended.returncode == 2
+    assert ended.stderr == 'llama-jax: error: serving needs no_such_library; get it with pip install -e ".[serve]"\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "70000"], "port=70000 must be from 0 to 65535"),
+        (["--api-key", ""], "the API key is empty"),
+        (["--timeout", "nan"], "timeout=nan must be"),
+        (["--most-choices", "0"], "most_choices=0"),
+        (["--rows", "0"], "rows=0"),
+        (["--context", "100000"], "context=100000 exceeds"),
+        (["--format", "llama3"], "the format llama3 needs the token"),
+        (["--mesh", "data=2"], "mesh data=2"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(arguments, said):
+    ended = run_here("serve", "--port", "0", *arguments)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") <= 2
