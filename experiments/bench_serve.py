@@ -93,7 +93,6 @@ class Client:
         prompt = [1, *(self.random.randrange(3, self.vocab) for _ in range(self.arguments.prompt_tokens - 1))]
         body = json.dumps(
             {
-                "model": "bench",
                 "prompt": prompt,
                 "max_tokens": self.arguments.new_tokens,
                 "temperature": 0,
