@@ -402,6 +402,35 @@ def test_one_wake_up_for_a_turn_of_many():
     assert talk(engine, conversation, thread=False) == 8
 
 
+def test_an_engine_that_is_faster_than_the_loop_leaves_it_its_turn():
+    """What arrives while updates are taken is taken the next time."""
+    engine = FakeEngine(says=saying("x" * 300), rows=1)
+
+    async def conversation(client):
+        call = client.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 300})
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        (exchange,) = client.service.switchboard.open
+        taken, put = [], exchange.put
+
+        def putting(index, update):
+            taken.append(update)
+            put(index, update)
+            engine.turn()  # as another thread might in the meantime
+
+        exchange.put = putting
+        engine.turn()
+        client.service.switchboard._flush()
+        counts = [len(taken)]
+        while not call.task.done():
+            await asyncio.sleep(0)
+        return counts, await call.response()
+
+    counts, answer = talk(engine, conversation, thread=False)
+    assert counts == [1]
+    assert answer.json["choices"][0]["text"] == "x" * 300
+
+
 def test_an_engine_that_fails():
     whole = ask(FakeEngine(fail_at=0), lambda c: c.complete("a"))
     assert "a device is on fire" in error_of(whole, 500)["message"]

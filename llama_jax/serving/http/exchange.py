@@ -49,12 +49,12 @@ class Exchange:
 
     def put(self, index: int, update: Update) -> None:
         """Take in what the engine has delivered."""
-        before = self._updates.get(index)
-        if before is not None:
-            update.tokens = before.tokens + update.tokens
-            update.prompt = before.prompt if update.prompt is None else update.prompt
-            update.cached = max(before.cached, update.cached)
-        self._updates[index] = update
+        before = self._updates.setdefault(index, update)
+        if before is not update:
+            before.tokens += update.tokens
+            before.prompt = before.prompt if update.prompt is None else update.prompt
+            before.cached = max(before.cached, update.cached)
+            before.finish, before.error, before.ended_by = update.finish, update.error, update.ended_by
         self._wake()
 
     def leave(self) -> None:
@@ -109,6 +109,6 @@ class Switchboard:
         self._arrived.append((exchange, index, update))
 
     def _flush(self) -> None:
-        while self._arrived:
+        for _ in range(len(self._arrived)):  # and no more, however fast more arrives: others have their turn
             exchange, index, update = self._arrived.popleft()
             exchange.put(index, update)
