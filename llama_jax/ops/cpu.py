@@ -165,7 +165,12 @@ def is_native(kind: str) -> bool:
 def native_beside(params: Any) -> AbstractContextManager[Any]:
     """The context to trace a model in, see `platform.native_code`; quantised weights are leaves with planes, of a kind."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
-    return native_code(any(is_native(kind) for kind in {getattr(leaf, "kind", "") for leaf in leaves}))
+    return native_code(native_code.value or any(is_native(kind) for kind in {getattr(leaf, "kind", "") for leaf in leaves}))
+
+
+def native_anyway(platform: str, divided: bool) -> AbstractContextManager[Any]:
+    """The context to call programs in that are worth a compiler, as a server's are: many rows of attention."""
+    return native_code(platform == "cpu" and not divided and native.usable())
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:

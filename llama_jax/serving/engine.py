@@ -154,8 +154,8 @@ class Engine:
         if any(row.allowed is not None for pool in self.pools for row in pool.running):
             self._collect([*before, *first])  # what a constraint allows next depends on the token before
             before, first = [], []
-        self._pending = [*first, *(one for one in (pool.take_turn() for pool in self.pools) if one is not None)]
-        self._collect(before)
+        self._pending = [one for one in (pool.take_turn() for pool in self.pools) if one is not None]
+        self._collect([*before, *first])  # a first token waits for no turn: the device has it before it begins this one
         self._after_turn()
         self._last_turn = time.monotonic()
         self._turns += 1
