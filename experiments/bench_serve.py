@@ -15,6 +15,8 @@ What is timed:
   poisson    requests at random moments, at a share of what the slower of the two makes of `closed 16`: time to the first
              token (p50, p95) and gaps between tokens (p50, p99), in ms.
   engine N   tokens/s of `closed N` by the engine alone; what HTTP costs is the difference.
+  prefix     seconds to the first token of prompts of 512 tokens by the engine alone: new ones, and such of which 448 were
+             read before. Of shapes with so long a context.
 """
 
 from __future__ import annotations
@@ -93,7 +95,6 @@ class Client:
         prompt = [1, *(self.random.randrange(3, self.vocab) for _ in range(self.arguments.prompt_tokens - 1))]
         body = json.dumps(
             {
-                "model": "bench",
                 "prompt": prompt,
                 "max_tokens": self.arguments.new_tokens,
                 "temperature": 0,
@@ -224,6 +225,36 @@ def engine_alone(path: Path, arguments: Arguments, clients: int) -> float:
     return clients * each * arguments.new_tokens / (time.perf_counter() - begun)
 
 
+def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
+    """Seconds to the first token after 512 new tokens, and after 64 that follow 448 known ones: medians of 7."""
+    import llama_jax
+    from llama_jax.serving.engine import Engine
+    from llama_jax.serving.requests import GenerationRequest
+
+    config, params, _ = llama_jax.load(path)
+    if config.max_seq_len <= 512:
+        return {}
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=1, long_rows=1, context=640))
+    engine.warm()
+    chosen = random.Random(0)
+    tokens = lambda count: [chosen.randrange(3, config.vocab_size) for _ in range(count)]
+
+    def first(prompt: list[int]) -> float:
+        begun, came = time.perf_counter(), list[float]()
+        engine.submit(GenerationRequest(prompt=prompt, max_new_tokens=1), lambda update: came.append(time.perf_counter()))
+        while engine.turn():
+            pass
+        return came[0] - begun
+
+    known = tokens(448)
+    first(known + tokens(64))
+    cold, warm = (
+        statistics.median(times)
+        for times in zip(*((first(tokens(512)), first(known + tokens(64))) for _ in range(7)), strict=True)
+    )
+    return {"cold": cold, "warm": warm, "ratio": cold / warm}
+
+
 def percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
@@ -305,9 +336,12 @@ def main(arguments: Arguments) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, _ = write_model(arguments, Path(folder))
         alone = {f"engine {count}": engine_alone(path, arguments, count) for count in arguments.clients}
+        prefix = prefixes(path, arguments)
     for name, value in alone.items():
         print(f"{name}, tokens/s: {value:.1f}", flush=True)
-    write_report(arguments.output, report | {"alone": alone})
+    if prefix:
+        print(f"prefix: cold {prefix['cold']:.3f} s, warm {prefix['warm']:.3f} s, ratio {prefix['ratio']:.1f}", flush=True)
+    write_report(arguments.output, report | {"alone": alone, "prefix": prefix})
 
 
 if __name__ == "__main__":

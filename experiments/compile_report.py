@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from llama_jax.analysis.memory import Program
+    from llama_jax.config import LlamaConfig
 
 RESULTS = Path(__file__).parent / "results"
-Kind = Literal["train", "pmap", "decode", "prefill"]
+Kind = Literal["train", "pmap", "decode", "prefill", "turn", "insert"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,10 @@ CASES = (
     Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
     Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048, largest=True),
     Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
+    # A server's turn, in which every row gets a token; and a prompt that has been read, as it becomes a row.
+    Case("8b-turn", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
+    Case("8b-turn-64", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 2048),
+    Case("8b-insert", "insert", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
 )  # fmt: skip
 
 
@@ -163,10 +168,48 @@ def program_of(case: Case, mesh: Mesh) -> Program:
         programs = train_programs(*shape, **{"dtype": "bfloat16", "packed": True} | case.options)
     elif case.kind == "pmap":
         programs = pmap_programs(*shape, dtype="bfloat16")
+    elif case.kind in ("turn", "insert"):
+        programs = [served(config, case, mesh)]
     else:
         programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
     (program,) = programs
     return program
+
+
+def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
+    """A program of the engine, see `llama_jax.serving.programs`."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from llama_jax.analysis.memory import decode_programs
+    from llama_jax.flags import decoding_on_tpu
+    from llama_jax.inference.placement import layout_of
+    from llama_jax.model.options import Compute
+    from llama_jax.serving.programs import Wishes, programs_for, take_turn
+
+    def decoding(batch: int, length: int) -> Program:
+        programs = decode_programs(config, mesh, batch, length, dtype="bfloat16")
+        return next(one for one in programs if one.name == "decode")
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    decode = decoding(case.batch, case.length)
+    params, state, _ = decode.arguments
+    platform, layout = mesh.devices.flat[0].platform, layout_of(params)
+    if case.kind == "insert":
+        _, one, _ = decoding(1, case.length).arguments
+        row = jax.ShapeDtypeStruct((), "int32", sharding=everywhere)
+        weights = decode.known.parameters
+        return replace(decode, name="insert", function=programs_for(platform).insert, arguments=(state, row, one), beside=weights, per_token=0)
+    wishes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), Wishes.none(case.batch, config.vocab_size)
+    )
+    told = decoding_on_tpu() if platform == "tpu" else None
+    turn = jax.jit(
+        lambda params, state, wishes: take_turn(config, params, state, wishes, Compute(), layout),
+        donate_argnums=1,
+        compiler_options=told,
+    )
+    return replace(decode, name="turn", function=turn, arguments=(params, state, wishes))
 
 
 def passed(began: float) -> float:

@@ -15,7 +15,6 @@ Tokens that differ are compared by how near the tie was: the gap of the two log-
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import statistics
 import time
@@ -35,9 +34,13 @@ from measuring import cpu_name, settings, versions, write_report
 import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
 from llama_jax.inference.drafting import DraftedPiece
+from llama_jax.inference.generate import Run
+from llama_jax.inference.requests import prepare
 from llama_jax.inference.speculation import Drafter
-from llama_jax.inference.speculation import run as running
 from llama_jax.inference.speculation.pace import Pace
+from llama_jax.inference.speculation.run import drafted_pieces
+from llama_jax.model.options import Compute, Layout
+from llama_jax.model.window import CacheOptions
 
 Case = Literal["stories", "copied", "draft"]
 Row = dict[str, Any]
@@ -91,7 +94,7 @@ class Rehearsed(Drafter, struct.PyTreeNode):
 
 
 @dataclass(frozen=True)
-class Run:
+class Timed:
     """One generation, timed: seconds after the first token, the tokens of each row, passes, drafted and accepted tokens."""
 
     seconds: float
@@ -100,7 +103,7 @@ class Run:
     counts: tuple[int, int, int]
 
     @classmethod
-    def of(cls, model: Any, prompts: Sequence[Sequence[int]], draft: Drafter | None, **options: Any) -> Run:
+    def of(cls, model: Any, prompts: Sequence[Sequence[int]], draft: Drafter | None, **options: Any) -> Timed:
         pieces = llama_jax.stream(*model, prompts, draft=draft, turns=64, **options)
         found = [next(pieces)]
         started = time.perf_counter()
@@ -116,10 +119,9 @@ class Run:
 
 def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Arguments, **options: Any) -> Row:
     """A row of the table."""
-    run = partial(Run.of, model, prompts, max_new_tokens=arguments.new_tokens, **options)
+    run = partial(Timed.of, model, prompts, max_new_tokens=arguments.new_tokens, **options)
     for number in Pace.of(draft.tokens).numbers:  # every program is compiled before anything is timed
-        with always(number):
-            run(draft)
+        rehearse(model, prompts, draft, number, max_new_tokens=arguments.new_tokens, **options)
     plain, drafted = [], []
     for _ in range(arguments.repetitions):
         plain.append(run(None))
@@ -144,23 +146,29 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
     return row
 
 
-@contextlib.contextmanager
-def always(number: int) -> Iterator[None]:
-    """Draft so many, whatever comes of it."""
+@dataclass(frozen=True)
+class Always(Pace):
+    """So many drafts, whatever comes of it."""
 
-    class Always(Pace):
-        def choose(self) -> int:
-            return number
+    number: int = 0
 
-    before = running.Pace
-    running.Pace = Always
-    try:
-        yield
-    finally:
-        running.Pace = before
+    def choose(self) -> int:
+        return self.number
 
 
-def gaps_of(one: Run, other: Run) -> list[dict[str, Any]]:
+def rehearse(
+    model: Any, prompts: Any, draft: Drafter, number: int, max_new_tokens: int, sampling: Sampling = Sampling()
+) -> None:
+    """Generate with so many drafts a pass, which compiles what that needs."""
+    config, params = model
+    options, known = CacheOptions(), Pace.of(draft.tokens)
+    pace = Always(known.numbers, known.seconds, lengths=known.lengths, number=number)
+    prepared = prepare(config, prompts, max_new_tokens, sampling, (), options)
+    for _ in drafted_pieces(Run(config, params, Compute(), Layout()), draft, prepared, options, 64, pace):
+        pass
+
+
+def gaps_of(one: Timed, other: Timed) -> list[dict[str, Any]]:
     """Of each row that is not the same: after how many tokens it parts, and how far the two log-probabilities are apart."""
     found = []
     for row, tokens in enumerate(one.tokens):

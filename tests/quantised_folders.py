@@ -128,6 +128,32 @@ def awq(rng: np.random.Generator, shape: tuple[int, int]) -> Parts:
     return found, ((q - z[of]).astype(np.float32) * s[of].astype(np.float32)).T
 
 
+PACKAGES = {
+    kind: {"quant_method": kind.split("_")[0], "bits": 4, "group_size": 32, **more}
+    for kind, more in {
+        "gptq": {"desc_act": False, "sym": False},
+        "gptq_symmetric": {"desc_act": False, "sym": True},
+        "gptq_reordered": {"desc_act": True, "sym": False},
+        "awq": {"zero_point": True, "version": "gemm"},
+    }.items()
+}
+
+
+def by_package(kind: str) -> Callable[[np.random.Generator, tuple[int, int]], Parts]:
+    """Matrices of the same 64 rows of 128 columns over and over, as the format's own package packed and decoded them."""
+    golden = {name: array for name, array in np.load(GOLDENS / "gptq_awq.npz").items() if name.startswith(kind + "/")}
+
+    def write(rng: np.random.Generator, shape: tuple[int, int]) -> Parts:
+        down, across = shape[0] // 64, shape[1] // 128
+        names = [name for name in ("qweight", "qzeros", "scales") if f"{kind}/{name}" in golden]
+        found = {f".{name}": np.tile(golden[f"{kind}/{name}"], (across, down)) for name in names}
+        if kind != "awq":
+            found[".g_idx"] = np.concatenate([golden[f"{kind}/g_idx"] + 4 * i for i in range(across)]).astype(np.int32)
+        return found, np.tile(golden[f"{kind}/decoded"], (down, across)).astype(np.float32)
+
+    return write
+
+
 def nf4(double: bool) -> Callable[[np.random.Generator, tuple[int, int]], Parts]:
     with np.load(GOLDENS / "nf4.npz") as golden:
         table, nested_table = golden["quant_map"], golden["nested_quant_map"]

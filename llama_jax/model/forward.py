@@ -59,7 +59,7 @@ def forward(
         places of another shape, or packed rows together with a cache. Under `jit` the filled length is not known, and only
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
-    with layout.context():
+    with layout.context(), ops.native_beside(params):
         hidden, cache, _ = run(config, params, tokens, cache, Options(places, compute, layout))
     return hidden, cache
 
@@ -195,7 +195,7 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
         sink_turn = turn(jnp.minimum(slots, cache.sinks + cache.window - 1))
     if held is None:
-        seen = Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None])
+        seen = Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True)
         return _Step(own, seen, slots_of(cache, new), cache.length + new)
     return _Step(own, Seen(slots, held), slots_of(cache, new), sink_turn=sink_turn)
 

@@ -5,6 +5,7 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 """
 
 from llama_jax.ops.attention import attend, attend_with_sinks
+from llama_jax.ops.cpu import native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.ops.experts import experts
 from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
@@ -22,6 +23,8 @@ __all__ = [
     "half_from_interleaved",
     "inverse_frequencies",
     "look_up",
+    "native_anyway",
+    "native_beside",
     "project",
     "rms_norm",
     "rotary_table",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import jax
@@ -27,7 +28,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.ops import native
-from llama_jax.ops.platform import is_divided, lowering_platform, recomputing
+from llama_jax.ops.platform import is_divided, lowering_platform, native_code, recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -141,7 +142,7 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     dense again. Each row of `x` becomes two of integers, see `in_integers`; the second is free, for fewer than eight rows
     are filled up with zeros.
     """
-    if form.name in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable():
+    if is_native(form.name):
         return native.multiply(x, planes, form.name)
     if form.name != "int8":
         return plain(x.astype(jnp.float32), planes, form)
@@ -154,6 +155,22 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     found = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(both)].astype(jnp.float32)
     coarse, fine = jnp.split(found, 2)
     return (coarse + fine / FINER) * factors * scales
+
+
+def is_native(kind: str) -> bool:
+    """Whether matmuls with weights of a kind are native code in what is traced now."""
+    return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable()
+
+
+def native_beside(params: Any) -> AbstractContextManager[Any]:
+    """The context to trace a model in, see `platform.native_code`; quantised weights are leaves with planes, of a kind."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
+    return native_code(native_code.value or any(is_native(kind) for kind in {getattr(leaf, "kind", "") for leaf in leaves}))
+
+
+def native_anyway(platform: str, divided: bool) -> AbstractContextManager[Any]:
+    """The context to call programs in that are worth a compiler, as a server's are: many rows of attention."""
+    return native_code(platform == "cpu" and not divided and native.usable())
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
@@ -261,6 +278,41 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 SCORES_IN_CACHE, SMALLEST_SIDE, LARGEST_SIDE = 2**21, 128, 512  # measured by experiments/bench_long_context.py
 FEW_QUERIES = 64  # of so many at most, keys are not worth converting
 FINER = 254  # how much finer the second integer of a query's entry counts than the first
+
+
+MOST_QUERIES = 16  # of a row, for which `native` attends
+
+
+def attend_few(
+    plain: Callable[..., jax.Array], queries: jax.Array, keys: Any, values: Any, seen: Any, scale: float, window: Any = None
+) -> jax.Array:
+    """`attention.rows` of a token that is decoded, and of a few: natively where weights are.
+
+    XLA reads every slot of a cache, also those that hold nothing yet, and needs ten kernels: of a 110M model with q4_0
+    weights and 256 slots, of which 100 are filled, 0.9 of 4.3 ms a token.
+    """
+    few = seen.by_slot and window is None and queries.shape[2] <= MOST_QUERIES
+    floats = all(getattr(x, "dtype", None) == jnp.float32 for x in (queries, keys, values))
+    if not (native_code.value and few and floats):
+        return plain(queries, keys, values, seen, scale, window)
+    return _attend_natively(plain, scale, queries, keys, values, seen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend_natively(plain: Any, scale: float, queries: Any, keys: Any, values: Any, seen: Any) -> jax.Array:
+    return native.attend(queries, keys, values, seen.query_positions + 1, scale)
+
+
+def _attend_natively_forward(plain: Any, scale: float, *arrays: Any) -> tuple[jax.Array, Any]:
+    return _attend_natively(plain, scale, *arrays), arrays
+
+
+def _attend_natively_backward(plain: Any, scale: float, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    *arrays, seen = residuals
+    return *jax.vjp(lambda *arrays: plain(*arrays, seen, scale), *arrays)[1](gradient), None
+
+
+_attend_natively.defvjp(_attend_natively_forward, _attend_natively_backward)
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:

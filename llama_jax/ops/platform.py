@@ -28,6 +28,12 @@ both passes read the same array, and where devices hold parts of it, XLA gathers
 saved, which is there already.
 """
 
+native_code = jax.make_user_context(False)
+"""A context that says whether a program for a CPU has native code anyway (`ops.native`), so that attention may be such too.
+
+A model of plain floats needs no compiler, and must not be given one to wait for.
+"""
+
 
 def lowering_platform() -> str:
     """The platform that what is traced now will be lowered for: "cpu", "gpu" or "tpu".

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
@@ -123,7 +124,8 @@ class Engine:
             running = [row.ticket for pool in self.pools for row in pool.running]
             pending = [row.ticket for pending in self._pending for row in pending.rows if row is not None]
             for ticket in dict.fromkeys([*waiting, *self._reading, *running, *pending]):
-                self._finish(ticket, reason, self.failure)
+                with suppress(Exception):  # of one that is told, so that the others are
+                    self._finish(ticket, reason, self.failure)
             self._after_turn()
 
     def close(self, drain: bool = False) -> None:
@@ -152,8 +154,8 @@ class Engine:
         if any(row.allowed is not None for pool in self.pools for row in pool.running):
             self._collect([*before, *first])  # what a constraint allows next depends on the token before
             before, first = [], []
-        self._pending = [*first, *(one for one in (pool.take_turn() for pool in self.pools) if one is not None)]
-        self._collect(before)
+        self._pending = [one for one in (pool.take_turn() for pool in self.pools) if one is not None]
+        self._collect([*before, *first])  # a first token waits for no turn: the device has it before it begins this one
         self._after_turn()
         self._last_turn = time.monotonic()
         self._turns += 1

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.inference.batching import empty_state
 from llama_jax.inference.placement import check_rows, layout_of
@@ -35,6 +36,7 @@ class ServedModel:
     compute: Compute
     layout: Layout
     programs: Programs
+    native: tuple[str, bool]  # what `ops.native_anyway` asks
 
     @classmethod
     def of(cls, config: LlamaConfig, params: Llama, cache: CacheOptions, compute: Compute) -> ServedModel:
@@ -48,7 +50,8 @@ class ServedModel:
             layout = layout_of(params)
             check_rows(layout, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
-        return cls(config, params, cache, compute, layout, programs_for(device.platform))
+        divided = layout.mesh is not None and layout.mesh.size > 1
+        return cls(config, params, cache, compute, layout, programs_for(device.platform), (device.platform, divided))
 
     @property
     def vocab(self) -> int:
@@ -89,7 +92,8 @@ class ServedModel:
         return self.programs.begin(self.config, self.params, *reading, seen, request, wishes, self.layout)
 
     def take_turn(self, state: State, wishes: Wishes) -> tuple[State, jax.Array]:
-        return self.programs.take_turn(self.config, self.params, state, wishes, self.compute, self.layout)
+        with ops.native_anyway(*self.native):
+            return self.programs.take_turn(self.config, self.params, state, wishes, self.compute, self.layout)
 
     def arrange(self, state: State, order: list[int], capacity: int) -> State:
         return self.programs.arrange(state, np.array(order, np.int32), capacity, self.layout)

@@ -99,13 +99,13 @@ class EngineOptions:
             capacities.append(min(2 * capacities[-1], -(-context // self.piece) * self.piece))
         short = tuple(size for size in capacities if size == capacities[0] or size <= self.short)
         long = tuple(size for size in capacities if size not in short)
-        pools = PoolOptions(rows=_by_fours(self.rows), capacities=short)
-        return (pools, PoolOptions(rows=_by_fours(self.long_rows), capacities=long)) if long else (pools,)
+        pools = PoolOptions(rows=_doubled(self.rows), capacities=short)
+        return (pools, PoolOptions(rows=_doubled(self.long_rows), capacities=long)) if long else (pools,)
 
 
-def _by_fours(most: int) -> tuple[int, ...]:
-    """1, 4, 16, ... and the last."""
+def _doubled(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the last."""
     sizes = [1]
     while sizes[-1] < most:
-        sizes.append(min(4 * sizes[-1], most))
+        sizes.append(min(2 * sizes[-1], most))
     return tuple(sizes)

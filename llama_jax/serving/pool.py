@@ -15,7 +15,7 @@ from llama_jax.serving.options import PoolOptions
 from llama_jax.serving.programs import Wishes
 from llama_jax.serving.requests import GenerationRequest
 
-PATIENCE = 32  # turns for which a smaller state must do before the rows are moved into one
+PATIENCE = 8  # turns for which a smaller state must do before the rows are moved into one
 
 
 @dataclass(eq=False)

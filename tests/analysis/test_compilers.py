@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +145,35 @@ def test_decoding_eight_rows_copies_no_cache(hardware, mesh, most):
     assert found["token"]["written"] < 0.1 * found["bytes_per_device"]["cache"] or hardware == "h100"  # splits its sums
     assert found["token"]["read_ratio"] < 1.05
     assert found["token"]["kernels_per_layer"] < most
+
+
+TURN = """
+import json, sys
+from dataclasses import replace
+import jax
+jax.config.update("jax_platforms", "cpu")
+sys.path.insert(0, sys.argv[3])
+import compile_report
+import llama_jax
+from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.findings import examine
+from llama_jax.parallel.mesh import parse_mesh
+config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
+cases = [compile_report.Case("", kind, "", {}, 16, 2048) for kind in ("turn", "insert")]
+print(json.dumps([examine(compile_report.served(config, case, mesh)).as_dict() for case in cases]))
+"""
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize(("hardware", "mesh"), [("tpu-v5e", "tensor=8"), ("h100", "data=1")])
+def test_a_turn_of_the_engine_copies_no_slots(hardware, mesh):
+    """Nor does a prompt that becomes a row; a turn reads little more than weights and cache."""
+    turn, insert = look(hardware, TURN, mesh, str(EXPERIMENTS))
+    layer = turn["bytes_per_device"]["cache"] // 8
+    assert turn["copies"]["bytes"] < layer // 4
+    assert insert["copies"]["bytes"] == 0
+    assert turn["token"]["read_ratio"] < 1.15  # of 8 layers; the vocabulary's logits are read several times
 
 
 TENSOR = """

@@ -36,6 +36,17 @@ def test_numbers_are_those_of_the_format(kind, tmp_path):
     same(llama_jax.load(tmp_path, quantize="int8").params, quantize(dense, "int8"))
 
 
+@pytest.mark.parametrize("kind", writers.PACKAGES)
+def test_numbers_are_those_that_the_packages_themselves_decode(kind, tmp_path, monkeypatch):
+    """What AutoGPTQ and AutoAWQ packed and decoded, in float16 (`experiments/make_gptq_awq_goldens.py`)."""
+    monkeypatch.setitem(writers.FOLDERS, "golden", (writers.PACKAGES[kind], writers.by_package(kind), None))
+    dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, "golden"))
+    half = lambda params: jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), params)
+    same(half(llama_jax.load(tmp_path).params), half(dense))
+    if kind != "gptq_reordered":
+        same(half(dequantize(llama_jax.load(tmp_path, quantize="keep").params)), half(dense))
+
+
 @pytest.mark.parametrize("kind", KEPT)
 def test_kept_as_they_are(kind, tmp_path):
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, kind, files=3))

@@ -418,11 +418,11 @@ class TestOptions:
     def test_pools_follow_from_the_context(self, model):
         config, _ = model
         assert SMALL.pools(config) == (
-            PoolOptions(rows=(1, 4), capacities=(32, 64)),
+            PoolOptions(rows=(1, 2, 4), capacities=(32, 64)),
             PoolOptions(rows=(1, 2), capacities=(128,)),
         )
-        assert replace(SMALL, context=50).pools(config) == (PoolOptions(rows=(1, 4), capacities=(32, 64)),)
-        assert EngineOptions(rows=64).pools(config)[0].rows == (1, 4, 16, 64)
+        assert replace(SMALL, context=50).pools(config) == (PoolOptions(rows=(1, 2, 4), capacities=(32, 64)),)
+        assert EngineOptions(rows=64).pools(config)[0].rows == (1, 2, 4, 8, 16, 32, 64)
 
     @pytest.mark.parametrize(
         ("fields", "said"),

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llama_jax.inference.state import CHUNK
+
 TRYING = 0.01  # of the time may go into trying what is slower, as far as is known
 MEMORY = 48  # tokens of a row after which what was accepted counts half
 PATIENCE = 4  # pieces between two tries
 GUESS = 2.0  # times a step: a pass that has not been measured; measured on CPUs were 1.4 to 2.4
 FIRST = 6  # passes after which the acceptance of a drafter is known that says nothing beforehand
 MARGIN = 1.05  # by which drafts must be faster: the acceptance is known from few tokens
+LONG = 0.1  # seconds of a piece beside which what the host does is little: the next is no longer
 SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
 
 
@@ -31,6 +34,8 @@ class Pace:
       hits, trials: drafts that were accepted, and those looked at; the older the less they count.
       elapsed, wasted: seconds in all, and those that the fastest number would have saved.
       since: pieces since another number than the best was tried.
+      lengths: passes of the next piece with each number, or steps: twice as many as the last had, as long as the number is
+        the best one; what is tried for once begins at the least.
     """
 
     numbers: tuple[int, ...]
@@ -42,6 +47,7 @@ class Pace:
     elapsed: float = 0.0
     wasted: float = 0.0
     since: int = 0
+    lengths: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tokens: int, blind: bool = True) -> Pace:
@@ -49,7 +55,12 @@ class Pace:
         numbers = [tokens]
         while numbers[-1] >= 4:
             numbers.append(numbers[-1] // 2)
-        return cls((0, *reversed(numbers)), (None,) * (1 + len(numbers)), blind)
+        shortest = (CHUNK, *[1] * len(numbers))
+        return cls((0, *reversed(numbers)), (None,) * len(shortest), blind, lengths=shortest)
+
+    def length(self, number: int) -> int:
+        """Passes of the next piece with so many drafts, or steps, if there is room."""
+        return self.lengths[self.numbers.index(number)]
 
     @property
     def acceptance(self) -> float:
@@ -109,7 +120,16 @@ class Pace:
         believed = new if old is None or new < old else old + SOFTENING * (new - old)
         times = tuple(believed if n == number else s for n, s in zip(self.numbers, self.seconds, strict=True))
         found = replace(found, seconds=times, elapsed=self.elapsed + seconds)
+        lengths = (
+            self._grown(n, passes, seconds) if n == number else length if n == found.best else CHUNK if n == 0 else 1
+            for n, length in zip(self.numbers, self.lengths, strict=True)
+        )
+        found = replace(found, lengths=tuple(lengths))
         if number == found.best or not found.rate(found.best):
             return found
         wasted = max(seconds - per_row / found.rate(found.best), 0.0)
         return replace(found, wasted=self.wasted + wasted, since=0)
+
+    def _grown(self, number: int, passes: int, seconds: float) -> int:
+        length = self.length(number)
+        return 2 * length if passes >= length and seconds < LONG else length

@@ -22,11 +22,17 @@ from llama_jax.model.cache import bucket
 from llama_jax.model.window import CacheOptions
 
 MOST_PASSES, MOST_TURNS = 16, 64  # of a piece, after which it may be time to draft more, or less
-LONG = 0.1  # seconds of a piece beside which what the host does is little: the next is no longer
+COMPILING = 0.1  # seconds that the first piece of a program takes at least if it is compiled in them
 
 
-def drafted_pieces(run: Run, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int) -> Iterator[Piece]:
-    """The pieces of `stream` with a draft that has been checked."""
+def drafted_pieces(
+    run: Run, drafter: Drafter, prompts: Prompts, options: CacheOptions, turns: int, pace: Pace | None = None
+) -> Iterator[Piece]:
+    """The pieces of `stream` with a draft that has been checked.
+
+    Args:
+      pace: which says how much is drafted, by default `Pace.of` the drafter's tokens.
+    """
     tokens, lengths, _ = prompts
     state, packed = run.start(run.read_prompts(tokens, lengths, options), *prompts)
     piece, done, _ = unpack(packed)
@@ -38,14 +44,13 @@ def drafted_pieces(run: Run, drafter: Drafter, prompts: Prompts, options: CacheO
     hindsight = drafter.hindsight(tokens, lengths)
     if hindsight:
         hindsight(piece)
-    pace, before, doubled, met = Pace.of(drafter.tokens, hindsight is None), -1, 1, set[Any]()
-    seconds = 0.0
+    pace, met = pace or Pace.of(drafter.tokens, hindsight is None), set[Any]()
     while not done.all():
         number = pace.choose()
-        doubled = 1 if number != before else doubled if seconds > LONG else 2 * doubled
         width = number + 1 if number else CHUNK
         longest = min(turns, MOST_TURNS) if number == 0 else min(max(turns * CHUNK // width, 1), MOST_PASSES)
-        count, filled = min(doubled, longest), int(text.known.max())
+        count = min(pace.length(number) if number else pace.length(0) // CHUNK, longest)
+        filled = int(text.known.max())
         if options.window is None:
             state = state.replace(cache=run.enlarge(state.cache, bucket(filled + width, SMALLEST_CACHE)))
             count = min(count, (state.cache.capacity - filled) // width)
@@ -70,14 +75,13 @@ def drafted_pieces(run: Run, drafter: Drafter, prompts: Prompts, options: CacheO
             counts, looked_at = Counts(given, np.zeros_like(given), np.zeros_like(given)), 0
         seconds = time.perf_counter() - started
 
-        # The first piece of a program may have been compiled, and has taken the longer.
         program = number, state.cache.capacity, text.capacity if number else 0
         rows, accepted = counts.passes.sum() / taken, int(counts.accepted.sum())
         right = hindsight(piece) if hindsight else (0, 0)
         if not number:
             accepted, looked_at = right
-        pace = pace.observe(number, taken, rows, accepted, looked_at, seconds if program in met else None)
-        before = number if program in met else -1
+        counts_for = program in met or seconds < COMPILING
+        pace = pace.observe(number, taken, rows, accepted, looked_at, seconds if counts_for else None)
         met.add(program)
         text = text.with_piece(piece)
         yield DraftedPiece.of(piece, counts)

@@ -21,6 +21,7 @@ MIXED = "mixed"  # the name of what the backward pass needs of the forward pass
 TOTAL = "total"  # the name of the softmaxes' denominators
 
 
+@for_cpu(cpu.attend_few)
 def rows(
     queries: jax.Array,
     keys: jax.Array | Quantized,

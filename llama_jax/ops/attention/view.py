@@ -54,6 +54,7 @@ class Seen(struct.PyTreeNode):
       key_positions: int32[B|1, S]; 2**31 - 1 for a slot that holds no key.
       query_segments, key_segments: int32[B|1, T] and int32[B|1, S], or None: a query sees the keys of its own segment only,
         as do the documents packed into a row.
+      by_slot: slot s holds the key at position s, or none yet. Static too.
       ordered: query t and key t both stand at slot t, T = S, and the positions say no more than that. What comes after a
         block of queries is then not even computed, and a kernel needs no mask. Never of a program's inputs: static.
     """
@@ -63,6 +64,7 @@ class Seen(struct.PyTreeNode):
     query_segments: Any = None
     key_segments: Any = None
     ordered: bool = struct.field(pytree_node=False, default=False)
+    by_slot: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
     def whole(cls, length: int, segments: jax.Array | None = None) -> Seen:

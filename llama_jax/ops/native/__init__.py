@@ -1,4 +1,4 @@
-"""Matmuls with quantised weights on a CPU by a kernel of our own, `blocks.cc`, compiled where it is first needed.
+"""Matmuls with quantised weights on a CPU, and attention beside them, by kernels of our own, compiled when first needed.
 
 JAX's wheels bring the headers (`jax.ffi`), and the machine its compiler, so that nothing is compiled for installing: the
 result is kept in the user's cache folder, under a name made of all that it depends on.
@@ -25,12 +25,11 @@ import platformdirs
 from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
-TARGET = "llama_jax_multiply"
+TARGET, ATTENTION = "llama_jax_multiply", "llama_jax_attend"
 KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "int8")  # by number, as blocks.cc has them
 SOURCE = Path(__file__).with_name("blocks.cc")
-HEADERS = (SOURCE.with_name("vectors.h"), SOURCE.with_name("weights.h"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-SECONDS = 120  # for the compiler, which takes five
+SECONDS = 120  # for the compiler, which takes eight
 
 _log = logging.getLogger("llama_jax.native")
 
@@ -45,6 +44,16 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str) -> jax.Arra
     return call(x.astype(jnp.float32), *planes, kind=np.int64(KINDS.index(kind)))
 
 
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+    """Attention of float32[B, K, T, G, H] to keys and values [B, K, S, H]: [B, K, T, G, H].
+
+    Args:
+      seen: int32[B | 1, T], how many slots, from the first on, the queries see; no other slot is read.
+    """
+    call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
+    return call(queries, keys, values, seen, scale=np.float32(scale))
+
+
 def usable() -> bool:
     """Whether there is a kernel for this process's CPU; if it must be compiled first, this does it.
 
@@ -57,7 +66,8 @@ def usable() -> bool:
 def _register() -> bool:
     try:
         library = ctypes.CDLL(str(_library()))
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.llama_jax_multiply), platform="cpu")
+        for name, handler in ((TARGET, library.llama_jax_multiply), (ATTENTION, library.llama_jax_attend)):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
         _log.warning("quantised weights are multiplied by XLA, slower: no native kernel (%s)", reason_of(error, 300))
         return False
@@ -74,7 +84,8 @@ def _library() -> Path:
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-    about = (*(file.read_text() for file in (SOURCE, *HEADERS)), version, " ".join(FLAGS), _processor(), jaxlib.__version__)
+    files = [file.read_text() for file in sorted((SOURCE, *SOURCE.parent.glob("*.h")))]
+    about = (*files, version, " ".join(FLAGS), _processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
     library = folder / f"blocks-{name}.so"

@@ -26,8 +26,9 @@ typedef int8_t i8s __attribute__((vector_size(W)));
 typedef uint32_t words __attribute__((vector_size(W)));
 typedef int32_t ints __attribute__((vector_size(W)));
 typedef float floats __attribute__((vector_size(W)));
-typedef uint8_t u8x8 __attribute__((vector_size(8)));
-typedef float f32x8 __attribute__((vector_size(32)));
+typedef int8_t narrow __attribute__((vector_size(LANES)));  // as many bytes as there are lanes
+typedef uint8_t bytes_of_lanes __attribute__((vector_size(LANES)));
+typedef uint64_t eights __attribute__((vector_size(LANES)));
 typedef _Float16 half;
 
 template <typename V>
@@ -37,21 +38,13 @@ static inline V load(const void* from) {
   return found;
 }
 
-// Where an array may end before the vector does: zeros after `count` bytes.
-template <bool whole, typename V>
-static inline V load(const void* from, int64_t count) {
-  if (whole) return load<V>(from);
-  V found{};
-  std::memcpy(&found, from, std::min<int64_t>(count, sizeof(V)));
-  return found;
-}
-
 template <typename V>
 static inline void store(void* to, V v) {
   std::memcpy(to, &v, sizeof(V));
 }
 
 static inline floats wide(ints v) { return __builtin_convertvector(v, floats); }
+static inline floats wide(bytes_of_lanes v) { return __builtin_convertvector(v, floats); }
 
 template <typename T>
 static inline T sum_of_lanes(const T* all) {
@@ -66,26 +59,45 @@ static inline T sum_of_lanes(const T* all) {
 
 #if VNNI
 
+// Where an array may end before the vector does: zeros after `count` bytes.
+template <bool whole, typename V>
+static inline V load(const void* from, int64_t count) {
+  if (whole) return load<V>(from);
+  const int64_t bytes = std::min<int64_t>(count, sizeof(V));
+  const __m512i found = _mm512_maskz_loadu_epi8(bytes > 63 ? ~0ull : (1ull << bytes) - 1, from);
+  V v;
+  std::memcpy(&v, &found, sizeof(V));
+  return v;
+}
+
 static inline float sum(floats v) { return _mm512_reduce_add_ps((__m512)v); }
 static inline int32_t sum(ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
+static inline uint32_t largest(words v) { return _mm512_reduce_max_epu32((__m512i)v); }
+
+// The sums of four vectors.
+static inline void sums_of_four(const floats* v, float* to) {
+  const __m512 a = (__m512)v[0], b = (__m512)v[1], c = (__m512)v[2], d = (__m512)v[3];
+  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+  const __m512 all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+}
 
 // Adds to each lane the sum of four neighbouring products.
 static inline ints dot(ints total, u8s w, i8s x) {
   return (ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, (__m512i)x);
 }
 
-static inline void widen(const half* from, int64_t count, float* to) {
-  for (; count >= 16; count -= 16, from += 16, to += 16)
-    _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
-  for (; count > 0; --count) *to++ = *from++;
+// A vector of numbers of 16 bits.
+template <bool whole>
+static inline floats halves(const half* from, int64_t count) {
+  typedef half h16s __attribute__((vector_size(32)));
+  return (floats)_mm512_cvtph_ps((__m256i)load<whole, h16s>(from, 2 * count));
 }
 
-// A vector of `each` times the same number, for `each` times the next...
-template <int each>
-static inline floats spread(const float* from) {
-  ints places;
-  for (int i = 0; i < LANES; ++i) places[i] = i / each;
-  return (floats)_mm512_permutexvar_ps((__m512i)places, _mm512_castps128_ps512(_mm_loadu_ps(from)));
+static inline floats taken(floats from, ints places) {
+  return (floats)_mm512_permutexvar_ps((__m512i)places, (__m512)from);
 }
 
 // 16 bytes, the same again, the next 16, those again; `count` of them are there.
@@ -107,18 +119,47 @@ static inline Signed with_sign(i8s w) { return (u8s)w ^ 128; }
 
 #else
 
+template <bool whole, typename V>
+static inline V load(const void* from, int64_t count) {
+  if (whole) return load<V>(from);
+  V found{};
+  std::memcpy(&found, from, std::min<int64_t>(count, sizeof(V)));
+  return found;
+}
+
 static inline float sum(floats v) { return sum_of_lanes(reinterpret_cast<float*>(&v)); }
 static inline int32_t sum(ints v) { return sum_of_lanes(reinterpret_cast<int32_t*>(&v)); }
 
-static inline void widen(const half* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+static inline uint32_t largest(words v) {
+  uint32_t found = v[0];
+  for (int lane = 1; lane < LANES; ++lane) found = std::max(found, v[lane]);
+  return found;
 }
 
-template <int each>
-static inline floats spread(const float* from) {
-  floats found;
-  for (int i = 0; i < LANES; ++i) found[i] = from[i / each];
+static inline void sums_of_four(const floats* v, float* to) {
+  for (int i = 0; i < 4; ++i) to[i] = sum(v[i]);
+}
+
+template <bool whole>
+static inline floats halves(const half* from, int64_t count) {
+#if defined(__F16C__) && defined(__AVX2__)
+  typedef half h8s __attribute__((vector_size(16)));
+  return (floats)_mm256_cvtph_ps((__m128i)load<whole, h8s>(from, 2 * count));
+#else
+  floats found{};
+  for (int i = 0; i < LANES && (whole || i < count); ++i) found[i] = from[i];
   return found;
+#endif
+}
+
+static inline floats taken(floats from, ints places) {
+#if defined(__AVX2__)
+  return (floats)_mm256_permutevar8x32_ps((__m256)from, (__m256i)places);
+#else
+  floats found;
+  for (int i = 0; i < LANES; ++i) found[i] = from[places[i]];
+  return found;
+#endif
 }
 
 template <bool whole>
@@ -153,3 +194,11 @@ static inline ints dot(ints total, V w, i8s x) {
 }
 #endif
 #endif
+
+// Lane i of `spread_from<each>(first)` is first + i / each: with `taken`, so many lanes of each number from `first` on.
+template <int each>
+static inline ints spread_from(int32_t first) {
+  ints places;
+  for (int i = 0; i < LANES; ++i) places[i] = i / each;
+  return places + first;
+}

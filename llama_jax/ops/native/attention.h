@@ -1,0 +1,144 @@
+// Attention of a few queries to the keys and values of a cache: to the slots that each of them sees, and no other is read.
+
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "sharing.h"
+#include "vectors.h"
+
+// Queries [B, K, T, G, H], keys and values [B, K, S, H], and how many slots the queries see, from the first on: [B | 1, T].
+struct Attention {
+  const float *queries, *keys, *values;
+  const int32_t* seen;
+  float* out;
+  int64_t batch, heads, tokens, groups, width, slots, batches_of_seen;
+  float scale;
+};
+
+// Of numbers that are not positive (Cephes, expf); NaN of NaN. Below -87 it is 1e-38, which is as good as zero.
+static inline floats exponential(floats x) {
+  x = x < -87.0f ? floats{} - 87.0f : x;
+  const floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the nearest integer
+  const floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  floats p = floats{} + 1.9875691500e-4f;
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
+  p = p * r * r + r + 1.0f;
+  return (floats)((ints)p + (__builtin_convertvector(n, ints) << 23));
+}
+
+// `whole`: heads are as wide as some vectors.
+template <bool whole>
+static inline floats part_of(const float* from, int64_t count) {
+  return whole || count >= LANES ? load<floats>(from) : load<false, floats>(from, 4 * count);
+}
+
+// Matmuls of C queries [C, width] with `count` keys: scores [C, row], 4 / C keys at a time.
+template <int C, bool whole>
+static void score(const Attention& job, const float* queries, const float* keys, int64_t count, int64_t row, float* scores) {
+  constexpr int R = 4 / C;
+  for (int64_t s = 0; s < count; s += R) {
+    const float* from[R];
+    for (int r = 0; r < R; ++r) from[r] = keys + std::min(s + r, count - 1) * job.width;
+    floats sums[4] = {};
+    for (int64_t h = 0; h < job.width; h += LANES) {
+      const int64_t left = job.width - h;
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const floats key = part_of<whole>(from[r] + h, left);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) sums[c * R + r] += key * part_of<whole>(queries + c * job.width + h, left);
+      }
+    }
+    float found[4];
+    sums_of_four(sums, found);
+    for (int c = 0; c < C; ++c)
+      for (int r = 0; r < R; ++r) scores[c * row + s + r] = found[c * R + r] * job.scale;
+  }
+}
+
+// Scores become weights whose sum is 1; zeros up to whole vectors.
+static void normalise(float* scores, int64_t count) {
+  for (int64_t s = count; s % LANES; ++s) scores[s] = -std::numeric_limits<float>::infinity();
+  floats most = load<floats>(scores), total{};
+  for (int64_t s = LANES; s < count; s += LANES) {
+    const floats v = load<floats>(scores + s);
+    most = v > most ? v : most;
+  }
+  float largest = most[0];
+  for (int lane = 1; lane < LANES; ++lane) largest = std::max(largest, most[lane]);
+  for (int64_t s = 0; s < count; s += LANES) {
+    const floats weights = exponential(load<floats>(scores + s) - largest);
+    store(scores + s, weights), total += weights;
+  }
+  const float inverse = 1 / sum(total);
+  for (int64_t s = 0; s < count; s += LANES) store(scores + s, load<floats>(scores + s) * inverse);
+}
+
+// V vectors of the mixtures of `count` values by C rows of weights.
+template <int C, int V, bool whole>
+static void mix(const Attention& job, const float* weights, int64_t row, const float* values, int64_t count, int64_t left,
+                float* out) {
+  constexpr int R = 4 / C;
+  floats sums[4][V] = {};
+  for (int64_t s = 0; s < count; s += R)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      if (s + r >= count) break;
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) {
+        const floats value = part_of<whole>(values + (s + r) * job.width + v * LANES, left - v * LANES);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) sums[c * R + r][v] += value * weights[c * row + s + r];
+      }
+    }
+  for (int c = 0; c < C; ++c)
+    for (int v = 0; v < V; ++v) {
+      for (int r = 1; r < R; ++r) sums[c * R][v] += sums[c * R + r][v];
+      std::memcpy(out + c * job.width + v * LANES, &sums[c * R][v], 4 * std::min<int64_t>(LANES, left - v * LANES));
+    }
+}
+
+template <int C, bool whole>
+static void attend(const Attention& job, int64_t head, int64_t query, int64_t count, std::vector<float>& scores) {
+  const int64_t row = scores.size() / 4, from = head * job.slots * job.width;
+  const float* queries = job.queries + query * job.width;
+  float* out = job.out + query * job.width;
+  score<C, whole>(job, queries, job.keys + from, count, row, scores.data());
+  for (int c = 0; c < C; ++c) normalise(&scores[c * row], count);
+  int64_t h = 0;
+  for (; h + 4 * LANES <= job.width; h += 4 * LANES)
+    mix<C, 4, whole>(job, scores.data(), row, job.values + from + h, count, job.width - h, out + h);
+  for (; h < job.width; h += LANES)
+    mix<C, 1, whole>(job, scores.data(), row, job.values + from + h, count, job.width - h, out + h);
+}
+
+template <bool whole>
+static void attend(ffi::ThreadPool& threads, const Attention& job) {
+  constexpr int64_t LITTLE = 1 << 15;  // numbers of keys, for which another thread would come too late
+  const int64_t most = (job.slots + 4 + LANES - 1) / LANES * LANES;
+  const auto of_head = [&](int64_t head) {
+    std::vector<float> scores(4 * most);
+    const int32_t* seen = job.seen + (job.batches_of_seen > 1 ? head / job.heads * job.tokens : 0);
+    for (int64_t t = 0; t < job.tokens; ++t) {
+      const int64_t count = std::min<int64_t>(seen[t], job.slots), first = (head * job.tokens + t) * job.groups;
+      if (count <= 0) {
+        std::memset(job.out + first * job.width, 0, 4 * job.groups * job.width);
+        continue;
+      }
+      int64_t g = 0;
+      for (; g + 4 <= job.groups; g += 4) attend<4, whole>(job, head, first + g, count, scores);
+      for (; g < job.groups; ++g) attend<1, whole>(job, head, first + g, count, scores);
+    }
+  };
+  int64_t slots = 0;
+  for (int64_t i = 0; i < job.batches_of_seen * job.tokens; ++i) slots += job.seen[i];
+  const int64_t heads = job.batch * job.heads;
+  if (slots / job.batches_of_seen * heads * job.width < LITTLE) {
+    for (int64_t head = 0; head < heads; ++head) of_head(head);
+  } else {
+    share(threads, heads, of_head);
+  }
+}
