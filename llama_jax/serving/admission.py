@@ -34,24 +34,23 @@ class Queue:
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self._waiting)
 
-    def add(self, ticket: Ticket, tokens_per_second: float) -> None:
-        """Let a request wait.
+    def check_room(self, tokens: int, tokens_per_second: float) -> None:
+        """Raise BusyError where there is no room for a prompt of so many tokens. An empty queue takes any prompt.
 
         Args:
           tokens_per_second: that have been read and made, of which follows when there will be room again.
-
-        Raises:
-          BusyError: there is no room. An empty queue takes any prompt.
         """
-        size = len(ticket.request.prompt)
-        if self._waiting and (len(self) >= self._most or self.tokens + size > self._most_tokens):
+        if self._waiting and (len(self) >= self._most or self.tokens + tokens > self._most_tokens):
             seconds = self.tokens / tokens_per_second if tokens_per_second > 0 else 1.0
             raise BusyError(
                 f"{len(self)} requests with {self.tokens} tokens are waiting, as many as may; try again later",
                 min(max(seconds, 1.0), 60.0),
             )
+
+    def add(self, ticket: Ticket) -> None:
+        """Let a request wait, for which there is room."""
         self._waiting[ticket] = None
-        self.tokens += size
+        self.tokens += len(ticket.request.prompt)
 
     def remove(self, ticket: Ticket) -> None:
         del self._waiting[ticket]

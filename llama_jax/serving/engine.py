@@ -22,6 +22,7 @@ from llama_jax.serving.prefix import PrefixCache
 from llama_jax.serving.programs import Choice, unpack
 from llama_jax.serving.reading import PromptReading
 from llama_jax.serving.requests import (
+    BusyError,
     ClosedError,
     FinishReason,
     GenerationRequest,
@@ -88,18 +89,18 @@ class Engine:
         """
         arrays = checked(request, self.model, self.context)
         with self._changed:
-            if self._closing is not None or self.failure is not None:
-                raise ClosedError(f"the engine is ending ({self.failure or 'closed'}); no request is taken")
+            self._check_room(len(request.prompt))
             ticket = Ticket(request, arrays, deliver, self._cancel)
-            try:
-                self._queue.add(ticket, self._tokens_per_second())
-            except Exception:
-                self._counts["refused"] += 1
-                raise
+            self._queue.add(ticket)
             if request.deadline is not None:
                 self._timed.append(ticket)
             self._changed.notify()
         return ticket
+
+    def check_room(self) -> None:
+        """Raise as `submit` does where no prompt at all would be admitted, before work goes into one. From any thread."""
+        with self._changed:
+            self._check_room(1)
 
     def run(self) -> None:
         """Turns until `close`. What goes wrong ends every request as "failed", and is raised."""
@@ -315,6 +316,15 @@ class Engine:
             self._reading.remove(ticket)
         ticket.reading = None
         self._end(ticket, Update(finish=reason, error=error))
+
+    def _check_room(self, tokens: int) -> None:
+        if self._closing is not None or self.failure is not None:
+            raise ClosedError(f"the engine is ending ({self.failure or 'closed'}); no request is taken")
+        try:
+            self._queue.check_room(tokens, self._tokens_per_second())
+        except BusyError:
+            self._counts["refused"] += 1
+            raise
 
     def _cancel(self, ticket: Ticket) -> None:
         with self._changed:

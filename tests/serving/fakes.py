@@ -84,15 +84,18 @@ class FakeEngine:
         if not request.prompt or len(request.prompt) + request.max_new_tokens > self.context:
             raise GenerationError("too long")
         with self.changed:
-            if self.closing:
-                raise ClosedError("the engine is ending")
-            if len(self.waiting) >= self.most_waiting:
-                raise BusyError("the queue is full", 2.4)
+            self.check_room()
             ticket = Running(request, deliver, iter(self.says(request)), self.notify)
             self.waiting.append(ticket)
             self.admitted.append(request)
             self.changed.notify_all()
         return ticket
+
+    def check_room(self) -> None:
+        if self.closing:
+            raise ClosedError("the engine is ending")
+        if len(self.waiting) >= self.most_waiting:
+            raise BusyError("the queue is full", 2.4)
 
     def notify(self) -> None:
         with self.changed:

@@ -331,6 +331,14 @@ def test_a_full_queue_admits_nothing_of_a_request():
     assert answer.headers["retry-after"] == "2"
 
 
+def test_a_full_queue_refuses_before_a_prompt_is_looked_at(monkeypatch):
+    async def conversation(client):
+        monkeypatch.setattr(client.service, "encode", None)
+        return await client.complete("a")
+
+    assert error_of(talk(FakeEngine(most_waiting=0), conversation), 429)["code"] == "queue_full"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("turns", [0, 3])
 def test_a_client_that_leaves_frees_its_rows(stream, turns):

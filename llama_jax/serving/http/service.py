@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -106,11 +107,11 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
-        """Raise ApiError (503) where no work is taken any more."""
+        """Raise ApiError where no work is taken any more (503), or no more of it for now (429)."""
         if self.draining or self.failure is not None:
-            raise ApiError(
-                503, "the server is shutting down; try another one", code="draining", headers={"Retry-After": "5"}
-            )
+            raise _shutting_down()
+        with _as_api_errors():
+            self.engine.check_room()
 
     async def complete(self, asked: CompletionAsked, arrived: float) -> Work:
         """Hand a completion to the engine.
@@ -177,18 +178,12 @@ class Service:
                 text = None if echo is None else echo[i]
                 scored = asked.alternatives is not None
                 choices.append(Choice(self.served.tokenizer, asked.stop, echo=text, at_start=at_start, scored=scored))
-        self.check_open()
+        if self.draining:
+            raise _shutting_down()
         if not self.switchboard.open:
             self._busy_since = time.monotonic()
-        try:
+        with _as_api_errors():
             exchange = self.switchboard.submit(requests)
-        except BusyError as error:
-            headers = {"Retry-After": str(max(1, round(error.retry_after)))}
-            raise ApiError(429, str(error), code="queue_full", headers=headers) from None
-        except ClosedError as error:
-            raise ApiError(503, str(error), code="draining", headers={"Retry-After": "5"}) from None
-        except UserError as error:
-            raise refused(str(error)) from None
         return Work(asked, prompts, choices, constraints, exchange, arrived)
 
     def _shows(self, token: int) -> bool:
@@ -249,3 +244,22 @@ async def _checked(run: Callable[[], T], param: str, *, apart: bool) -> T:
         return await asyncio.to_thread(run) if apart else run()
     except UserError as error:
         raise refused(str(error), param) from None
+
+
+def _shutting_down() -> ApiError:
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, "the server is shutting down; try another one", code="draining", headers=headers)
+
+
+@contextmanager
+def _as_api_errors() -> Iterator[None]:
+    """What the engine raises at a request, as clients are told."""
+    try:
+        yield
+    except BusyError as error:
+        headers = {"Retry-After": str(max(1, round(error.retry_after)))}
+        raise ApiError(429, str(error), code="queue_full", headers=headers) from None
+    except ClosedError:
+        raise _shutting_down() from None
+    except UserError as error:
+        raise refused(str(error)) from None
