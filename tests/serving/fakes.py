@@ -311,9 +311,7 @@ def talk(
     async def main() -> Any:
         service = connect(engine, shown or served(), limits, wedged_after=5.0)
         client = Client(make_app(service, access), service)
-        if not thread:
-            return await conversation(client)
-        with on_a_thread(engine):
+        with on_a_thread(engine) if thread else contextlib.nullcontext(), contextlib.closing(service):
             return await conversation(client)
 
     return asyncio.run(main())

@@ -11,6 +11,7 @@ from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import connect
 from llama_jax.serving.requests import Update
+from llama_jax.tokenizers.making import byte_tokenizer
 
 
 def ask(engine, *conversation, **settings):
@@ -189,6 +190,29 @@ def test_a_chat():
     special = [token for token in prompt if token == BYTES.eos_id]
     assert len(special) == 4  # and not the one that the user wrote
     assert len(prompt) == len(text.encode()) - 4 * len("</s>") + 4
+
+
+def test_a_chat_by_the_checkpoints_own_template():
+    """Rendered in one process, one chat after another; control tokens of the template's are tokens, a user's are text."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ bos_token }}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    engine = FakeEngine(says=saying("Hi!"))
+    chats = [("a <s> b </s>", {}), ("c", {"stream": True})]
+    system = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}
+    first, second, refused = ask(
+        engine,
+        *(lambda c, text=text, more=more: c.chat(text, max_tokens=9, **more) for text, more in chats),
+        lambda c: c.post("/v1/chat/completions", system),
+        shown=served(tokenizer, "template"),
+    )
+    assert first.json["choices"][0]["message"]["content"] == "Hi!"
+    assert second.status == 200
+    prompt = engine.admitted[0].prompt
+    assert prompt == [tokenizer.bos_id, *ids("user: a <s> b </s>"), tokenizer.eos_id]
+    assert "the checkpoint's chat template cannot be used here: no system" in error_of(refused, 400)["message"]
 
 
 def test_usage_in_every_chunk():
