@@ -1,7 +1,7 @@
 """Text to token ids and back, and chats to token ids. The libraries that run them are imported when a vocabulary is read."""
 
 from llama_jax.tokenizers.base import Part, TextStream, Tokenizer
-from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format
+from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format, takes_tools
 from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer
 from llama_jax.tokenizers.load import find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -21,4 +21,5 @@ __all__ = [
     "load_tokenizer",
     "reply_ends",
     "resolve_format",
+    "takes_tools",
 ]

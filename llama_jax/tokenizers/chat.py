@@ -3,9 +3,9 @@ text for models that only continue one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, get_args
 
 from llama_jax.errors import GenerationError, shown
 from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_special
@@ -13,20 +13,27 @@ from llama_jax.tokenizers.base import Part, Tokenizer, special_pattern, split_sp
 if TYPE_CHECKING:
     from llama_jax.tokenizers.template import Renderer
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Format = Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"]
 PRIVATE = range(0xE000, 0xF900)  # characters without a meaning
 
 
-class Message(TypedDict):
-    """One turn of a chat."""
+class Message(TypedDict, total=False):
+    """One turn of a chat. What has to do with tools, as the role `tool` has, is for a checkpoint's own template alone."""
 
-    role: Role
-    content: str
+    role: Required[Role]
+    content: Required[str]
+    name: str
+    tool_calls: list[Any]
+    tool_call_id: str
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], format: Format = "auto", renderer: Renderer | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    format: Format = "auto",
+    renderer: Renderer | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """Ids of a chat up to where the assistant's reply begins, with the begin-of-sequence token if the format has one.
 
@@ -37,14 +44,25 @@ def encode_chat(
       messages: a system prompt if there is one, then turns; the last is the user's.
       format: see `resolve_format`.
       renderer: what renders a checkpoint's template; by default a process of its own for each chat.
+      tools: functions that the model may call, as OpenAI describes them, for a template that takes them.
 
     Raises:
       GenerationError: messages that are no chat, or that the format cannot hold; or a format that the vocabulary has not.
     """
-    _check(messages)
-    if messages[-1]["role"] != "user":
+    format = resolve_format(tokenizer, format)
+    _check(messages, format)
+    if messages[-1]["role"] not in ("user", "tool"):
         raise GenerationError(f"the last message is from {messages[-1]['role']!r}; a reply follows one from 'user'")
-    return tokenizer.encode_parts(_parts(tokenizer, messages, resolve_format(tokenizer, format), renderer))
+    if tools and not takes_tools(tokenizer, format):
+        raise GenerationError("the model's chat format takes no tools; leave them out")
+    if format == "template":
+        return tokenizer.encode_parts(_template(tokenizer, messages, renderer, tools))
+    return tokenizer.encode_parts(_parts(tokenizer, messages, format))
+
+
+def takes_tools(tokenizer: Tokenizer, format: Format) -> bool:
+    """Whether a chat can have tools: a checkpoint's own template that speaks of them."""
+    return format == "template" and tokenizer.chat_template is not None and "tools" in tokenizer.chat_template
 
 
 def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]:
@@ -89,11 +107,9 @@ def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
     return format
 
 
-def _parts(
-    tokenizer: Tokenizer, messages: Sequence[Message], format: Format, renderer: Renderer | None = None
-) -> list[Part]:
+def _parts(tokenizer: Tokenizer, messages: Sequence[Message], format: Format) -> list[Part]:
     if format == "template":
-        return _template(tokenizer, messages, renderer)
+        return _template(tokenizer, messages)
     return {"llama2": _llama2, "llama3": _llama3, "zephyr": _zephyr, "plain": _plain}[format](tokenizer, messages)
 
 
@@ -153,25 +169,35 @@ def _plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     return [tokenizer.bos_id, text] if tokenizer.bos_id >= 0 else [text]
 
 
-def _template(tokenizer: Tokenizer, messages: Sequence[Message], renderer: Renderer | None) -> list[Part]:
+def _template(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    renderer: Renderer | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[Part]:
     """The checkpoint's own template, whose special tokens are told from those in messages by a character inside these."""
     from llama_jax.tokenizers.template import render
 
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     pattern = special_pattern(names.values())
-    text = "".join([tokenizer.chat_template, *(message["content"] for message in messages)])
+    text = "".join([tokenizer.chat_template, *_texts([messages, tools])])
     inside = next(chr(code) for code in PRIVATE if chr(code) not in text)
-    marked = [
-        Message(role=each["role"], content=pattern.sub(lambda found: found[0][0] + inside + found[0][1:], each["content"]))
-        for each in messages
-    ]
+
+    def marked(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda found: found[0][0] + inside + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {marked(key): marked(entry) for key, entry in value.items()}
+        return [marked(entry) for entry in value] if isinstance(value, list | tuple) else value
+
     rendered = (render if renderer is None else renderer.render)(
         tokenizer.chat_template,
-        marked,
+        marked(messages),
         bos_token=names.get(tokenizer.bos_id, ""),
         eos_token=names.get(tokenizer.eos_id, ""),
         reply=True,
+        tools=marked(tools),
     )
     parts = split_special(rendered, tokenizer.special_tokens)
     return [part.replace(inside, "") if isinstance(part, str) else part for part in parts]
@@ -185,13 +211,26 @@ def _ends(tokenizer: Tokenizer, format: str) -> tuple[int, int]:
     return tokenizer.bos_id, tokenizer.eos_id
 
 
-def _check(messages: Sequence[Message]) -> None:
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts(entry)
+
+
+def _check(messages: Sequence[Message], format: Format) -> None:
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise GenerationError("messages must be a list with at least one message, of the user")
+    more = {"name", "tool_calls", "tool_call_id"} if format == "template" else set()
+    roles = get_args(Role) if more else get_args(Role)[:-1]
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message) <= {"role", "content", *more}:
             raise GenerationError(f"message {i} is {shown(message)}; it must be an object with a role and a content")
-        if message["role"] not in get_args(Role):
-            raise GenerationError(f"message {i} has the role {shown(message['role'], 40)}; use {', '.join(get_args(Role))}")
+        if message["role"] not in roles:
+            raise GenerationError(f"message {i} has the role {shown(message['role'], 40)}; use {', '.join(roles)}")
         if not isinstance(message["content"], str):
             raise GenerationError(f"message {i} has the content {shown(message['content'], 40)}, which must be a text")

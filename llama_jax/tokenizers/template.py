@@ -28,18 +28,27 @@ USUAL = 1 << 20  # bytes of a request that a process which stays takes
 START = 60  # seconds that the process may take to begin, from a slow disk
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: str, eos_token: str, reply: bool) -> str:
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    bos_token: str,
+    eos_token: str,
+    reply: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """The text of a chat.
 
     Args:
       messages: each with its "role" and "content".
       bos_token, eos_token: what stands for these tokens, "" for none.
       reply: whether the beginning of the assistant's next message is added.
+      tools: functions that the model may call, as OpenAI describes them.
 
     Raises:
       GenerationError: a template that is no Jinja, refuses the messages, fails, or needs too much time or memory.
     """
-    asked = _request(template, messages, bos_token, eos_token, reply)
+    asked = _request(template, messages, bos_token, eos_token, reply, tools)
     memory = MEMORY + MEMORY_PER_BYTE * len(asked)
     return _text_of(_ask(asked, str(SECONDS), str(memory)), memory)
 
@@ -55,16 +64,23 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def render(
-        self, template: str, messages: Sequence[Mapping[str, Any]], *, bos_token: str, eos_token: str, reply: bool
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        bos_token: str,
+        eos_token: str,
+        reply: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """What `render` gives, and raises."""
-        asked = _request(template, messages, bos_token, eos_token, reply)
+        asked = _request(template, messages, bos_token, eos_token, reply, tools)
         if len(asked) <= USUAL:
             with self._lock:
                 answer = self._ask(asked)
             if answer != b"e":
                 return _text_of(answer, 0)
-        return render(template, messages, bos_token=bos_token, eos_token=eos_token, reply=reply)
+        return render(template, messages, bos_token=bos_token, eos_token=eos_token, reply=reply, tools=tools)
 
     def close(self) -> None:
         """End the process; a further rendering begins another."""
@@ -105,13 +121,20 @@ class Renderer:
         return answer
 
 
-def _request(template: str, messages: Sequence[Mapping[str, Any]], bos_token: str, eos_token: str, reply: bool) -> bytes:
+def _request(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    bos_token: str,
+    eos_token: str,
+    reply: bool,
+    tools: Sequence[Mapping[str, Any]],
+) -> bytes:
     values: dict[str, Any] = {
         "messages": [dict(message) for message in messages],
         "bos_token": bos_token,
         "eos_token": eos_token,
     }
-    values |= {"add_generation_prompt": reply, "tools": None, "documents": None}
+    values |= {"add_generation_prompt": reply, "tools": list(tools) or None, "documents": None}
     try:
         return json.dumps({"template": template, "values": values}, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:

@@ -215,6 +215,72 @@ def test_a_chat_by_the_checkpoints_own_template():
     assert "the checkpoint's chat template cannot be used here: no system" in error_of(refused, 400)["message"]
 
 
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}{% endfor %}"
+)
+CALLING = '{"name": "weather", "parameters": {"city": "Rom"}}'
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "calls"),
+    [
+        (CALLING, "", 1),
+        (f"[{CALLING}, {CALLING}]", "", 2),
+        (f"Let me see. <tool_call>\n{CALLING}\n</tool_call> <tool_call>{CALLING}", "Let me see. ", 2),
+        (CALLING.replace("weather", "stocks"), CALLING.replace("weather", "stocks"), 0),
+        ('{"city": "Rom"}', '{"city": "Rom"}', 0),
+        ("{nothing", "{nothing", 0),
+        ("a < b <tool_ca", "a < b <tool_ca", 0),
+        ("Sunny. {1}", "Sunny. {1}", 0),
+    ],
+)
+def test_calls_of_tools(said, text, calls):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    engine = FakeEngine(says=saying(said), context=2000)
+    limits = Limits(vocab_size=259, context=2000)
+    body = {"messages": [{"role": "user", "content": "Well?"}], "tools": [TOOL], "max_tokens": 200}
+    whole, stream, without = ask(
+        engine,
+        lambda c: c.post("/v1/chat/completions", body),
+        lambda c: c.post("/v1/chat/completions", body | {"stream": True}),
+        lambda c: c.post("/v1/chat/completions", body | {"tool_choice": "none"}),
+        shown=served(tokenizer, "template"),
+        limits=limits,
+    )
+    choice = whole.json["choices"][0]
+    found = choice["message"].get("tool_calls", [])
+    assert len(found) == calls
+    assert (choice["message"]["content"] or "") == text
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    for call in found:
+        assert (call["type"], call["function"]["name"]) == ("function", "weather")
+        assert json.loads(call["function"]["arguments"]) == {"city": "Rom"}
+    deltas = [event["choices"][0]["delta"] for event in stream.events[:-1]]
+    assert "".join(delta["content"] for delta in deltas) == text
+    streamed = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in streamed] == list(range(calls))
+    assert [call["function"] for call in streamed] == [call["function"] for call in found]
+    assert stream.events[-2]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    assert without.json["choices"][0]["message"]["content"] == said
+
+    # What a tool's description holds is text, and its name is in the prompt; without tools it is not.
+    told, _, untold = (BYTES.decode([token for token in request.prompt if token > 2]) for request in engine.admitted)
+    assert '"name": "weather"' in told
+    assert "How </s> it is" in told
+    assert "weather" not in untold
+    if calls:
+        messages = [choice["message"], {"role": "tool", "tool_call_id": found[0]["id"], "content": "Rain"}]
+        body |= {"messages": body["messages"] + messages}
+        again = ask(
+            engine, lambda c: c.post("/v1/chat/completions", body), shown=served(tokenizer, "template"), limits=limits
+        )
+        assert again.status == 200
+        prompt = BYTES.decode([token for token in engine.admitted[-1].prompt if token > 2])
+        assert prompt.endswith(f"user: Well?assistant: {text}{'weather(Rom)' * calls}tool: Rain")
+
+
 def test_usage_in_every_chunk():
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = ask(FakeEngine(says=saying("abc")), lambda c: c.complete("a", stream=True, stream_options=options)).events
@@ -281,16 +347,24 @@ def test_what_asks_for_nothing_is_accepted():
     assert ask(FakeEngine(), lambda c: c.chat("a", **body)).status == 200
 
 
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "description": "How </s> it is", "parameters": {"type": "object", "properties": {}}},
+}
 CHATS_REFUSED = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "judge", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages"),  # not in this format
     ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}, "tools"),  # nor these
+    ({"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
 ]

@@ -51,6 +51,7 @@ class Answer:
         choices, exchange = self._work.choices, self._work.exchange
         texts: list[list[str]] = [[] for _ in choices]
         scored: list[list[Any]] = [[] for _ in choices]
+        calls: list[list[Any]] = [[] for _ in choices]
         while self._open:
             updates = await exchange.next()
             if not updates:
@@ -59,8 +60,9 @@ class Answer:
                 delta = self._take(i, update)
                 texts[i].append(delta.text)
                 scored[i] += delta.scored
-        parts = zip(texts, scored, choices, strict=True)
-        written = [Written("".join(text), list(logprobs), choice.finish or "") for text, logprobs, choice in parts]
+                calls[i] += delta.calls
+        parts = zip(texts, scored, choices, calls, strict=True)
+        written = [Written("".join(text), logprobs, choice.finish or "", called) for text, logprobs, choice, called in parts]
         body = json.dumps(self._format.whole(written, self._usage()), separators=(",", ":")).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -11,6 +11,8 @@ from llama_jax.inference.sampling import Sampling
 from llama_jax.serving.http import fields as f
 from llama_jax.serving.http.errors import refused
 from llama_jax.serving.http.fields import Field, Fields
+from llama_jax.serving.http.messages import messages_field
+from llama_jax.serving.http.tools import as_given, tools_field
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 from llama_jax.tokenizers import Message
 
@@ -78,7 +80,10 @@ class CompletionAsked(Asked):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAsked(Asked):
+    """`tools` are functions that the model may call, as templates are given them."""
+
     messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...]
 
 
 def _common(limits: Limits, *, fewest: int) -> dict[str, Field]:
@@ -176,14 +181,14 @@ def completion_fields(limits: Limits) -> dict[str, Field]:
 def chat_fields(limits: Limits) -> dict[str, Field]:
     """The fields of `/v1/chat/completions`."""
     return {
-        "messages": Field(_messages_schema(limits), lambda name, value: _messages(name, value, limits), required=True),
+        "messages": messages_field(limits.longest_prompt),
         **_common(limits, fewest=1),
         "max_completion_tokens": f.integer(1, limits.context, about="The same as max_tokens."),
         "logprobs": f.boolean(),
         "top_logprobs": f.integer(0, MOST_ALTERNATIVES),
-        "tools": f.neutral([]),
-        "tool_choice": f.neutral("none", "auto"),
-        "parallel_tool_calls": f.neutral(True, False),
+        "tools": tools_field(),
+        "tool_choice": f.one_of(["none", "auto"], about="With none the model is told of no tools."),
+        "parallel_tool_calls": f.neutral(True),
         "functions": f.neutral([]),
         "function_call": f.neutral("none", "auto"),
         "modalities": f.neutral(["text"]),
@@ -191,60 +196,6 @@ def chat_fields(limits: Limits) -> dict[str, Field]:
         "metadata": f.neutral({}),
         "service_tier": f.neutral("auto", "default"),
     }
-
-
-NO_CALLS = ("name", "refusal", "audio", "annotations", "tool_calls", "function_call", "tool_call_id")
-ROLES = ("system", "developer", "user", "assistant")
-
-
-def _messages_schema(limits: Limits) -> dict[str, Any]:
-    text = {"type": "string", "maxLength": limits.longest_prompt}
-    part = {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": text},
-        "required": ["type", "text"],
-        "additionalProperties": False,
-    }
-    properties: dict[str, Any] = {
-        "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [text, {"type": "array", "items": part}]},
-    }
-    properties |= {name: {"enum": [None, []]} for name in NO_CALLS}
-    message = {"type": "object", "properties": properties, "required": ["role", "content"], "additionalProperties": False}
-    return {"type": "array", "items": message, "minItems": 1}
-
-
-def _messages(name: str, value: Any, limits: Limits) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise refused(f"{name}={shown(value, 40)} must be a list with at least one message", name)
-    found = tuple(_message(f"{name}[{i}]", each, limits) for i, each in enumerate(value))
-    length = sum(len(message["content"]) for message in found)
-    if length > limits.longest_prompt:
-        raise refused(f"{name} have {length} characters, more than {limits.longest_prompt}", name, "context_length_exceeded")
-    return found
-
-
-def _message(name: str, value: Any, limits: Limits) -> Message:
-    if not isinstance(value, dict):
-        raise refused(f"{name}={shown(value, 40)} must be an object with a role and a content", name)
-    for key, entry in value.items():
-        if key in NO_CALLS:
-            if entry is not None and entry != []:
-                raise refused(f"{name}.{key} is not supported here; leave it out", f"{name}.{key}", "unsupported")
-        elif key not in ("role", "content"):
-            raise refused(f"{name}.{shown(key, 60)}: not known here; leave it out", name, "unknown_field")
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        raise refused(f"{name}.role={shown(role, 40)} must be one of {', '.join(ROLES)}", f"{name}.role")
-    where = f"{name}.content"
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
-                raise refused(f"{where}[{i}] must be a part of type text; others are not supported", where, "unsupported")
-        texts = [f.read_text(f"{where}[{i}].text", part["text"], limits.longest_prompt) for i, part in enumerate(content)]
-        content = "".join(texts)
-    text = f.read_text(where, content, limits.longest_prompt)
-    return {"role": "system" if role == "developer" else role, "content": text}
 
 
 def read_completion(fields: Fields, limits: Limits, body: Any) -> CompletionAsked:
@@ -271,7 +222,10 @@ def read_chat(fields: Fields, body: Any) -> ChatAsked:
     if given["top_logprobs"] is not None and not given["logprobs"]:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
     alternatives = (given["top_logprobs"] or 0) if given["logprobs"] else None
-    return ChatAsked(**_asked(given, most, alternatives), messages=given["messages"])
+    tools = () if given["tool_choice"] == "none" else tuple(as_given(given["tools"]))
+    if tools and given["response_format"] is not None:
+        raise refused("response_format cannot go with tools; leave one of them out", "response_format")
+    return ChatAsked(**_asked(given, most, alternatives), messages=given["messages"], tools=tools)
 
 
 def _asked(given: dict[str, Any], max_tokens: int | None, alternatives: int | None) -> dict[str, Any]:

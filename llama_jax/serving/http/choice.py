@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from llama_jax.serving.http.tools import Call, ToolText
 from llama_jax.serving.requests import ScoredToken, Update
 from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.tokenizers.text import Text
@@ -23,6 +24,7 @@ class Delta(NamedTuple):
 
     text: str
     scored: list[Scored]
+    calls: Sequence[Call] = ()
 
 
 class Choice:
@@ -38,9 +40,19 @@ class Choice:
       echo: the prompt's text, where that comes before the continuation; None else.
       at_start: whether the continuation begins a text, with a vocabulary's leading space dropped.
       scored: whether log-probabilities are wanted.
+      tools: names of the functions that it may call.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], *, echo: str | None, at_start: bool, scored: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str],
+        *,
+        echo: str | None,
+        at_start: bool,
+        scored: bool,
+        tools: Sequence[str] = (),
+    ) -> None:
         self.count = 0
         self.cached = 0
         self.finish: str | None = None
@@ -50,6 +62,7 @@ class Choice:
         self._echoed = echo is not None
         self._scored = scored
         self._waiting: deque[Scored] = deque()
+        self._tools = ToolText(tools) if tools else None
         self._text = Text(tokenizer, stop, self._written.append, at_start=at_start)
 
     def take(self, update: Update) -> Delta:
@@ -76,7 +89,14 @@ class Choice:
             self.finish = "stop" if text.ended else update.finish
         shown = "".join(self._written)
         self._written.clear()
-        return Delta(shown, self._ready() if self._scored else [])
+        calls: Sequence[Call] = ()
+        if self._tools is not None:
+            shown = self._tools.push(shown)
+            if self.finish is not None:
+                rest, calls = self._tools.finish()
+                shown += rest
+                self.finish = "tool_calls" if calls else self.finish
+        return Delta(shown, self._ready() if self._scored else [], calls)
 
     def _ready(self) -> list[Scored]:
         """The tokens whose text has been shown: those of a text held back are as well, or are never shown."""

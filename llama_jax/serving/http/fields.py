@@ -143,7 +143,7 @@ def one_of(values: Sequence[Any], default: Any = None, about: str = "") -> Field
             raise refused(
                 f"{name}={shown(value, 40)} is not supported here; leave it out, or give {need}", name, "unsupported"
             )
-        return default if default is not None else value
+        return value
 
     return Field(_about({"enum": list(values)}, about), read, default)
 

@@ -9,6 +9,7 @@ from json.encoder import encode_basestring_ascii as quoted  # ASCII: some client
 from typing import Any, NamedTuple
 
 from llama_jax.serving.http.choice import Delta, Scored, TokenNames, of_chat, of_completion
+from llama_jax.serving.http.tools import Call
 
 DONE = b"data: [DONE]\n\n"
 
@@ -24,6 +25,7 @@ class Written(NamedTuple):
     text: str
     scored: list[Scored]
     finish: str
+    calls: Sequence[Call] = ()
 
 
 class Format(ABC):
@@ -57,7 +59,8 @@ class Format(ABC):
 
     def chunk(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
         """What is new of a choice, as an event."""
-        head = f"{self._head}{index}{self._opening}{quoted(delta.text)}"
+        more = self.calls(delta.calls) if delta.calls else ""
+        head = f"{self._head}{index}{self._opening}{quoted(delta.text)}{more}"
         if finish is None and not self._scored and usage is None:
             return (head + self._tail).encode()
         logprobs = json.dumps(self.logprobs(delta.scored), separators=(",", ":")) if self._scored else "null"
@@ -74,7 +77,7 @@ class Format(ABC):
         written = [
             {
                 "index": i,
-                **self.content(choice.text),
+                **self.content(choice),
                 "logprobs": self.logprobs(choice.scored) if self._scored else None,
                 "finish_reason": choice.finish,
             }
@@ -86,8 +89,12 @@ class Format(ABC):
     def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]: ...
 
     @abstractmethod
-    def content(self, text: str) -> dict[str, Any]:
+    def content(self, choice: Written) -> dict[str, Any]:
         """The field of a choice that has its text."""
+
+    def calls(self, calls: Sequence[Call]) -> str:
+        """What comes after the text of a chunk that has calls of tools."""
+        return ',"tool_calls":' + json.dumps([{"index": i} | call.as_dict() for i, call in enumerate(calls)])
 
 
 class CompletionFormat(Format):
@@ -97,8 +104,8 @@ class CompletionFormat(Format):
     def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
         return of_completion(self._names, scored)
 
-    def content(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def content(self, choice: Written) -> dict[str, Any]:
+        return {"text": choice.text}
 
 
 class ChatFormat(Format):
@@ -112,5 +119,8 @@ class ChatFormat(Format):
     def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
         return of_chat(self._names, scored)
 
-    def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def content(self, choice: Written) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": [call.as_dict() for call in choice.calls]}
+        return {"message": message}

@@ -94,7 +94,7 @@ def _list(schema: Schema) -> Schema:
 
 
 def _answer(kind: str, choice: Schema) -> Schema:
-    choices = _list(_object(index=COUNT, **choice, finish_reason={"enum": ["stop", "length"]}))
+    choices = _list(_object(index=COUNT, **choice, finish_reason={"enum": ["stop", "length", "tool_calls"]}))
     return _object(
         id=TEXT, object={"const": kind}, created={"type": "integer"}, model=TEXT, choices=choices, usage=_ref("Usage")
     )
@@ -104,7 +104,9 @@ def _schemas() -> Schema:
     logprob = {"type": "number", "maximum": 1e-3}  # float32 rounds
     token = {"token": TEXT, "logprob": logprob, "bytes": _list({"type": "integer", "minimum": 0, "maximum": 255})}
     of_tokens = {"type": "object", "additionalProperties": logprob}
-    message = _object(role={"const": "assistant"}, content=TEXT, refusal={"type": "null"})
+    message = _object(role={"const": "assistant"}, content=_or_null(TEXT), refusal={"type": "null"})
+    function = _object(name=TEXT, arguments=TEXT)
+    message["properties"]["tool_calls"] = _list(_object(id=TEXT, type={"const": "function"}, function=function))
     of_completion = _object(
         tokens=_list(TEXT),
         token_logprobs=_list(_or_null(logprob)),

@@ -26,7 +26,7 @@ from llama_jax.serving.http.errors import ApiError, refused
 from llama_jax.serving.http.exchange import Exchange, Switchboard
 from llama_jax.serving.http.metrics import Metrics
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
-from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends
+from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.template import Renderer
 
 SHORT = 4000  # characters that are encoded on the event loop: longer ones would hold up the others
@@ -133,10 +133,13 @@ class Service:
         format = self.served.chat
         if format is None:
             raise refused(f"{self.served.name} does not chat: {self.served.no_chat}", "messages", "no_chat")
-        encode = partial(encode_chat, self.served.tokenizer, asked.messages, format, self._renderer)
+        if asked.tools and not takes_tools(self.served.tokenizer, format):
+            raise refused("the model's chat format takes no tools; leave them out", "tools", "unsupported")
+        encode = partial(encode_chat, self.served.tokenizer, asked.messages, format, self._renderer, asked.tools)
         ids = await _checked(encode, "messages", apart=True)
         ends = () if asked.ignore_eos else self._chat_ends
-        return await self._submit(asked, [ids], ends, None, self._chat_grammars, arrived)
+        tools = [tool["function"]["name"] for tool in asked.tools]
+        return await self._submit(asked, [ids], ends, None, self._chat_grammars, arrived, tools=tools)
 
     async def encode(self, text: str, bos: bool) -> list[int]:
         """Ids of a text; long ones in a thread."""
@@ -153,6 +156,7 @@ class Service:
         *,
         echo: Sequence[str] | None = None,
         scores: bool = False,
+        tools: Sequence[str] = (),
     ) -> Work:
         constraint = None if asked.format is None else await self._constraint(asked.format, grammars)
         requests, choices, constraints = [], [], []
@@ -177,7 +181,8 @@ class Service:
                 )
                 text = None if echo is None else echo[i]
                 scored = asked.alternatives is not None
-                choices.append(Choice(self.served.tokenizer, asked.stop, echo=text, at_start=at_start, scored=scored))
+                settings: dict[str, Any] = {"at_start": at_start, "scored": scored, "tools": tools}
+                choices.append(Choice(self.served.tokenizer, asked.stop, echo=text, **settings))
         if self.draining:
             raise _shutting_down()
         if not self.switchboard.open:
