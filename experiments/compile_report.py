@@ -199,7 +199,14 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         _, one, _ = decoding(1, case.length).arguments
         row = jax.ShapeDtypeStruct((), "int32", sharding=everywhere)
         weights = decode.known.parameters
-        return replace(decode, name="insert", function=programs_for(platform).insert, arguments=(state, row, one), beside=weights, per_token=0)
+        return replace(
+            decode,
+            name="insert",
+            function=programs_for(platform).insert,
+            arguments=(state, row, one),
+            beside=weights,
+            per_token=0,
+        )
     wishes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), Wishes.none(case.batch, config.vocab_size)
     )
