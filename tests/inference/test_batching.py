@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from conftest import jit_init, jit_unstack
 
 import llama_jax
 from llama_jax import Sampling
@@ -24,7 +25,7 @@ PROMPTS = [[1, 5, 7], [1], list(range(40, 52)), [9] * 11]
 def model():
     """Random, with sharp logits so that rounding between batch sizes cannot turn an argmax over."""
     config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    params = jit_unstack(jit_init(config, jax.random.key(1)))
     return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
 
 
