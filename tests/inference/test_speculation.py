@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from conftest import jit_init, jit_unstack
+from conftest import sharp
 from drafters import Told, forced, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,8 +37,7 @@ SAMPLING = Sampling(
 def model():
     """Random, with sharp logits so that rounding between one row and several cannot turn a choice over."""
     config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = jit_unstack(jit_init(config, jax.random.key(1)))
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    return config, sharp(config, jax.random.key(1))
 
 
 @pytest.fixture
@@ -139,8 +138,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
     @pytest.mark.parametrize("text", ["data=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.slow)])
     def test_on_a_mesh(self, text, tmp_path, force):
         config = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=250, tie_embeddings=False)
-        params = jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, jit_init(config, jax.random.key(1)))
-        params = llama_jax.unstack(params)
+        params = sharp(config, jax.random.key(1))
         # With top_p=0.9 a token of row 1 stands where the mass before it is 0.8999998: kept or not by rounding.
         sampling = SAMPLING.replace(top_p=[1.0, 0.93, 1.0, 1.0])
         run = partial(llama_jax.generate, prompts=PROMPTS, max_new_tokens=NEW, sampling=sampling)
