@@ -43,12 +43,14 @@ def hardware_of(device: jax.Device) -> str | None:
 
 
 def cases_of(hardware: str | None) -> tuple[Case, ...]:
-    """Programs of one device: those of the report for that hardware, or small ones where there is none of it."""
+    """Programs of one device: those of the report for that hardware, or small ones where there is none of it.
+
+    The engine's are left out: `bench_serve` runs it.
+    """
     if hardware is None:
         return SMALL
-    return tuple(
-        replace(case, hardware={hardware: ONE}) for case in compile_report.CASES if case.hardware.get(hardware) == ONE
-    )
+    cases = (case for case in compile_report.CASES if case.kind not in ("turn", "insert"))
+    return tuple(replace(case, hardware={hardware: ONE}) for case in cases if case.hardware.get(hardware) == ONE)
 
 
 def foretold(case: Case, hardware: str | None, folder: Path) -> dict[str, Any]:

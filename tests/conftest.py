@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 # Most of the time of the suite is XLA's compiling, and most of that makes programs fast that run once. These settings leave
-# that out: the same passes over HLO, so memory, copies and collectives are the same, and simple code for them. The wait of
-# simulated devices for one another is longer than on a machine of their own. XLA_FLAGS in the environment replaces all this.
+# that out: the same passes over HLO, so memory, copies and collectives are the same, and simple code for them, of one module
+# per program (32 by default, each with its own set-up). The wait of simulated devices for one another is longer than on a
+# machine of their own. XLA_FLAGS in the environment replaces all this.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     " --xla_cpu_collective_call_warn_stuck_timeout_seconds=60 --xla_cpu_collective_call_terminate_timeout_seconds=300",
 )
 
@@ -32,6 +35,7 @@ from llama_jax.checkpoints.huggingface_config import config_to_dict
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.tensors import Opened
 from llama_jax.cli.arguments import arranged
+from llama_jax.model.trees import dequantize
 
 # Enough to split a model in every way. JAX must be told before its backend starts, so no test module may start it on import.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -64,6 +68,21 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+# Each of these takes most of a minute: at the end of a run one would leave the other processes without work.
+FIRST = ("test_notebooks.py", "test_nightly.py", "test_gpu_report.py", "test_clusters.py", "test_bench_generate.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first: the first process begins at the front, others take from the end."""
+    items.sort(key=lambda item: item.path.name not in FIRST)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays for the whole run; collecting garbage need not look through it each time."""
+    gc.collect()
+    gc.freeze()
+
+
 MOST_MAPS = 40_000
 """Of the 65,530 pieces of memory that Linux lets a process map: each program takes some; XLA crashes when none is left."""
 
@@ -76,7 +95,17 @@ def _programs_leave_room():
         jax.clear_caches()
 
 
-jit_logits = jax.jit(llama_jax.logits, static_argnums=0)  # by single operations most of a test would be compiling
+# By single operations most of a test would be compiling.
+jit_logits = jax.jit(llama_jax.logits, static_argnums=0)
+jit_dequantize = jax.jit(dequantize)
+jit_init = jax.jit(llama_jax.init, static_argnums=(0, 2))
+jit_unstack = jax.jit(llama_jax.unstack)
+
+
+@partial(jax.jit, static_argnums=0)
+def sharp(config, key):
+    """Random parameters, layer by layer, with logits so sharp that rounding turns no choice over."""
+    return jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, llama_jax.unstack(llama_jax.init(config, key)))
 
 
 def shared_data(name: str) -> Path:

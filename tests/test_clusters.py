@@ -137,7 +137,7 @@ def pods(cluster, tmp_path):
 @pytest.mark.slow
 def test_the_pods_train_and_are_started_again_when_stopped(pods, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
-    started = pods(400)
+    started = pods(200)
     deadline = time.monotonic() + 120
     while not (metrics.exists() and '"train"' in metrics.read_text()):
         assert time.monotonic() < deadline
@@ -146,5 +146,5 @@ def test_the_pods_train_and_are_started_again_when_stopped(pods, tmp_path):
     os.kill(started[1].pid, signal.SIGTERM)  # a pod is evicted
     assert [process.wait(120) for process in started] == [75, 75]
     assert '"stop"' in metrics.read_text().splitlines()[-1]
-    assert [process.wait(240) for process in pods(400)] == [0, 0]
+    assert [process.wait(240) for process in pods(200)] == [0, 0]
     assert '"end"' in metrics.read_text().splitlines()[-1]

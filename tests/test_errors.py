@@ -1,6 +1,7 @@
 """What a message shows of a value that a stranger made."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -98,7 +99,7 @@ def test_an_attention_in_another_order_is_refused(models):
     ):
         attend = lambda *args, change=change, **options: change(ops.attend(*args, **options))
         with pytest.raises(ConfigError, match=message):
-            llama_jax.logits(config, params, [[1, 2, 3, 4, 5]], llama_jax.Compute(attend=attend))
+            jax.eval_shape(partial(llama_jax.logits, config, params, [[1, 2, 3, 4, 5]], llama_jax.Compute(attend=attend)))
 
 
 def test_parts_of_a_batch_that_would_be_broadcast_are_refused(models):
@@ -114,8 +115,9 @@ def test_parts_of_a_batch_that_would_be_broadcast_are_refused(models):
 
 def test_a_target_outside_the_vocabulary_is_no_loss(models):
     config, params = models["gqa"]
+    loss = jax.jit(next_token_loss, static_argnums=0)
     for target in (-1, config.vocab_size):
-        assert np.isnan(next_token_loss(config, params, llama_jax.Batch(np.array([[1, 2, target]]))))
+        assert np.isnan(loss(config, params, llama_jax.Batch(np.array([[1, 2, target]]))))
 
 
 def test_float64_parameters_generate(models):

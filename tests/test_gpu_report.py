@@ -53,8 +53,11 @@ def test_every_section_measures(report, tmp_path, capsys):
     assert all(row["share_of_copy"] > 0 for row in sections["decode"])
     assert all(row["share_of_matrix"] > 0 for row in sections["prefill"])
     assert [row["program"] for row in sections["programs"]] == ["small-train", "small-prefill", "small-decode"]
-    assert all(row["ms"] > 0 and row["plan_gb"] > 0 for row in sections["programs"])
-    assert sections["programs"][2]["read_gb_per_s"] > 0
+    assert all(row["ms"] > 0 and row["plan_gb"] > 0 and row["spread"] >= 0 for row in sections["programs"])
+    decode = sections["programs"][2]
+    assert decode["read_gb_per_s"] > 0
+    assert decode["read_over_least"] > 0.5
+    assert decode["kernels_a_layer"] > 1
     attended = [row for row in sections["attention"] if "refused" not in row]
     assert len(attended) == 2 * 2 * (5 - len(sections["attention"]) + len(attended))  # lengths, passes, backends
     assert all(row["ms"] > 0 and row["share_of_matrix"] > 0 and row["temp_mb"] >= 0 for row in attended)
@@ -92,16 +95,6 @@ def test_programs_stand_beside_what_compilers_foretold_of_them(report, tmp_path)
     assert beside.foretold(cases["1b-train"], hardware, tmp_path) == {}
     assert beside.hardware_of(SimpleNamespace(device_kind="NVIDIA H200")) == "h200"
     assert beside.hardware_of(jax.devices("cpu")[0]) is None
-
-
-@pytest.mark.slow
-def test_the_programs_of_the_compile_report_run(report, tmp_path):
-    run = report.Run(jax.devices("cpu")[0], report.SMALL, 600.0)
-    train, prefill, decode = report.programs(run)
-    assert [row.get("error") for row in (train, prefill, decode)] == [None] * 3
-    assert all(row["ms"] > 0 and row["plan_gb"] > 0 and row["spread"] >= 0 for row in (train, prefill, decode))
-    assert decode["read_over_least"] > 0.5
-    assert decode["kernels_a_layer"] > 1
 
 
 def test_failures_are_rows_and_the_rest_goes_on(report, monkeypatch, tmp_path, capsys):

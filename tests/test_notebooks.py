@@ -58,15 +58,40 @@ def test_imports_the_library_and_defines_nothing(path):
     assert not defined
 
 
+# What is smaller here than in the committed outputs, whose figures need the length.
+SMALLER = {
+    "03_training": {
+        "steps=700": "steps=70",
+        '"700"': '"70"',
+        "evaluate_every=140": "evaluate_every=14",
+        "evaluate_tokens=8000": "evaluate_tokens=2000",
+        "save_every=140": "save_every=14",
+        "log_every=70": "log_every=7",
+    },
+    "05_long_context": {"range(24)": "range(8)", "]] * 24": "]] * 8", "T = 2048": "T = 1024", "=800": "=520"},
+}
+# Only some look for weights; the others need not run a second time.
+RUNS = [
+    pytest.param(path, weights, id=f"{path.stem}-{weights}")
+    for path in NOTEBOOKS
+    for weights in ("absent", "found")
+    if weights == "absent" or "LLAMA_JAX_MODEL" in path.read_text()
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["found", "absent"])
-@each_notebook
+@pytest.mark.parametrize(("path", "weights"), RUNS)
 def test_runs(path, weights, tmp_path, monkeypatch):
     if weights == "absent":  # from a folder where no weights lie; another model then takes their place
         monkeypatch.delenv("LLAMA_JAX_MODEL", raising=False)
     folder = FOLDER if weights == "found" else tmp_path
+    notebook = _read(path)
+    for was, smaller in SMALLER.get(path.stem, {}).items():
+        assert any(was in cell.source for cell in _code_cells(notebook)), was
+        for cell in _code_cells(notebook):
+            cell.source = cell.source.replace(was, smaller)
     client = nbclient.NotebookClient(
-        _read(path), timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
     client.create_kernel_manager()
     assert client.km.format_kernel_cmd()[0] == sys.executable, "the kernel is not that of the running interpreter"

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantised_folders as writers
-from conftest import jit_logits, params_of
+from conftest import jit_dequantize, jit_logits, params_of
 
 import llama_jax
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.trees import dequantize, quantize
+from llama_jax.model.trees import quantize
 from llama_jax.ops.weights import JoinedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes
@@ -55,7 +55,7 @@ def test_kept_as_they_are(kind, tmp_path):
     assert (block.attention.qkv.kind, block.feed_forward.down.kind) == writers.FOLDERS[kind][2]
     assert isinstance(params.embedding, jax.Array)
     assert isinstance(params.lm_head, jax.Array)
-    same(dequantize(params), dense)
+    same(jit_dequantize(params), dense)
     wanted = jit_logits(config, dense, TOKENS)
     np.testing.assert_allclose(jit_logits(config, params, TOKENS), wanted, atol=1e-3 * float(jnp.abs(wanted).max()))
 
@@ -69,7 +69,7 @@ def test_kept_over_a_mesh(kind, tmp_path):
     config = replace(writers.CONFIG, hidden_dim=1536)
     dense = params_of(config, writers.write_folder(tmp_path, kind, config))
     there = llama_jax.load(tmp_path, quantize="keep", mesh=MeshSizes(tensor=2))
-    same(dequantize(unfit(config, there.params)), dense)
+    same(jit_dequantize(unfit(config, there.params)), dense)
     if kind in ("int4", "int8", "fp8", "nf4 twice"):
         found = llama_jax.generate(there.config, there.params, [[1, 5, 9]], max_new_tokens=3)
         alone = llama_jax.load(tmp_path, quantize="keep")
@@ -90,7 +90,7 @@ def test_experts_of_mixtral(tmp_path):
     dense = params_of(config, _experts_stacked(writers.write_folder(tmp_path, "gptq, asymmetric", config)))
     params = llama_jax.load(tmp_path, quantize="keep").params
     assert params.blocks[0].feed_forward.gate.kind == "int4_asym_64"
-    same(dequantize(params), dense)
+    same(jit_dequantize(params), dense)
 
 
 def _experts_stacked(tensors):
@@ -118,7 +118,7 @@ def test_values_in_another_kind_than_queries_and_keys(tmp_path):
     qkv = params.blocks[1].attention.qkv
     assert isinstance(qkv, JoinedWeight)
     assert [getattr(part, "kind", "dense") for part in qkv.parts] == ["int8", "int8", "dense"]
-    same(dequantize(params), params_of(writers.CONFIG, dense))
+    same(jit_dequantize(params), params_of(writers.CONFIG, dense))
 
 
 def test_tied_embeddings_and_another_type(tmp_path):
@@ -126,7 +126,7 @@ def test_tied_embeddings_and_another_type(tmp_path):
     dense = params_of(config, writers.write_folder(tmp_path, "awq", config), "bfloat16")
     found = llama_jax.load(tmp_path, "bfloat16", quantize="keep").params
     assert found.blocks[0].attention.out.dtype == jnp.bfloat16
-    same(dequantize(found), dense)
+    same(jit_dequantize(found), dense)
 
 
 def test_converted_they_are_numbers(tmp_path):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_logits
+from conftest import jit_dequantize, jit_logits
 
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
@@ -15,7 +15,7 @@ from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.checkpoints.tensors import read_bytes
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.trees import count, dequantize, quantize
+from llama_jax.model.trees import count, quantize
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes
@@ -43,8 +43,9 @@ def stories_model():
 
 def divergence(config, params, other, tokens) -> float:
     """Mean KL of the next token's distribution, in nats."""
-    p, q = (jax.nn.log_softmax(jit_logits(config, one, tokens)) for one in (params, other))
-    return float(jnp.sum(jnp.exp(p) * (p - q), axis=-1).mean())
+    p, q = (np.asarray(jit_logits(config, one, tokens), np.float64) for one in (params, other))
+    p, q = (logits - np.log(np.exp(logits).sum(-1, keepdims=True)) for logits in (p, q))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_what_is_no_matrix_stays_and_sizes_are_counted(stories_model):
     assert count(found) == count(params)
     bits = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves(found)) / count(params)
     assert bits < 8.3  # of rows of 192 numbers the factors are a sixth of a bit
-    for was, back in zip(jax.tree.leaves(params), jax.tree.leaves(dequantize(found)), strict=True):
+    for was, back in zip(jax.tree.leaves(params), jax.tree.leaves(jit_dequantize(found)), strict=True):
         assert was.dtype == back.dtype
         np.testing.assert_allclose(was, back, atol=float(jnp.abs(was).max()) / 200)
 
@@ -92,7 +93,7 @@ def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
     assert isinstance(qkv, JoinedWeight)
     assert [part.kind for part in qkv.parts] == ["q4_k", "q4_k", "q6_k"]
     _, dense, _ = llama_jax.load(Q4_K_M)
-    same(dequantize(params), dense)
+    same(jit_dequantize(params), dense)
     llama_jax.save(tmp_path / "saved.gguf", config, params, tokenizer)
     llama_jax.convert(Q4_K_M, tmp_path / "converted.gguf")
     fields, tensors = read_file(Q4_K_M)
@@ -122,7 +123,7 @@ def test_other_formats_hold_the_numbers(tmp_path, stories_model):
     found = quantize(params, "int8")
     for name, format in (("folder", "safetensors"), ("a.gguf", "gguf")):
         llama_jax.save(tmp_path / name, config, found, tokenizer, format=format)
-        same(llama_jax.load(tmp_path / name).params, dequantize(found))
+        same(llama_jax.load(tmp_path / name).params, jit_dequantize(found))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
         else:
             np.testing.assert_allclose([row.logprobs[0] for row in found], [row.logprobs[0] for row in wanted], atol=0.1)
         llama_jax.save(tmp_path / f"{sizes.fsdp}.gguf", config, there.params, tokenizer, dtype="float32")
-        same(llama_jax.load(tmp_path / f"{sizes.fsdp}.gguf").params, dequantize(alone.params))
+        same(llama_jax.load(tmp_path / f"{sizes.fsdp}.gguf").params, jit_dequantize(alone.params))
 
 
 def test_over_a_mesh_groups_are_those_that_each_device_holds_whole(stories_model):
@@ -155,8 +156,8 @@ def test_over_a_mesh_groups_are_those_that_each_device_holds_whole(stories_model
     there = llama_jax.load(bundled(), "float32", quantize="int4", mesh=MeshSizes(tensor=2)).params
     block = there.blocks[0]
     assert (block.feed_forward.gate.kind, block.attention.out.kind) == ("int4_64", "int4_32")
-    logits = llama_jax.logits(config, quantize(params, "int4"), jnp.asarray([[1, 5, 9]]))
-    found = llama_jax.logits(config, dequantize(unfit(config, there)), jnp.asarray([[1, 5, 9]]))
+    logits = jit_logits(config, quantize(params, "int4"), jnp.asarray([[1, 5, 9]]))
+    found = jit_logits(config, jit_dequantize(unfit(config, there)), jnp.asarray([[1, 5, 9]]))
     np.testing.assert_allclose(found, logits, atol=2)
 
 
@@ -216,12 +217,12 @@ def test_orbax_in_another_way(tmp_path, stories_model):
     found = quantize(params, "int8")
     llama_jax.convert(bundled(), tmp_path / "a", format="orbax", quantize="int8")
     same(llama_jax.load(tmp_path / "a", "float32").params, found)
-    same(llama_jax.load(tmp_path / "a", "float32", quantize="fp8").params, quantize(dequantize(found), "fp8"))
+    same(llama_jax.load(tmp_path / "a", "float32", quantize="fp8").params, quantize(jit_dequantize(found), "fp8"))
     llama_jax.save(tmp_path / "b", config, found, tokenizer, format="orbax", dtype="float32")
-    same(llama_jax.load(tmp_path / "b").params, dequantize(found))
+    same(llama_jax.load(tmp_path / "b").params, jit_dequantize(found))
     llama_jax.convert(tmp_path / "b", tmp_path / "c", format="orbax", quantize="nf4")
     llama_jax.convert(tmp_path / "c", tmp_path / "d.gguf")
-    same(llama_jax.load(tmp_path / "d.gguf").params, dequantize(quantize(dequantize(found), "nf4")))
+    same(llama_jax.load(tmp_path / "d.gguf").params, jit_dequantize(quantize(jit_dequantize(found), "nf4")))
     with pytest.raises(CheckpointError, match="quantize='int8' is for format='orbax' without a dtype"):
         llama_jax.convert(tmp_path / "a", tmp_path / "e.gguf", quantize="int8")
 

@@ -78,7 +78,8 @@ def test_a_model_alone(run, stories_folder):
 
 
 def test_a_model_alone_that_does_not_speak(run, stories_folder, stories, tmp_path):
-    noise = jax.tree.map(lambda a: jax.random.normal(jax.random.key(0), a.shape, a.dtype) * a.std(), stories.params)
+    noise_of = lambda a: jax.random.normal(jax.random.key(0), a.shape, a.dtype) * a.std()
+    noise = jax.jit(lambda params: jax.tree.map(noise_of, params))(stories.params)
     save(tmp_path / "model", stories.config, noise)
     shutil.copy(stories_folder / "tok512.model", tmp_path / "model" / "tokenizer.model")
     code, out, _ = run(tmp_path / "model", "--tokens", 32)

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from conftest import sharp
 
 import llama_jax
 from llama_jax import Sampling
@@ -24,8 +25,7 @@ PROMPTS = [[1, 5, 7], [1], list(range(40, 52)), [9] * 11]
 def model():
     """Random, with sharp logits so that rounding between batch sizes cannot turn an argmax over."""
     config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    return config, sharp(config, jax.random.key(1))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,10 @@ def serve(model, programs, prompts, stop_tokens, rows):
     config, params = model
     widest = max(stop_tokens, key=len)
     _, _, request = prepare(config, [[1]] * rows, NEW, Sampling(), widest)
-    state = empty_state(config, params, empty_reading(config, params, rows, CAPACITY), request)
+    empty = jax.jit(
+        lambda params, request: empty_state(config, params, empty_reading(config, params, rows, CAPACITY), request)
+    )
+    state = empty(params, request)
     waiting, served, found = deque(range(len(prompts))), [None] * rows, [[] for _ in prompts]
     while waiting or not state.done.all():
         for row in np.flatnonzero(state.done):

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from conftest import sharp
 from drafters import Told, forced, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,8 +37,7 @@ SAMPLING = Sampling(
 def model():
     """Random, with sharp logits so that rounding between one row and several cannot turn a choice over."""
     config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    return config, sharp(config, jax.random.key(1))
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
     def test_whatever_is_drafted(self, model, cache):
         run = partial(llama_jax.generate, *model, PROMPTS, sampling=SAMPLING, cache=CACHES[cache])
         free = run(max_new_tokens=NEW)
+        absent = sorted(set(range(512)).difference(*(row.tokens for row in free)))[:2]
 
         @settings(max_examples=6)
         @given(
@@ -66,9 +67,8 @@ class TestTheTokensAreThoseOfPlainGeneration:
             st.integers(0, 99),
         )
         def check(wrong, limits, stops, seed):
-            arguments = {"max_new_tokens": limits}
-            if stops:  # in the midst of what is accepted
-                arguments["stop_tokens"] = [free[seed % 4].tokens[seed % NEW], free[0].tokens[11]]
+            in_the_midst = [free[seed % 4].tokens[seed % NEW], free[0].tokens[11]]  # of what is accepted
+            arguments = {"max_new_tokens": limits, "stop_tokens": in_the_midst if stops else absent}
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "Pace", forced(DRAFTED, DRAFTED, 0))
                 same(run(draft=told(free, 512, wrong, seed, DRAFTED), **arguments), run(**arguments))
@@ -138,8 +138,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
     @pytest.mark.parametrize("text", ["data=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.slow)])
     def test_on_a_mesh(self, text, tmp_path, force):
         config = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=250, tie_embeddings=False)
-        params = jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, llama_jax.init(config, jax.random.key(1)))
-        params = llama_jax.unstack(params)
+        params = sharp(config, jax.random.key(1))
         # With top_p=0.9 a token of row 1 stands where the mass before it is 0.8999998: kept or not by rounding.
         sampling = SAMPLING.replace(top_p=[1.0, 0.93, 1.0, 1.0])
         run = partial(llama_jax.generate, prompts=PROMPTS, max_new_tokens=NEW, sampling=sampling)
@@ -147,7 +146,8 @@ class TestTheTokensAreThoseOfPlainGeneration:
         there = llama_jax.load(tmp_path / "model", mesh=parse_mesh(text))[:2]
         plain = run(*there)
         force(DRAFTED, 0, DRAFTED)
-        for draft in (told(plain, 250, 0.2), PromptLookup(DRAFTED, shortest=1), DraftModel(*there, DRAFTED)):
+        lookup = [PromptLookup(DRAFTED, shortest=1)] if text == "tensor=4" else []  # which proposes as `told` does
+        for draft in (told(plain, 250, 0.2), DraftModel(*there, DRAFTED), *lookup):
             same(run(*there, draft=draft), plain)
         with pytest.raises(MeshError, match="the draft model is on other devices than the model"):
             run(*there, draft=DraftModel(config, params))
@@ -384,14 +384,14 @@ class TestFiveHundredPrompts:
                 llama_jax.generate, config, params, some, max_new_tokens=new, sampling=sampling, cache=CACHES[cache]
             )
             plain = run()
-            drafts = PromptLookup(DRAFTED), told(plain, 512, 0.3, first, DRAFTED)
-            for found in (run(draft=draft) for draft in drafts):
-                for row, other in zip(found, plain, strict=True):
-                    if row.tokens != other.tokens:
-                        at = next(i for i, (a, b) in enumerate(zip(row.tokens, other.tokens, strict=True)) if a != b)
-                        parted.append(abs(row.logprobs[at] - other.logprobs[at]))
-        record_property("near ties", f"{len(parted)} of {2 * count}")
-        print(f"batch {batch}, sampled {sampled}, {cache}: {len(parted)} of {2 * count} rows parted, by {parted}")
+            in_turn = first // batch % 2
+            draft = PromptLookup(DRAFTED) if in_turn else told(plain, 512, 0.3, first, DRAFTED)
+            for row, other in zip(run(draft=draft), plain, strict=True):
+                if row.tokens != other.tokens:
+                    at = next(i for i, (a, b) in enumerate(zip(row.tokens, other.tokens, strict=True)) if a != b)
+                    parted.append(abs(row.logprobs[at] - other.logprobs[at]))
+        record_property("near ties", f"{len(parted)} of {count}")
+        print(f"batch {batch}, sampled {sampled}, {cache}: {len(parted)} of {count} rows parted, by {parted}")
         # Of sampled tokens the random numbers belong to the tie.
         assert sampled or all(gap < (0.05 if cache == "int8" else self.GAP) for gap in parted)
-        assert len(parted) <= 0.01 * 2 * count
+        assert len(parted) <= 0.01 * count

@@ -24,16 +24,16 @@ jit_logits = jax.jit(logits, static_argnums=0)
 jit_unembed = jax.jit(unembed, static_argnums=0)
 
 
-def cached_logits(config, params, tokens, pieces, stacked=False):
+def cached_logits(config, params, tokens, pieces, stacked=False, capacity=None):
     """Logits of the same tokens read in pieces of the given sizes."""
-    cache = llama_jax.init_cache(config, len(tokens), sum(pieces), stacked=stacked)
+    cache = llama_jax.init_cache(config, len(tokens), capacity or sum(pieces), stacked=stacked)
     out, start = [], 0
     for size in pieces:
         hidden, cache = jit_forward(config, params, tokens[:, start : start + size], cache)
-        out.append(jit_unembed(config, params, hidden))
+        out.append(hidden)
         start += size
     np.testing.assert_array_equal(cache.length, [start] * len(tokens))
-    return jnp.concatenate(out, axis=1)
+    return jit_unembed(config, params, np.concatenate(out, axis=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,7 +45,7 @@ def test_logits_equal_transformers(kind, models, goldens):
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_through_the_cache_equal_transformers(kind, models, goldens):
     config, params = models[kind]
-    got = cached_logits(config, params, TOKENS, [17, 1, 1, 21])
+    got = cached_logits(config, params, TOKENS, [19, 1, 1, 19])
     np.testing.assert_allclose(got, goldens[kind], atol=1e-4, rtol=0)
 
 
@@ -70,12 +70,13 @@ def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
 
 
 @settings(max_examples=8)  # each new shape compiles
-@given(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4), st.integers(1, 3))
+@given(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4), st.sampled_from([1, 3]))
 def test_any_split_into_chunks_gives_the_same_logits(models, pieces, batch):
     config, params = models["gqa"]
+    pieces = [*pieces, *[1] * (-sum(pieces) % 8)]
     tokens = np.resize(TOKENS, (batch, sum(pieces)))
     want = jit_logits(config, params, tokens)
-    np.testing.assert_allclose(cached_logits(config, params, tokens, pieces), want, atol=1e-5)
+    np.testing.assert_allclose(cached_logits(config, params, tokens, pieces, capacity=32), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -155,7 +156,7 @@ def test_float64_oracle(models):
             first, cache = jit_forward(config, wide, tokens[:, :30], cache)
             second, cache = jit_forward(config, wide, tokens[:, 30:], cache)
             hidden, _ = jit_forward(config, wide, tokens)
-            np.testing.assert_allclose(jnp.concatenate([first, second], 1), hidden, atol=1e-12)
+            np.testing.assert_allclose(np.concatenate([first, second], 1), hidden, atol=1e-12)
 
 
 def test_bfloat16_follows_float32(models):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import make_goldens
 import numpy as np
 import pytest
-from conftest import jit_logits, params_of
+from conftest import jit_init, jit_logits, params_of
 from hypothesis import given
 from hypothesis import strategies as st
 from make_goldens import ROPE_LENGTHS, ROPE_MODELS, ROPES
@@ -154,7 +154,7 @@ def test_by_parts_keeps_what_turns_often(head_dim, theta, factor, original, beta
 def by_length(request):
     """(config, params) of a model of one layer, for what is asked of `forward` and not of the layers."""
     config = replace(ROPES[request.param], n_layers=1, hidden_dim=16)
-    return config, llama_jax.init(config, jax.random.key(0))
+    return config, jit_init(config, jax.random.key(0))
 
 
 def alone(config, params, tokens):

@@ -64,7 +64,7 @@ def read_in_pieces(config, params, tokens, cache, pieces):
         hidden, cache = read(config, params, tokens[:, start : start + piece], cache)
         found.append(hidden)
         start += piece
-    return jnp.concatenate(found, axis=1), cache
+    return np.concatenate(found, axis=1), cache
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,7 @@ def test_ragged_rows(model, tokens):
 
 
 jit_slots = jax.jit(slots_of, static_argnums=1)
+jit_positions = jax.jit(key_positions, static_argnums=1)
 
 
 @given(st.sampled_from([0, 3]), st.sampled_from([1, 4, 9]), st.integers(0, 40), st.integers(1, 4))
@@ -128,8 +129,8 @@ def test_every_slot_knows_its_position(sinks, ring, length, new):
         cache = cache.replace(length=jnp.array([position]))
         written[int(jit_slots(cache, 1)[0])] = position
     cache = cache.replace(length=jnp.array([length]))
-    assert list(np.asarray(key_positions(cache, new))[0]) == list(written)
-    each = slots_of(cache, new + 1)[0, :new]
+    assert list(np.asarray(jit_positions(cache, new))[0]) == list(written)
+    each = np.asarray(jit_slots(cache, new + 1))[0, :new]
     assert [written[slot] for slot in each] == list(range(length, length + new))
 
 
@@ -142,11 +143,11 @@ def test_int8(model, tokens, stacked):
     states = {}
     for dtype in (jnp.float32, jnp.int8):
         cache = init_cache(config, 2, LENGTH, dtype, stacked=stacked)
-        states[dtype], cache = read_in_pieces(config, params, tokens, cache, [20, 1, 1, 1, 7])
+        states[dtype], cache = read_in_pieces(config, params, tokens, cache, [14, 1, 1, 14])
     buffer = cache.k if stacked else cache.k[0]
     assert buffer.values.dtype == jnp.int8
     assert buffer.scales.dtype == jnp.float32
-    error = jnp.linalg.norm(states[jnp.int8] - states[jnp.float32]) / jnp.linalg.norm(states[jnp.float32])
+    error = np.linalg.norm(states[jnp.int8] - states[jnp.float32]) / np.linalg.norm(states[jnp.float32])
     assert 0 < error < 0.02  # a random model of two layers; what it does to a trained one is measured in tests/inference
 
 
@@ -155,13 +156,17 @@ def test_int8_in_a_ring(model, tokens):
     cache = init_cache(config, 2, SINKS + WINDOW + 4, jnp.int8, window=WINDOW, sinks=SINKS)
     found, _ = read_in_pieces(config, params, tokens, cache, [5, 1] * 5)
     expected = defined(config, params, tokens, window=WINDOW, sinks=SINKS)
-    assert jnp.linalg.norm(found - expected) < 0.02 * jnp.linalg.norm(expected)
+    assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def back_again(x):
+    return dequantize(quantize(x))
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=8, max_size=8))
 def test_quantized_rows_are_within_half_a_step(row):
-    x = jnp.array([row, [0.0] * 8], jnp.float32)
-    back = dequantize(quantize(x))
+    x = np.array([row, [0.0] * 8], np.float32)
+    back = jax.jit(back_again)(x)
     assert np.all(np.abs(back - x) <= np.max(np.abs(x), axis=1, keepdims=True) / 253)
 
 

@@ -3,6 +3,7 @@
 import logging
 import platform
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -49,10 +50,16 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
     return tuple(rng.normal(0, 0.1, p.shape).astype(p.dtype) if p.dtype == np.float16 else p for p in found)
 
 
+@cache
 def weight_of(kind: str, rows: int = 40, columns: int = 512) -> QuantizedWeight:
     if kind not in MADE:
         return QuantizedWeight(tuple(map(jnp.asarray, random_planes(kind, rows, columns))), kind, "float32")
     return quantized(jnp.asarray(np.random.default_rng(1).normal(0, 0.05, (rows, columns)), jnp.float32), kind)
+
+
+def numbers(weight: QuantizedWeight) -> np.ndarray:
+    """What it stands for, by NumPy: `decoded` would compile each operation."""
+    return weight.form.decode(*map(np.asarray, weight.planes))
 
 
 @pytest.fixture
@@ -104,6 +111,12 @@ def test_nf4_is_bit_for_bit_that_of_bitsandbytes():
         np.testing.assert_array_equal(ours, golden["absmax"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_the_same_by_jax(kind):
+    weight = weight_of(kind)
+    np.testing.assert_allclose(jax.jit(QuantizedWeight.decoded)(weight), numbers(weight), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("columns", "kind"), [(512, "int4"), (192, "int4_64"), (96, "int4_32")])
 def test_int4_takes_the_largest_group_that_divides_a_row(columns, kind):
     weight = quantized(jnp.ones((4, columns)), "int4")
@@ -128,8 +141,8 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens):
     x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), jnp.float32)
     with planned_for("accelerator"):
         found = jax.jit(lambda x: ops.project(x, weight))(x)
-    dense = jnp.asarray(weight.decoded())
-    np.testing.assert_allclose(found, x @ dense.T, atol=1e-5 * float(jnp.abs(dense).max()) * 512)
+    dense = numbers(weight)
+    np.testing.assert_allclose(found, np.asarray(x) @ dense.T, atol=1e-5 * np.abs(dense).max() * 512)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40])
@@ -138,18 +151,14 @@ def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla
     monkeypatch.setattr(room, "CHUNK", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)
     x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (2, tokens, 512)), jnp.float32)
-    dense = jnp.asarray(weight.decoded())
-
-    def loss(project):
-        return lambda x: jnp.sum(jnp.sin(project(x) / scale))
-
-    scale = float(jnp.abs(dense).max()) * 10
-
-    found, gradient = jax.jit(jax.value_and_grad(loss(lambda x: ops.project(x, weight))))(x)
-    wanted, its_gradient = jax.jit(jax.value_and_grad(loss(lambda x: jnp.tensordot(x, dense, axes=((-1,), (-1,))))))(x)
+    dense = numbers(weight).astype(np.float64)
+    scale = np.abs(dense).max() * 10
+    found, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(ops.project(x, weight) / scale))))(x)
+    angles = np.asarray(x, np.float64) @ dense.T / scale
+    its_gradient = np.cos(angles) / scale @ dense
     # Of int8 a CPU makes two integers of each entry of x, wrong by 1.6e-5 of the largest.
-    np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=5e-3)
-    np.testing.assert_allclose(gradient, its_gradient, atol=2e-3 * float(jnp.abs(its_gradient).max()))
+    np.testing.assert_allclose(found, np.sin(angles).sum(), rtol=1e-3, atol=5e-3)
+    np.testing.assert_allclose(gradient, its_gradient, atol=2e-3 * np.abs(its_gradient).max())
 
 
 def test_several_axes_of_outputs_and_of_bfloat16():
@@ -158,10 +167,10 @@ def test_several_axes_of_outputs_and_of_bfloat16():
         weight = quantized(matrix, kind)
         assert (weight.shape, weight.ndim, weight.dtype) == (matrix.shape, 4, jnp.bfloat16)
         x = jnp.asarray(np.random.default_rng(1).normal(0, 1, (5, 256)), jnp.bfloat16)
-        found = ops.project(x, weight)
+        found = jax.jit(ops.project)(x, weight)
         assert (found.shape, found.dtype) == ((5, 2, 3, 4), jnp.bfloat16)
-        wanted = jnp.tensordot(x.astype(jnp.float32), weight.decoded().astype(jnp.float32), axes=((-1,), (-1,)))
-        np.testing.assert_allclose(found.astype(jnp.float32), wanted, atol=0.03 * float(jnp.abs(wanted).max()))
+        wanted = np.tensordot(np.asarray(x, np.float32), numbers(weight), axes=((-1,), (-1,)))
+        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.03 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -169,7 +178,13 @@ def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
     """Factors lie where their numbers do, and the product is that of one device."""
     weight = weight_of(kind, rows=8, columns=1024)
     x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (3, 1024)), jnp.float32)
-    wanted = ops.project(x, weight)
+
+    @jax.jit
+    def product_and_gradient(x, weight):
+        product = lambda x: ops.project(x, weight)
+        return product(x), jax.grad(lambda x: jnp.sum(product(x) ** 2))(x)
+
+    wanted, alone = product_and_gradient(x, weight)
     mesh = jax.make_mesh((2, 2), ("rows", "columns"), axis_types=(AxisType.Auto,) * 2)
     places = shardings_of_planes(weight.form, NamedSharding(mesh, P("rows", "columns")), 2)
     there = weight.replace(planes=tuple(map(jax.device_put, weight.planes, places)))
@@ -179,11 +194,9 @@ def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
         assert array.addressable_shards[0].data.shape[: len(held)] == held
         assert place.is_equivalent_to(array.sharding, array.ndim)
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda x, weight: ops.project(x, weight))(x, there)
-        gradient = jax.jit(jax.grad(lambda x, weight: jnp.sum(ops.project(x, weight) ** 2)))(x, there)
-    np.testing.assert_allclose(found, wanted, atol=1e-4 * float(jnp.abs(wanted).max()))
-    alone = jax.grad(lambda x: jnp.sum(ops.project(x, weight) ** 2))(x)
-    np.testing.assert_allclose(gradient, alone, atol=1e-3 * float(jnp.abs(alone).max()))
+        found, gradient = product_and_gradient(x, there)
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max())
+    np.testing.assert_allclose(gradient, alone, atol=1e-3 * np.abs(alone).max())
 
 
 def test_gpus_without_fp8_decode_it_by_chunks(monkeypatch):
@@ -200,7 +213,7 @@ def test_rows_are_looked_up():
     ids = jnp.asarray([[3, 0], [7, 3]])
     for kind in KINDS:
         table = weight_of(kind)
-        np.testing.assert_allclose(jax.jit(ops.look_up)(table, ids), np.asarray(table.decoded())[ids], rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(ops.look_up)(table, ids), numbers(table)[ids], rtol=1e-6, atol=1e-6)
     assert ops.look_up(jnp.arange(8.0).reshape(4, 2), ids[:, 1]).shape == (2, 2)
 
 
@@ -212,7 +225,7 @@ def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows):
     with planned_for("tpu"):
         found = jax.jit(ops.look_up)(table, ids)
         program = str(jax.make_jaxpr(ops.look_up)(table, ids))
-    np.testing.assert_array_equal(found, ops.look_up(table, ids))
+    np.testing.assert_array_equal(found, jax.jit(lambda table, ids: ops.look_up(table, ids))(table, ids))
     eight = max((plane for plane in table.planes if plane.dtype.itemsize == 1), key=lambda plane: plane.shape[-1])
     by_tiles = f"[2,32,{eight.shape[-1]}]" in program
     assert by_tiles == (rows == 64 and kind != "int4")
@@ -229,7 +242,7 @@ def test_as_accelerators_multiply(kind, tokens, platform):
         found = jax.jit(ops.project)(x, weight)
         program = str(jax.make_jaxpr(ops.project)(x, weight))
     assert found.shape == (tokens, 24)
-    np.testing.assert_allclose(found, x @ np.asarray(weight.decoded()).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found, np.asarray(x) @ numbers(weight).T, rtol=1e-4, atol=1e-4)
     # A single row is no matter of a TPU's matrix unit.
     rows = 2 if (platform, tokens) == ("tpu", 1) else tokens
     assert f"f32[{rows},512]" in program
@@ -242,9 +255,9 @@ def test_parts_of_different_kinds_side_by_side():
     parts = [jnp.asarray(rng.normal(0, 0.1, (2, wide, 4, 256)), jnp.float32) for wide in (3, 1, 1)]
     joined = JoinedWeight((quantized(parts[0], "q4_0"), quantized(parts[1], "q8_0"), parts[2]))
     x = jnp.asarray(rng.normal(0, 1, (5, 256)), jnp.float32)
-    wanted = jnp.tensordot(x, jnp.asarray(joined.decoded()), axes=((-1,), (-1,)))
+    wanted = np.tensordot(x, jax.jit(JoinedWeight.decoded)(joined), axes=((-1,), (-1,)))
     assert joined.shape == (2, 5, 4, 256)
-    np.testing.assert_allclose(ops.project(x, joined), wanted, atol=0.02 * float(jnp.abs(wanted).max()))
+    np.testing.assert_allclose(jax.jit(ops.project)(x, joined), wanted, atol=0.02 * np.abs(wanted).max())
 
 
 # --- the kernel for CPUs ---------------------------------------------------------------------------------------------------
@@ -256,24 +269,29 @@ WIDTHS = [
 TOKENS = (1, 2, 5, 12, 40)  # by rows, and in one, two and more panels
 
 
-def check_integers(kind: str, columns: int, tokens: int) -> None:
+def check_integers(kind: str, columns: int) -> None:
     """Of entries that are integers times the factor of their group nothing is rounded but the sums."""
     planes = random_planes(kind, 70, columns)
     rng = np.random.default_rng(3)
     group = columns if kind == "int8" else 32
-    x = rng.integers(-127, 128, (tokens, columns // group, group)).astype(np.float32)
-    x[..., 0] = 127
-    x = (x * rng.uniform(0.01, 0.02, (tokens, columns // group, 1)).astype(np.float32)).reshape(tokens, columns)
-    found = jax.jit(lambda x, planes: native.multiply(x, planes, kind))(x, tuple(map(jnp.asarray, planes)))
-    wanted = x.astype(np.float64) @ KINDS[kind].decode(*planes).astype(np.float64).T
-    np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max())
+
+    def entries(tokens):
+        x = rng.integers(-127, 128, (tokens, columns // group, group)).astype(np.float32)
+        x[..., 0] = 127
+        return (x * rng.uniform(0.01, 0.02, (tokens, columns // group, 1)).astype(np.float32)).reshape(tokens, columns)
+
+    each = {tokens: entries(tokens) for tokens in TOKENS}
+    multiply = jax.jit(lambda each, planes: {tokens: native.multiply(x, planes, kind) for tokens, x in each.items()})
+    found = multiply(each, tuple(map(jnp.asarray, planes)))
+    for tokens, x in each.items():
+        wanted = x.astype(np.float64) @ KINDS[kind].decode(*planes).astype(np.float64).T
+        np.testing.assert_allclose(found[tokens], wanted, atol=2e-6 * np.abs(wanted).max(), err_msg=f"{tokens} tokens")
 
 
 @needs_compiler
-@pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("kind", "columns"), WIDTHS)
-def test_the_native_kernel_multiplies_integers_exactly(kind, columns, tokens):
-    check_integers(kind, columns, tokens)
+def test_the_native_kernel_multiplies_integers_exactly(kind, columns):
+    check_integers(kind, columns)
 
 
 @needs_compiler
@@ -286,8 +304,7 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     monkeypatch.setattr(native, "TARGET", f"{native.TARGET}_{level}")
     assert native._register.__wrapped__()
     for kind, columns in WIDTHS:
-        for tokens in TOKENS:
-            check_integers(kind, columns, tokens)
+        check_integers(kind, columns)
 
 
 @needs_compiler
@@ -296,12 +313,13 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
 def test_the_native_kernel_rounds_tokens_and_keeps_what_is_not_a_number(kind, error, tokens):
     weight = weight_of(kind, rows=200)
     x = np.random.default_rng(0).normal(0, 1, (tokens, 512)).astype(np.float32)
-    wanted = x @ np.asarray(weight.decoded()).T
-    found = np.asarray(native.multiply(jnp.asarray(x), weight.planes, kind))
+    multiply = jax.jit(lambda x: native.multiply(x, weight.planes, kind))
+    wanted = x @ numbers(weight).T
+    found = np.asarray(multiply(x))
     assert 0 < np.abs(found - wanted).max() < error * np.abs(wanted).max()
     for bad in (np.nan, np.inf):
         x[1, 40] = bad
-        found = np.asarray(native.multiply(jnp.asarray(x), weight.planes, kind))
+        found = np.asarray(multiply(x))
         assert not np.isfinite(found[1]).any()
         assert np.isfinite(np.delete(found, 1, axis=0)).all()
 
@@ -311,8 +329,8 @@ def test_the_native_kernel_takes_no_tokens_and_batches_of_them():
     weight = weight_of("int8")
     assert native.multiply(jnp.zeros((0, 512)), weight.planes, "int8").shape == (0, 40)
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (3, 2, 512)), jnp.float32)
-    found = jax.vmap(lambda x: ops.project(x, weight))(x)
-    np.testing.assert_allclose(found, ops.project(x, weight), rtol=1e-6, atol=1e-6)
+    found, wanted = jax.jit(lambda x: (jax.vmap(lambda x: ops.project(x, weight))(x), ops.project(x, weight)))(x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 @needs_compiler
@@ -335,8 +353,8 @@ def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, t
     weight = weight_of("q4_0")
     with caplog.at_level(logging.WARNING, "llama_jax.native"):
         assert not native.usable()
-        x = jnp.ones((1, 512))
-        np.testing.assert_allclose(ops.project(x, weight), x @ jnp.asarray(weight.decoded()).T, rtol=1e-5)
+        x = np.ones((1, 512), np.float32)
+        np.testing.assert_allclose(jax.jit(lambda x: ops.project(x, weight))(x), x @ numbers(weight).T, rtol=1e-5)
     assert "multiplied by XLA, slower: no native kernel (no C++ compiler was found" in caplog.text
 
 
@@ -375,12 +393,18 @@ def test_no_dense_copy_is_made(kind, by_xla):
     assert compiled.memory_analysis().temp_size_in_bytes < limit
 
 
-CONFIG = replace(llama_jax.preset("stories-110m"), n_layers=3, vocab_size=1024, max_seq_len=128)  # rows of 768 and 2,048
+CONFIG = replace(llama_jax.preset("stories-110m"), n_layers=2, vocab_size=1024, max_seq_len=128)  # rows of 768 and 2,048
 
 
 @pytest.fixture(scope="module")
 def model():
-    return llama_jax.unstack(llama_jax.init(CONFIG, jax.random.key(0), jnp.bfloat16))
+    return jax.jit(lambda key: llama_jax.unstack(llama_jax.init(CONFIG, key, jnp.bfloat16)))(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def made(model):
+    """The model with its matrices in a kind, made once."""
+    return cache(lambda kind: model_in(kind, model))
 
 
 def model_in(kind: str, params):
@@ -400,9 +424,9 @@ def model_in(kind: str, params):
 
 
 @pytest.mark.parametrize(("kind", "most"), [("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57), ("q4_k", 0.57)])
-def test_bytes_for_each_weight(kind, most, model):
+def test_bytes_for_each_weight(kind, most, made):
     """Of all numbers of a model, norms included, as they lie in memory."""
-    found = model_in(kind, model)
+    found = made(kind)
     held = bytes_in_memory(found) / count(found)
     assert held < most
     assert kinds_in_memory(found) == kind
@@ -413,13 +437,13 @@ def test_bytes_for_each_weight(kind, most, model):
 
 @pytest.mark.parametrize("way", ["native", "plain"])
 @pytest.mark.parametrize("kind", ["int8", "q8_0", "q4_0", "q4_k"])
-def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, monkeypatch):
+def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, made, monkeypatch):
     """As the compiled program plans it: nothing dense is ever made of a layer. Of int4 XLA for CPU unpacks every integer."""
     if way == "plain":
         monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
     elif not native.usable():
         pytest.skip("no C++ compiler here")
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model_in(kind, model))
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), made(kind))
     cache = jax.eval_shape(lambda: llama_jax.init_cache(CONFIG, 1, 128, jnp.bfloat16))
 
     def tokens(params, token, cache):

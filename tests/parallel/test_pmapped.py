@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit_init
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from training_options import step_options
 
-import llama_jax
 from llama_jax import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.parallel.pmapped import pmap_step, replicate
@@ -48,7 +48,7 @@ def packed(seed: int) -> Batch:
 
 
 def start():
-    return init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0)), ema=True)
+    return init_state(OPTIMIZER, jit_init(CONFIG, jax.random.key(0)), ema=True)
 
 
 STEP = partial(train_step, CONFIG, OPTIMIZER, options=step_options(chunk=8, ema_decay=0.9))

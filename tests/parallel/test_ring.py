@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import jit_init, jit_unstack
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -195,7 +196,7 @@ def test_a_step_whose_frequencies_depend_on_the_length_is_that_of_one_device():
     batch = Batch(tokens, segments, places.astype(np.int32))
     found = []
     for sizes in (MeshSizes(), MeshSizes(data=2, context=4)):
-        state = init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
+        state = init_state(optimizer, jit_init(config, jax.random.key(0)))
         step = jax.jit(partial(step_over(config, make_mesh(sizes)), optimizer, options=step_options(remat="full", chunk=8)))
         state, metrics = step(state, batch)
         found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
@@ -207,7 +208,7 @@ def test_a_step_whose_frequencies_depend_on_the_length_is_that_of_one_device():
 def test_a_16_bit_step_is_close():
     options = step_options(dtype="bfloat16", chunk=8)
     batch = Batch(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, LENGTH + 1), np.int32))
-    params = llama_jax.init(CONFIG, jax.random.key(0))
+    params = jit_init(CONFIG, jax.random.key(0))
     step = jax.jit(partial(step_over(CONFIG, make_mesh(MeshSizes(context=8))), adamw(1e-3), options=options))
     _, metrics = step(init_state(adamw(1e-3), params), batch)
     wanted = jax.jit(partial(next_token_loss, CONFIG, options=loss_options(dtype="bfloat16")))(params, batch)
@@ -247,7 +248,7 @@ def on_mesh(config, sizes, params):
 )
 def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
     config = replace(CONFIG, rope_scaling=scaling)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    params = jit_unstack(jit_init(config, jax.random.key(0)))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH), np.int32)
     lengths = np.array([LENGTH, 13], np.int32)
     empty = state.empty_reading(config, params, 2, LENGTH)
@@ -265,7 +266,7 @@ def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
 
 @pytest.mark.slow
 def test_generation_goes_on_from_a_prompt_that_was_divided():
-    params = llama_jax.unstack(llama_jax.init(CONFIG, jax.random.key(0)))
+    params = jit_unstack(jit_init(CONFIG, jax.random.key(0)))
     prompts = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, 60)).tolist()
     wanted = llama_jax.generate(CONFIG, params, prompts, max_new_tokens=4)
     config, spread = on_mesh(CONFIG, MeshSizes(context=8), params)
@@ -282,7 +283,7 @@ def test_generation_goes_on_from_a_prompt_that_was_divided():
 
 @pytest.mark.slow
 def test_stacked_blocks_fill_a_stacked_cache():
-    params = llama_jax.init(CONFIG, jax.random.key(0))
+    params = jit_init(CONFIG, jax.random.key(0))
     sizes = MeshSizes(context=4)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, LENGTH), np.int32)
     read = jax.jit(prefill_over(CONFIG, make_mesh(sizes)))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import write_hf_folder
+from conftest import sharp, write_hf_folder
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -63,8 +63,7 @@ NEW = 12
 @pytest.fixture(scope="module")
 def params():
     """Random, with sharp logits so that the order of a sum cannot turn an argmax over."""
-    params = llama_jax.unstack(llama_jax.init(CONFIG, jax.random.key(1)))
-    return jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    return sharp(CONFIG, jax.random.key(1))
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from conftest import jit_init
 from training_options import step_options
 
-import llama_jax
 from llama_jax import LlamaConfig
 from llama_jax.parallel.mesh import make_mesh, parse_mesh
 from llama_jax.parallel.specs import shardings, train_state_specs
@@ -38,7 +38,7 @@ def test_muon_over_a_mesh_is_muon_on_one_device():
     for text in ("data=1", "fsdp=4,tensor=2"):
         sizes, optimizer = parse_mesh(text), make_optimizer(settings, 10)
         placement = shardings(make_mesh(sizes), train_state_specs(CONFIG, sizes, optimizer))
-        state = jax.device_put(init_state(optimizer, llama_jax.init(CONFIG, jax.random.key(0))), placement)
+        state = jax.device_put(init_state(optimizer, jit_init(CONFIG, jax.random.key(0))), placement)
         step = jax.jit(
             partial(train_step, CONFIG, optimizer, options=step_options(chunk=8)), out_shardings=(placement, None)
         )

@@ -121,8 +121,13 @@ def whole(live, tmp_path_factory):
     return folders
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("devices", "seed"), [(1, 0), (1, 1), (8, 2), (8, 3)])
+@pytest.mark.parametrize(
+    ("devices", "seed"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (8, 3))),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, 1), (8, 2))),
+    ],
+)
 def test_killed_five_times_and_the_same_to_the_bit(live, whole, tmp_path, devices, seed):
     for death in deaths(seed):
         assert live(tmp_path, devices, **death) == -signal.SIGKILL, death

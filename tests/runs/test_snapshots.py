@@ -434,7 +434,7 @@ def test_a_run_is_read_while_it_saves(tmp_path):
     try:
         while not steps_in(tmp_path / "checkpoints"):
             assert thread.is_alive()
-        for _ in range(10):
+        for _ in range(6):
             with turn:
                 last = step + 3
                 turn.notify()

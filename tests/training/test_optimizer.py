@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import jit_init
 
 import llama_jax
 from llama_jax.training.optimizer import OptimizerSettings, adamw, learning_rates, make_optimizer
@@ -15,7 +16,7 @@ STEPS = 100
 
 @pytest.fixture(scope="module")
 def params():
-    return llama_jax.init(CONFIG, jax.random.key(0))
+    return jit_init(CONFIG, jax.random.key(0))
 
 
 def rates(**settings):

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
+from conftest import jit_logits
 
 import llama_jax
 from llama_jax import ops
@@ -23,12 +24,11 @@ def test_streams_and_logits_are_those_of_the_forward_pass(models, traced):
     config, params = models["gqa"]
     np.testing.assert_array_equal(traced.streams[0], np.asarray(params.embedding)[TOKENS])
     for i in (1, 2):
-        hidden, _ = llama_jax.forward(
-            replace(config, n_layers=i), params.replace(blocks=params.blocks[:i]), jnp.asarray(TOKENS)[None]
-        )
-        normed = ops.rms_norm(traced.streams[i], params.final_norm, config.norm_eps)
+        forward = jax.jit(llama_jax.forward, static_argnums=0)
+        hidden, _ = forward(replace(config, n_layers=i), params.replace(blocks=params.blocks[:i]), TOKENS[None])
+        normed = jax.jit(ops.rms_norm)(traced.streams[i], params.final_norm, config.norm_eps)
         np.testing.assert_allclose(normed, hidden[0], atol=1e-5)
-    np.testing.assert_allclose(traced.logits, llama_jax.logits(config, params, TOKENS[None])[0], atol=1e-5)
+    np.testing.assert_allclose(traced.logits, jit_logits(config, params, TOKENS[None])[0], atol=1e-5)
     assert (traced.logits.dtype, traced.streams.dtype) == (np.float32, np.float32)
 
 
