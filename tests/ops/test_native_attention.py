@@ -34,20 +34,25 @@ def natively(*arguments):
         return rows(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("batch", "heads", "tokens", "groups", "width", "slots"),
-    [
-        (1, 12, 1, 1, 64, 200),  # as one token of a model is decoded
-        (3, 4, 1, 1, 48, 40),
-        (2, 2, 5, 6, 128, 70),  # four queries at a time, and the rest
-        (2, 3, 3, 8, 20, 33),  # heads that are no whole vectors
-        (1, 1, 1, 1, 8, 1),
-    ],
-)
-def test_it_gives_what_the_definition_gives(batch, heads, tokens, groups, width, slots):
-    arrays, seen = operands(batch, heads, tokens, groups, width, slots)
+SIZES = [  # rows, heads, tokens, groups, width, slots
+    (1, 12, 1, 1, 64, 200),  # as one token of a model is decoded
+    (3, 4, 1, 1, 48, 40),
+    (2, 2, 5, 6, 128, 70),  # four queries at a time, and the rest
+    (2, 3, 3, 8, 20, 33),  # heads that are no whole vectors
+    (1, 1, 1, 1, 8, 1),
+]
+
+
+def check_attention(*sizes: int) -> None:
+    """Natively as by the definition."""
+    arrays, seen = operands(*sizes)
     wanted = reference(*arrays, seen, scale=SCALE)
     np.testing.assert_allclose(natively(*arrays, seen, SCALE), wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_it_gives_what_the_definition_gives(sizes):
+    check_attention(*sizes)
 
 
 def test_rows_at_the_same_place_share_their_positions():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_native_attention import SIZES, check_attention
 
 import llama_jax
 from llama_jax import ops
@@ -304,9 +305,12 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     """With AVX2, and with neither AVX2 nor VNNI."""
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
     monkeypatch.setattr(native, "TARGET", f"{native.TARGET}_{level}")
+    monkeypatch.setattr(native, "ATTENTION", f"{native.ATTENTION}_{level}")
     assert native._register.__wrapped__()
     for kind, columns in WIDTHS:
         check_integers(kind, columns)
+    for sizes in SIZES:
+        check_attention(*sizes)
 
 
 @needs_compiler
