@@ -45,15 +45,13 @@ class Browser:
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
 
-        def place() -> None:  # the browser reads from 3 and writes to 4
-            os.dup2(read_there, 103)
-            os.dup2(write_there, 104)
-            os.dup2(103, 3)
-            os.dup2(104, 4)
-
-        command = [found, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        # The browser reads from 3 and writes to 4. A shell puts them there: Python would fork for it, which JAX forbids.
+        shell = f'exec "$0" "$@" 3<&{read_there} 4>&{write_there}'
         self._process = subprocess.Popen(
-            command, preexec_fn=place, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            ["sh", "-c", shell, found, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
+            pass_fds=(read_there, write_there),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(read_there)
         os.close(write_there)
