@@ -2,7 +2,8 @@
 
     python experiments/quantisation.py                      about ten minutes on two cores
     python experiments/quantisation.py --stages quality     divergence alone: a busy machine does not matter
-    python experiments/quantisation.py --stages speed       speed alone; of the other stage the report keeps what it has
+    python experiments/quantisation.py --stages speed       speed alone; of the other stage, and of other shapes, the report
+                                                            keeps what it has
 
 quality  On trained models: KL divergence of the next token from the same model in float32 with its standard error, ratio of
          perplexities, how often the most probable token is the same; and how far each layer's output and each matrix are
@@ -380,8 +381,9 @@ def main(arguments: Arguments) -> None:
             report["quality"][name] = quality(path, makes, () if number else arguments.gguf, arguments.tokens)
             write_report(arguments.output, report)
     if "speed" in arguments.stages:
-        report["speed"] = {shape: speed(shape, kinds, arguments) for shape in arguments.shapes}
-        write_report(arguments.output, report)
+        for shape in arguments.shapes:
+            report["speed"] = report.get("speed", {}) | {shape: speed(shape, kinds, arguments)}
+            write_report(arguments.output, report)
     tables = as_tables(report)
     arguments.output.with_suffix(".md").write_text(tables, "utf-8")
     print(tables)

@@ -105,8 +105,10 @@ class DraftedPiece(Piece):
     @classmethod
     def of(cls, piece: Piece, counts: Counts) -> DraftedPiece:
         """The piece without gaps between the tokens of a row."""
-        order = np.argsort(~piece.valid, axis=1, kind="stable")[:, : max(int(piece.valid.sum(axis=1).max()), 1)]
-        found = cls(*(np.take_along_axis(part, order, axis=1) for part in piece))
+        found = cls(*piece)
+        if not piece.valid.all():
+            order = np.argsort(~piece.valid, axis=1, kind="stable")[:, : max(int(piece.valid.sum(axis=1).max()), 1)]
+            found = cls(*(np.take_along_axis(part, order, axis=1) for part in piece))
         found.counts = counts
         return found
 

@@ -8,7 +8,6 @@ never copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 
-Choose = Callable[[Any, jax.Array, Layout], tuple[Any, Any]]  # as `choose`
 CHUNK = 4  # tokens per turn of the decode loop; early exit happens between turns: few enough that none waits long
 
 
@@ -225,7 +223,7 @@ def choose(state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.
 
 
 def advance(
-    config: LlamaConfig, params: Llama, state: State, compute: Compute, layout: Layout, choose: Choose = choose
+    config: LlamaConfig, params: Llama, state: State, compute: Compute, layout: Layout, choose: Any = choose
 ) -> tuple[State, tuple[jax.Array, Any, jax.Array]]:
     """Read the token of every row that is not done, and choose its next one: its id, log-probability and validity, [B]."""
     valid = ~state.done

@@ -44,7 +44,7 @@ def test_numbers_are_those_that_the_packages_themselves_decode(kind, tmp_path, m
     half = lambda params: jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), params)
     same(half(llama_jax.load(tmp_path).params), half(dense))
     if kind != "gptq_reordered":
-        same(half(dequantize(llama_jax.load(tmp_path, quantize="keep").params)), half(dense))
+        same(half(jit_dequantize(llama_jax.load(tmp_path, quantize="keep").params)), half(dense))
 
 
 @pytest.mark.parametrize("kind", KEPT)

@@ -137,7 +137,8 @@ class TestTheTokensAreThoseOfPlainGeneration:
 
     @pytest.mark.parametrize("text", ["data=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.slow)])
     def test_on_a_mesh(self, text, tmp_path, force):
-        config = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=250, tie_embeddings=False)
+        layers = 2 if text == "tensor=4" else 1
+        config = replace(llama_jax.preset("stories-260k"), n_layers=layers, vocab_size=250, tie_embeddings=False)
         params = sharp(config, jax.random.key(1))
         # With top_p=0.9 a token of row 1 stands where the mass before it is 0.8999998: kept or not by rounding.
         sampling = SAMPLING.replace(top_p=[1.0, 0.93, 1.0, 1.0])

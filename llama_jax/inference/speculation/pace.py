@@ -8,6 +8,7 @@ hundredth of the time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from llama_jax.inference.state import CHUNK
@@ -18,7 +19,7 @@ PATIENCE = 4  # pieces between two tries
 GUESS = 2.0  # times a step: a pass that has not been measured; measured on CPUs were 1.4 to 2.4
 FIRST = 6  # passes after which the acceptance of a drafter is known that says nothing beforehand
 MARGIN = 1.05  # by which drafts must be faster: the acceptance is known from few tokens
-LONG = 0.1  # seconds of a piece beside which what the host does is little: the next is no longer
+SHORT, LONG = 0.04, 0.1  # seconds of a piece, beside each of which the host works for one half of a millisecond
 SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
 
 
@@ -34,8 +35,8 @@ class Pace:
       hits, trials: drafts that were accepted, and those looked at; the older the less they count.
       elapsed, wasted: seconds in all, and those that the fastest number would have saved.
       since: pieces since another number than the best was tried.
-      lengths: passes of the next piece with each number, or steps: twice as many as the last had, as long as the number is
-        the best one; what is tried for once begins at the least.
+      lengths: passes of the next piece with each number, or steps: twice as many as the last had up to LONG, and SHORT at
+        least, as long as the number is the best one; what is tried for once begins with one, or CHUNK.
     """
 
     numbers: tuple[int, ...]
@@ -120,16 +121,19 @@ class Pace:
         believed = new if old is None or new < old else old + SOFTENING * (new - old)
         times = tuple(believed if n == number else s for n, s in zip(self.numbers, self.seconds, strict=True))
         found = replace(found, seconds=times, elapsed=self.elapsed + seconds)
+        best = found.best
         lengths = (
-            self._grown(n, passes, seconds) if n == number else length if n == found.best else CHUNK if n == 0 else 1
+            self._grown(n, passes, seconds) if n == number else length if n == best else 1 if n else CHUNK
             for n, length in zip(self.numbers, self.lengths, strict=True)
         )
         found = replace(found, lengths=tuple(lengths))
-        if number == found.best or not found.rate(found.best):
+        if number == best or not found.rate(best):
             return found
-        wasted = max(seconds - per_row / found.rate(found.best), 0.0)
+        wasted = max(seconds - per_row / found.rate(best), 0.0)
         return replace(found, wasted=self.wasted + wasted, since=0)
 
     def _grown(self, number: int, passes: int, seconds: float) -> int:
-        length = self.length(number)
-        return 2 * length if passes >= length and seconds < LONG else length
+        length, least = self.length(number), 1 if number else CHUNK
+        if passes < length or seconds > LONG:
+            return length
+        return max(2 * length, math.ceil(SHORT / seconds * passes / least) * least)

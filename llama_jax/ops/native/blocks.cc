@@ -6,8 +6,9 @@
 // - for the blocks of GGUF every 32 numbers of a token have a factor, as in ggml-org/ggml (ggml-quants.c);
 // - for `int8`, which has a factor for each row, a token is the sum of two rows of integers, see `cpu.in_integers`.
 //
-// A few tokens are multiplied with each row of the weight, as fast as memory is read (few.h). More are put into panels, where
-// a vector holds four neighbouring numbers of LANES rows of integers, so that sums need not be added up in the end (panels.h).
+// A few tokens are multiplied with each row of the weight, as fast as memory is read (few.h). More are put into panels,
+// where a vector holds four neighbouring numbers of LANES rows of integers, so that sums need not be added up in the end
+// (panels.h).
 
 #include "attention.h"
 #include "few.h"

@@ -13,7 +13,7 @@ static inline floats nearest(floats x) { return (x + 12582912.0f) - 12582912.0f;
 
 static inline ints put(floats integers, int8_t* to) {
   const ints v = __builtin_convertvector(integers, ints);
-  store(to, __builtin_convertvector(v, narrow));
+  store(to, shorter(v));
   return v;
 }
 

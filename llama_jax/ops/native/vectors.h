@@ -44,7 +44,6 @@ static inline void store(void* to, V v) {
 }
 
 static inline floats wide(ints v) { return __builtin_convertvector(v, floats); }
-static inline floats wide(bytes_of_lanes v) { return __builtin_convertvector(v, floats); }
 
 template <typename T>
 static inline T sum_of_lanes(const T* all) {
@@ -69,6 +68,11 @@ static inline V load(const void* from, int64_t count) {
   std::memcpy(&v, &found, sizeof(V));
   return v;
 }
+
+// GCC makes conversions to and from bytes one by one.
+static inline ints longer(narrow v) { return (ints)_mm512_cvtepi8_epi32((__m128i)v); }
+static inline ints longer(bytes_of_lanes v) { return (ints)_mm512_cvtepu8_epi32((__m128i)v); }
+static inline narrow shorter(ints v) { return (narrow)_mm512_cvtepi32_epi8((__m512i)v); }
 
 static inline float sum(floats v) { return _mm512_reduce_add_ps((__m512)v); }
 static inline int32_t sum(ints v) { return _mm512_reduce_add_epi32((__m512i)v); }
@@ -126,6 +130,15 @@ static inline V load(const void* from, int64_t count) {
   std::memcpy(&found, from, std::min<int64_t>(count, sizeof(V)));
   return found;
 }
+
+#if defined(__AVX2__)
+static inline ints longer(narrow v) { return (ints)_mm256_cvtepi8_epi32(_mm_set_epi64x(0, (int64_t)v)); }
+static inline ints longer(bytes_of_lanes v) { return (ints)_mm256_cvtepu8_epi32(_mm_set_epi64x(0, (int64_t)v)); }
+#else
+static inline ints longer(narrow v) { return __builtin_convertvector(v, ints); }
+static inline ints longer(bytes_of_lanes v) { return __builtin_convertvector(v, ints); }
+#endif
+static inline narrow shorter(ints v) { return __builtin_convertvector(v, narrow); }
 
 static inline float sum(floats v) { return sum_of_lanes(reinterpret_cast<float*>(&v)); }
 static inline int32_t sum(ints v) { return sum_of_lanes(reinterpret_cast<int32_t*>(&v)); }

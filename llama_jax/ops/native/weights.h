@@ -106,15 +106,15 @@ struct QK {
   }
   template <bool whole>
   floats scales(int64_t g) const {
-    return wide((bytes_of_lanes)of_blocks<whole>(g, [](const uint32_t* of) {
+    return wide(longer((bytes_of_lanes)of_blocks<whole>(g, [](const uint32_t* of) {
       return pair(of[0] & 0x3f3f3f3f, (of[2] & 0x0f0f0f0f) | ((of[0] >> 2) & 0x30303030));
-    })) * by_block<whole>(d, g);
+    }))) * by_block<whole>(d, g);
   }
   template <bool whole>
   floats mins(int64_t g) const {
-    return wide((bytes_of_lanes)of_blocks<whole>(g, [](const uint32_t* of) {
+    return wide(longer((bytes_of_lanes)of_blocks<whole>(g, [](const uint32_t* of) {
       return pair(of[1] & 0x3f3f3f3f, ((of[2] >> 4) & 0x0f0f0f0f) | ((of[1] >> 2) & 0x30303030));
-    })) * by_block<whole>(dmin, g);
+    }))) * by_block<whole>(dmin, g);
   }
 
  private:
@@ -123,14 +123,17 @@ struct QK {
   // Of each block eight numbers of 6 bits, of which 12 bytes hold two kinds.
   template <bool whole, typename Of>
   eights of_blocks(int64_t g, Of of) const {
-    eights found{};
-    for (int64_t b = 0; b < LANES / 8; ++b)
-      if (whole || g + 8 * b < columns / 32) {
-        uint32_t three[3];
-        std::memcpy(three, packed + 12 * (g / 8 + b), 12);
-        found[b] = of(three);
-      }
-    return found;
+    const auto block = [&](int64_t b) -> uint64_t {
+      if (!whole && g + 8 * b >= columns / 32) return 0;
+      uint32_t three[3];
+      std::memcpy(three, packed + 12 * (g / 8 + b), 12);
+      return of(three);
+    };
+    if constexpr (LANES == 8) {
+      return eights{block(0)};
+    } else {
+      return eights{block(0), block(1)};
+    }
   }
 
   template <bool whole>
@@ -163,6 +166,6 @@ struct Q6_K {
   }
   template <bool whole>
   floats scales(int64_t g) const {
-    return wide(__builtin_convertvector(load<narrow>(of_group + g), ints)) * static_cast<float>(d[g / 16]);
+    return wide(longer(load<narrow>(of_group + g))) * static_cast<float>(d[g / 16]);
   }
 };
