@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,15 @@ FLAGS = (
     "--disable-sync",
     "--no-proxy-server",
 )
+# The browser reads from 3 and writes to 4. A process of its own puts them there: JAX forbids this one to fork.
+LAUNCH = """
+import os, sys
+os.dup2(int(sys.argv[1]), 103)
+os.dup2(int(sys.argv[2]), 104)
+os.dup2(103, 3)
+os.dup2(104, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9}
 # Looks again with every change of the page, and until a while has passed.
 UNTIL = """new Promise((done, failed) => {
@@ -45,15 +55,12 @@ class Browser:
         read_there, self._write = os.pipe()
         self._read, write_there = os.pipe()
 
-        def place() -> None:  # the browser reads from 3 and writes to 4
-            os.dup2(read_there, 103)
-            os.dup2(write_there, 104)
-            os.dup2(103, 3)
-            os.dup2(104, 4)
-
-        command = [found, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        options = [*FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            command, preexec_fn=place, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-S", "-c", LAUNCH, str(read_there), str(write_there), found, *options],
+            pass_fds=(read_there, write_there),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(read_there)
         os.close(write_there)

@@ -76,6 +76,10 @@ def test_a_chat_in_the_browser(browser):
         browser.until(f"{BODY} === '3: {SAID}'")
         browser.press("Escape")
         browser.until(IDLE)
+        for _ in range(10_000):  # until the server knows
+            if any(ticket.cancelled for ticket in engine.running):
+                break
+            browser.get("0")
         says.go.set()
         assert "stopped" in browser.get("document.querySelector('.answer:last-of-type .stats').textContent")
         browser.type("And?")
