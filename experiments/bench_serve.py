@@ -279,7 +279,7 @@ def measure(arguments: Arguments) -> dict[str, object]:
         commands = {
             "llama_jax": [
                 *(sys.executable, "-c", "from llama_jax.cli import main; main()", "serve", "--model", str(path)),
-                *("--port", str(servers["llama_jax"]), "--rows", str(arguments.rows)),
+                *("--port", str(servers["llama_jax"]), "--rows", str(arguments.rows), "--context", str(context)),
             ]
         }
         if arguments.llama_server is not None:
