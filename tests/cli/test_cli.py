@@ -288,7 +288,7 @@ def test_a_model_without_tokenizer_says_what_to_give(run, tmp_path):
     assert "give one with --tokenizer" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["generate"], ["generate", "x", "--modle", "y"], ["serve"], []])
+@pytest.mark.parametrize("arguments", [["generate"], ["generate", "x", "--modle", "y"], ["sevre"], []])
 def test_wrong_usage_exits_with_2_and_no_traceback(run, arguments):
     done = run(*arguments)
     assert done.returncode == 2
