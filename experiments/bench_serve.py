@@ -36,6 +36,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import tyro
 from measuring import cpu_name, settings, versions, write_report
@@ -144,6 +145,13 @@ class Client:
         return await asyncio.gather(*map(later, moments))
 
 
+class Started(NamedTuple):
+    """A server that answers: its process, and the seconds that it took to."""
+
+    process: int
+    seconds: float
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -151,8 +159,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: list[str], port: int, path: str) -> Iterator[float]:
-    """A server, once it answers: the seconds that it took to."""
+def running(command: list[str], port: int, path: str) -> Iterator[Started]:
+    """A server, once it answers."""
     begun = time.perf_counter()
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -162,7 +170,7 @@ def running(command: list[str], port: int, path: str) -> Iterator[float]:
                     log.seek(0)
                     raise SystemExit(f"{command[0]} does not answer:\n{log.read()[-2000:].decode(errors='replace')}")
                 time.sleep(0.1)
-            yield time.perf_counter() - begun
+            yield Started(process.pid, time.perf_counter() - begun)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -290,8 +298,8 @@ def measure(arguments: Arguments) -> dict[str, object]:
                 *("--threads", str(os.cpu_count()), "--no-webui"),
             ]
         report: dict[str, object] = {}
-        with running(commands["llama_jax"], servers["llama_jax"], "/ready") as seconds:
-            report["start-up seconds"] = {"llama_jax": round(seconds, 1)}
+        with running(commands["llama_jax"], servers["llama_jax"], "/ready") as started:
+            report["start-up seconds"] = {"llama_jax": round(started.seconds, 1)}
             if arguments.llama_server is None:
                 return report | loads(arguments, servers, vocab)
             with running(commands["llama-server"], servers["llama-server"], "/health"):
