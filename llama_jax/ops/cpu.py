@@ -8,6 +8,8 @@ the plain function gives and is tested against it. The reasons:
   slower than one with it (K = 2,048, N = 4,096, 1 to 256 rows).
 - Kernels for 16-bit and 8-bit matmuls exist from two rows on: for a single row the whole weight is converted, 15 ms
   instead of 0.7; so a row of zeros is added.
+- A matmul of one row of float32 with fewer than 1.6 million numbers runs on one core, where a batch of them is divided: a
+  decoding model of 110M reads its feed-forward at 20 GB/s instead of 28.
 - No kernel contracts the first axis of both operands, as a weight's gradient does: a transposed copy of the smaller one is
   two to three times faster than what XLA does.
 - A slice of a bfloat16 array, such as a scan makes of stacked residuals, first converts the whole stack to float32; a slice
@@ -60,6 +62,9 @@ def is_short(*arrays: Any) -> bool:
 # --- matmuls -------------------------------------------------------------------------------------------------------------
 
 
+PARTS, LEAST, MOST = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
+
+
 def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
     """`layers.multiply` of matrices; for 16-bit numbers by float32 results, with two rows at least.
 
@@ -70,11 +75,21 @@ def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, o
         found = multiply(plain, _flat(x), _flat(weight), out_dtype)
         return found.reshape(*x.shape[:-1], *weight.shape[:-1])
     if not is_short(x):
-        return plain(x, weight, out_dtype)
+        return _multiply_row(plain, x, weight, out_dtype) if x.shape[:-1] == (1,) else plain(x, weight, out_dtype)
     if math.prod(x.shape[:-1]) > 1 or lowering_platform() != "cpu":
         return _multiply_short(x, weight).astype(out_dtype)
     rows = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
     return _multiply_short(rows, weight)[:1].reshape(*x.shape[:-1], *weight.shape[:-1]).astype(out_dtype)
+
+
+def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
+    """[1, D] by [N, D], as a batch of matmuls with parts of the weight."""
+    divisible = weight.ndim == 2 and weight.shape[0] % PARTS == 0 and LEAST <= weight.size < MOST
+    if not divisible or is_divided() or lowering_platform() != "cpu":
+        return plain(x, weight, out_dtype)
+    parts = weight.reshape(PARTS, -1, weight.shape[1])
+    rows = jnp.broadcast_to(x, (PARTS, *x.shape))  # else there is no batch
+    return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
 def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:

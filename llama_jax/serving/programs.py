@@ -203,9 +203,8 @@ def pack(choice: Choice) -> jax.Array:
 def unpack(packed: jax.Array) -> Choice:
     """Undo `pack`, waiting for it: arrays of numpy."""
     array = np.asarray(packed)
-    token, logprob, valid = array[:, 0], np.ascontiguousarray(array[:, 1]).view(np.float32), array[:, 2].astype(bool)
-    ids, logprobs = np.split(array[:, 3:], 2, axis=1)
-    return Choice(token, logprob, valid, ids, np.ascontiguousarray(logprobs).view(np.float32))
+    floats, ends = array.view(np.float32), 3 + (array.shape[1] - 3) // 2
+    return Choice(array[:, 0], floats[:, 1], array[:, 2].astype(bool), array[:, 3:ends], floats[:, ends:])
 
 
 def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> State:

@@ -65,11 +65,20 @@ class TestLinear:
         assert ops.project(x, w).dtype == jnp.bfloat16
         assert ops.project(x, w, out_dtype=jnp.float32).dtype == jnp.float32
 
-    def test_leaves_no_copy_of_the_weight(self):
+    @pytest.mark.parametrize("out", [512, 2048])
+    def test_leaves_no_copy_of_the_weight(self, out):
         """A weight of several axes must not be transposed into a copy: that cost half of the decoding speed."""
-        weight = jax.ShapeDtypeStruct((512, 2, 256), jnp.float32)
+        weight = jax.ShapeDtypeStruct((out, 2, 256), jnp.float32)
         program = jax.jit(ops.project).lower(jax.ShapeDtypeStruct((1, 256), jnp.float32), weight).compile()
-        assert program.memory_analysis().temp_size_in_bytes < 512 * 2 * 256
+        assert program.memory_analysis().temp_size_in_bytes < out * 2 * 256
+
+    def test_one_row_by_parts_of_a_weight(self):
+        """As large a weight is divided for one row, see `ops.cpu`; the result and its gradients are those of a matmul."""
+        x, w = normal(0, 1, 256), normal(1, 2048, 2, 256)
+        plain = lambda x, w: jnp.einsum("td,fcd->tfc", x, w)
+        assert "f32[8,1,512] = dot_general" in str(jax.make_jaxpr(ops.project)(x, w))
+        np.testing.assert_allclose(ops.project(x, w), plain(x, w), rtol=1e-5, atol=1e-5)
+        assert_close(gradients(ops.project, x, w), gradients(plain, x, w), 1e-5)
 
     @pytest.mark.parametrize("rows", [1, 7])
     def test_gradients_of_16_bit_operands(self, rows):
