@@ -1,7 +1,7 @@
 """What a server must stand: mixed requests, clients that leave, more work than it can do, and bodies that are none.
 
-A server of the bundled model runs in a process of its own; the clients, in this one, share its cores. Each part reports what
-it met, and `failed` lists all that must not happen; the exit status is 1 where there is any.
+A server of a model in float32 runs in a process of its own; the clients, in this one, share its cores. Each part reports
+what it met, and `failed` lists all that must not happen; the exit status is 1 where there is any.
 
     pip install -e ".[serve]"
     python experiments/soak_serve.py
@@ -28,12 +28,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import tyro
 from bench_serve import free_port, percentile, running
 from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
 
+MOST = 256  # tokens of a request
 KINDS = 96  # different requests, whose answers are computed once
 
 
@@ -41,6 +43,8 @@ KINDS = 96  # different requests, whose answers are computed once
 class Arguments:
     """Try what a server stands."""
 
+    model: Path | None = None
+    """What is served; the bundled model by default."""
     requests: int = 2000
     """Of the mixed part."""
     cancelled: int = 1000
@@ -73,16 +77,16 @@ class Report:
     def fail(self, what: str) -> None:
         self.counts["failed"] += 1
         if len(self.failed) < 20:
-            self.failed.append(what[:500])
+            self.failed.append(what[:300])
 
 
-def kinds() -> list[Kind]:
+def kinds(model: Path | None) -> list[Kind]:
     """Requests of all lengths and settings, with prompts of which many begin alike; and what `generate` answers them."""
-    config, params, tokenizer = llama_jax.load()
+    config, params, tokenizer = llama_jax.load(model, dtype=jnp.float32)
     chosen = random.Random(0)
     begun = [tokenizer.encode(text) for text in ("Once upon a time", "One day, a boy", "The big dog", "Lily and Tom")]
     sampling = llama_jax.Sampling(temperature=1.0, seed=range(4))
-    stories = llama_jax.generate(config, params, begun, max_new_tokens=300, sampling=sampling)
+    stories = llama_jax.generate(config, params, begun, max_new_tokens=150, sampling=sampling)
     texts = [[*prompt, *story.tokens] for prompt, story in zip(begun, stories, strict=True)]
     prompts = [text[: chosen.randrange(1, len(text))] for text in chosen.choices(texts, k=KINDS)]
     limits = [chosen.randrange(1, 80) for _ in prompts]
@@ -161,7 +165,7 @@ class Clients:
     async def leave(self, chosen: random.Random, report: Report, after: float) -> None:
         """A request whose client goes."""
         prompt = chosen.choice(self.kinds).body["prompt"]
-        body = {"prompt": prompt, "max_tokens": 512 - len(prompt), "ignore_eos": True, "stream": chosen.random() < 0.5}
+        body = {"prompt": prompt, "max_tokens": MOST - len(prompt), "ignore_eos": True, "stream": chosen.random() < 0.5}
         _, writer = await self.send(body)
         await asyncio.sleep(after)
         writer.transport.abort() if chosen.random() < 0.5 else writer.close()
@@ -315,6 +319,13 @@ def shown(report: Report) -> dict[str, Any]:
     return {"counts": dict(report.counts), "failed": report.failed}
 
 
+def print_part(name: str, found: dict[str, Any]) -> None:
+    print(f"{name}: {json.dumps({key: value for key, value in found.items() if key not in ('failed', 'metrics')})}")
+    for line in found["failed"]:
+        print(f"  {line}")
+    sys.stdout.flush()
+
+
 def resident(process: int) -> int:
     """Bytes of memory that a process holds."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -324,20 +335,21 @@ async def run(clients: Clients, arguments: Arguments, memory: Callable[[], int])
     found: dict[str, Any] = {"MB when ready": round(memory() / 1e6)}
     for name, part in (("mixed", mixed), ("cancelled", cancelled), ("overload", overload)):
         found[name] = await part(clients, arguments) | {"MB": round(memory() / 1e6)}
-        print(f"{name}: {json.dumps(found[name])}", flush=True)
+        print_part(name, found[name])
     if arguments.soak_minutes:
         found["soak"] = await soak(clients, arguments, memory)
-        print(f"soak: {json.dumps(found['soak'])}", flush=True)
+        print_part("soak", found["soak"])
     return found
 
 
 def main(arguments: Arguments) -> None:
     report: dict[str, Any] = {"cpu": cpu_name(), "settings": settings(arguments)}
     report["versions"] = versions("jax", "jaxlib", "numpy", "uvicorn", "starlette")
-    asked = kinds()
+    asked = kinds(arguments.model)
     port = free_port()
     command = [sys.executable, "-c", "from llama_jax.cli import main; main()", "serve", "--port", str(port)]
-    with running([*command, "--rows", str(arguments.rows), "--name", "soaked"], port, "/ready") as server:
+    command += [] if arguments.model is None else ["--model", str(arguments.model)]
+    with running([*command, "--rows", str(arguments.rows), "--dtype", "float32"], port, "/ready") as server:
         found = asyncio.run(run(Clients(port, asked), arguments, lambda: resident(server.process)))
     write_report(arguments.output, report | {"start-up seconds": round(server.seconds, 1)} | found)
     if any(part["failed"] for part in found.values() if isinstance(part, dict)):

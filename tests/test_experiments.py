@@ -15,6 +15,7 @@ import pytest
 import quantisation
 import scaling
 import shakespeare
+import soak_serve
 import soft_cap
 import stories
 import three_ways
@@ -319,3 +320,16 @@ def test_quantisation(data, stories_folder, tmp_path, monkeypatch, capsys):
     assert "| int8 |" in base.output.with_suffix(".md").read_text()
     assert base.output.with_suffix(".png").stat().st_size > 10_000
     assert "q4_0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_server_stands_what_comes(tmp_path):
+    """`experiments/soak_serve.py`, small: every answer is what `generate` gives, whoever else leaves or sends nonsense."""
+    few = {"requests": 60, "cancelled": 20, "overload_seconds": 1.0, "soak_minutes": 0.05, "clients": 16, "rows": 4}
+    output = tmp_path / "report.json"
+    soak_serve.main(soak_serve.Arguments(**few, output=output))
+    report = json.loads(output.read_text())
+    assert report["mixed"]["counts"]["status 200"] == 60
+    assert report["cancelled"]["counts"]["left"] >= 20
+    assert report["soak"]["metrics"]["compilations_after_ready_total"] == 0
+    assert not any(part["failed"] for part in report.values() if isinstance(part, dict) and "failed" in part)
