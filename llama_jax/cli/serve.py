@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.options import LoadOptions
-from llama_jax.errors import GenerationError, UserError
+from llama_jax.errors import GenerationError, MeshError, UserError
 from llama_jax.tokenizers import Format, reply_ends, resolve_format
 
 if TYPE_CHECKING:
     from socket import socket
 
+    from llama_jax.config import LlamaConfig
+    from llama_jax.model.params import Llama
+    from llama_jax.parallel.processes import Processes
+    from llama_jax.serving.engine import Engine
     from llama_jax.serving.http.bodies import Limits
+    from llama_jax.serving.http.mounted import Mounted
     from llama_jax.serving.http.server import ServerOptions
     from llama_jax.serving.http.service import Served
     from llama_jax.serving.options import EngineOptions
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
 
 KEY = "LLAMA_JAX_API_KEY"
 NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client")
+OF_A_PROCESS = ("host", "port", "most_connections", "distributed", "coordinator", "processes", "process_id")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,9 @@ class Serve(LoadOptions):
 
     It takes requests once all programs are compiled, which it says. SIGTERM and Ctrl-C let running requests end; a second
     one ends at once. docs/serving describes the fields, the limits and what is safe by default.
+
+    A model that one host cannot hold is served by several processes: each runs the same command, with --distributed or a
+    --process-id of its own, and the first one listens.
     """
 
     host: str = "127.0.0.1"
@@ -82,59 +92,142 @@ class Serve(LoadOptions):
     """Seconds that running requests get to end after SIGTERM or Ctrl-C."""
     wedged: float = 120.0
     """/health fails when the engine has work and ended no turn for so many seconds."""
+    open_metrics: bool = False
+    """/metrics answers without the key, for Prometheus and routers, which have none."""
+    distributed: bool = False
+    """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
+    coordinator: str | None = None
+    """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
+    processes: int | None = None
+    """Without --distributed: how many processes there are."""
+    process_id: int | None = None
+    """Without --distributed: the number of this one, from 0."""
+    start_timeout: float = 300.0
+    """Seconds until all processes must be there; then those that are say which are missing."""
 
     def run(self) -> None:
         started = time.perf_counter()
         _check_extra()
         self._check()
         from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.parallel import processes
         from llama_jax.serving.http.server import listen
 
         use_compilation_cache()
         self._engine_options()  # an impossible one is said first
-        with listen(self.host, self.port) as listening:  # before minutes go into loading
-            self._serve(listening, started)
+        with processes.start(
+            self.coordinator,
+            self.processes,
+            self.process_id,
+            detect=self.distributed,
+            timeout=self.start_timeout,
+            resumes=False,
+        ) as joined:
+            if joined.index > 0:
+                self._follow(joined)
+                return
+            with listen(self.host, self.port) as listening:  # before minutes go into loading
+                self._serve(listening, started, joined)
 
-    def _serve(self, listening: socket, started: float) -> None:
-        from llama_jax.cli.runtime import start_backend
+    def application(self) -> Mounted:
+        """The server as an ASGI application with a warm engine, for a program that has sockets of its own.
+
+        Raises:
+          GenerationError: an option of a process that serves, which this is not; or one that cannot be.
+          UserError: no such model.
+        """
+        for name in OF_A_PROCESS:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise GenerationError(f"{name}={getattr(self, name)!r} is for `llama-jax serve` alone; leave it out here")
+        _check_extra()
+        self._check()
+        from llama_jax.cli.runtime import use_compilation_cache
+        from llama_jax.parallel.processes import Processes
+        from llama_jax.serving.http.mounted import Mounted
+
+        use_compilation_cache()
+        engine, served, notes, times = self._prepare(Processes())
+        _note(*notes, f"ready {times}")
+        limits = self._limits(engine.model.config.vocab_size, engine.context)
+        return Mounted(engine, served, limits, self._server_options(most_connections=0))
+
+    def _serve(self, listening: socket, started: float, joined: Processes) -> None:
         from llama_jax.serving.http.server import address_of, serve
 
-        options, server = self._engine_options(), self._server_options()
-        start_backend()
-        config, params, tokenizer = self.load()
-        served = self._served(tokenizer)
-        loaded = time.perf_counter()
+        server = self._server_options(self.most_connections)
+        engine, served, notes, times = self._prepare(joined)
 
+        def ready() -> None:
+            key = "with a key" if server.access.api_key else "without a key"
+            seconds = time.perf_counter() - started
+            _note(*notes, f"listening on {address_of(listening)} {key} · ready after {seconds:.1f} s {times}")
+
+        limits = self._limits(engine.model.config.vocab_size, engine.context)
+        serve(engine, served, limits, server, listening, ready)
+        joined.tell(b"")
+        _note("ended")
+
+    def _follow(self, joined: Processes) -> None:
+        """Make the calls of process 0, until that ends."""
+        from llama_jax.serving.group import follow
+        from llama_jax.serving.model import ServedModel
+
+        for number in (signal.SIGTERM, signal.SIGINT):  # which a whole group gets: process 0 drains, and ends the others
+            signal.signal(number, signal.SIG_IGN)
+        config, params, _ = self._load(joined)
+        options = self._engine_options()
+        _note(f"process {joined.index} of {joined.count} follows process 0")
+        follow(ServedModel.of(config, params, options.cache, options.compute), joined.hear)
+
+    def _load(self, joined: Processes) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model; with several processes this one's part of it, which is to be the same model in all."""
+        import jax
+
+        from llama_jax.cli.runtime import start_backend
+
+        start_backend()
+        if joined.count > 1:
+            sizes, devices = self.mesh_sizes(), jax.device_count()
+            if sizes is None or sizes.devices != devices:
+                raise MeshError(
+                    f"{joined.count} processes have {devices} devices together; give --mesh tensor={devices}, so that each"
+                    " holds its part of the model"
+                )
+            asked = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope")}
+            joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
+        config, params, tokenizer = self.load()
+        joined.agree("the model", {"the model": repr(config)})
+        return config, params, tokenizer
+
+    def _prepare(self, joined: Processes) -> tuple[Engine, Served, list[str], str]:
+        """The engine, warm; the model as clients see it; what is to be said of both, and of the seconds that they took."""
         import jax
 
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
         from llama_jax.ops.attention import observed
         from llama_jax.serving.engine import Engine
+        from llama_jax.serving.group import leading
+        from llama_jax.serving.model import ServedModel
 
+        begun, options = time.perf_counter(), self._engine_options()
+        config, params, tokenizer = self._load(joined)
+        served = self._served(tokenizer)
+        loaded = time.perf_counter()
         with observed() as attention:
-            engine = Engine(config, params, options)
+            model = ServedModel.of(config, params, options.cache, options.compute)
+            engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
             with _bar() as progress:
                 compiled = engine.warm(progress)
-
-        def ready() -> None:
-            mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
-            weights = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
-            key = "with a key" if server.access.api_key else "without a key"
-            _note(
-                f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
-                f" · attention {' and '.join(attention)} · weights {weights}"
-            )
-            _note(
-                f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
-                f" · context {engine.context} tokens · {self.rows} + {self.long_rows} rows"
-            )
-            _note(
-                f"listening on {address_of(listening)} {key} · ready after {time.perf_counter() - started:.1f} s"
-                f" (load {loaded - started:.1f}, compile {compiled:.1f})"
-            )
-
-        serve(engine, served, self._limits(config.vocab_size, engine.context), server, listening, ready)
-        _note("ended")
+        mesh = f" · mesh {self.mesh_sizes()}" if self.mesh else ""
+        mesh += f" over {joined.count} processes" if joined.count > 1 else ""
+        weights = f"{kinds_in_memory(params)}, {bytes_in_memory(params) / 1e6:,.1f} MB"
+        notes = [
+            f"{jax.default_backend()} ({jax.devices()[0].device_kind}){mesh} · {params.embedding.dtype}"
+            f" · attention {' and '.join(attention)} · weights {weights}",
+            f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
+            f" · context {engine.context} tokens · {self.rows} + {self.long_rows} rows",
+        ]
+        return engine, served, notes, f"(load {loaded - begun:.1f}, compile {compiled:.1f})"
 
     def _check(self) -> None:
         for name in ("timeout", "drain", "wedged", "body_mb"):
@@ -171,7 +264,7 @@ class Serve(LoadOptions):
             compute=Compute(attention=self.attention),
         )
 
-    def _server_options(self) -> ServerOptions:
+    def _server_options(self, most_connections: int) -> ServerOptions:
         from llama_jax.serving.http.guard import Access
         from llama_jax.serving.http.server import ServerOptions
 
@@ -179,7 +272,8 @@ class Serve(LoadOptions):
             api_key=self._key(),
             hosts=(self.host, *self.allow_host),
             origins=self.allow_origin,
-            most_connections=self.most_connections,
+            most_connections=most_connections,
+            open_metrics=self.open_metrics,
         )
         return ServerOptions(access=access, drain_seconds=self.drain, seconds=self.timeout, wedged_after=self.wedged)
 
@@ -230,5 +324,6 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield progress
 
 
-def _note(text: str) -> None:
-    print(f"llama-jax: {text}", file=sys.stderr, flush=True)
+def _note(*texts: str) -> None:
+    for text in texts:
+        print(f"llama-jax: {text}", file=sys.stderr, flush=True)

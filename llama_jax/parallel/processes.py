@@ -10,6 +10,7 @@ trusts the network that it is on.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import platform
@@ -40,12 +41,21 @@ END = "end of the run"
 class Processes:
     """A job's processes, as one of them sees the others. Without arguments: a job of one, which waits for nobody."""
 
-    def __init__(self, index: int = 0, members: tuple[Member, ...] = (), links: Mapping[int, socket.socket] = {}) -> None:
+    def __init__(
+        self,
+        index: int = 0,
+        members: tuple[Member, ...] = (),
+        links: Mapping[int, socket.socket] = {},
+        resumes: bool = True,
+    ) -> None:
         """`links` are open connections: process 0 has one to each of the others, they have one to it."""
         self.index = index
+        self._remedy = "start them again" + " with --resume to go on from the last checkpoint" * resumes
         self._members = members
         self._links = dict(links)
         self._lock = threading.Lock()
+        self._sending = {index: threading.Lock() for index in links}
+        self._told: queue.Queue[bytes] = queue.Queue()
         self._waiting: dict[str, dict[int, Mapping[str, Any]]] = {}
         self._answers: queue.Queue[Packet] = queue.Queue()
         self._ended = not links
@@ -84,6 +94,14 @@ class Processes:
         if answer["error"]:
             raise MeshError(answer["error"])
 
+    def tell(self, content: bytes) -> None:
+        """In process 0: give something to all the others, from any thread."""
+        self._tell_all({"told": base64.b64encode(content).decode()})
+
+    def hear(self) -> bytes:
+        """In the others: what process 0 has told next; waits for it."""
+        return self._told.get()
+
     def fail(self, reason: str, code: int) -> None:
         """Tell the others that this process ends, and why; they end as well, with the same exit code."""
         reason = f"process {self.index} of {self.count} failed: {' '.join(reason.split())[:2000]}; all processes end"
@@ -97,8 +115,10 @@ class Processes:
             self._send(index, message)
 
     def _send(self, index: int, message: Packet) -> None:
-        with suppress(OSError):  # of a broken connection the thread hears as well, and ends the process
-            self._links[index].sendall(json.dumps(message).encode() + b"\n")
+        line = json.dumps(message).encode() + b"\n"
+        # Of a broken connection the thread hears as well, and ends the process.
+        with suppress(OSError), self._sending[index]:
+            self._links[index].sendall(line)
 
     def _watch(self) -> None:
         """In the thread: what the others say, and whether they are there."""
@@ -125,6 +145,8 @@ class Processes:
             self._end_with(message["failed"], message["code"])
         elif "at" in message:
             self._arrived(index, message)
+        elif "told" in message:
+            self._told.put(base64.b64decode(message["told"]))
         else:
             self._ended |= message["go"] == END
             self._answers.put(message)
@@ -147,7 +169,7 @@ class Processes:
     def _lost(self, index: int) -> None:
         self._end_with(
             f"{self._members[index]} of {self.count} is gone: it was killed, ran out of memory, or its host failed; all"
-            " processes end; start them again with --resume to go on from the last checkpoint",
+            f" processes end; {self._remedy}",
             OTHER_DIED,
         )
 
@@ -182,6 +204,7 @@ def start(
     *,
     detect: bool = False,
     timeout: float = START_TIMEOUT,
+    resumes: bool = True,
 ) -> Iterator[Processes]:
     """Join the job, before any other call of JAX, and leave it at the end of the block together with all others.
 
@@ -195,6 +218,7 @@ def start(
       process_id: this one's number, from 0.
       detect: find what is not given from Slurm, Open MPI, Kubernetes or a TPU pod, as `jax.distributed.initialize` does.
       timeout: seconds until all must be there.
+      resumes: whether a job that ended can go on from where it was, which the others then say where one dies.
 
     Raises:
       MeshError: values that are missing or cannot be, a cluster that cannot be found, an address that cannot be bound or
@@ -204,7 +228,7 @@ def start(
     if rank is None or rank.processes == 1:
         yield Processes()
         return
-    joined = _join(rank, time.monotonic() + timeout)
+    joined = _join(rank, time.monotonic() + timeout, resumes)
     try:
         yield joined
         joined.close()
@@ -284,13 +308,13 @@ def _detect(
     return found[0], found[1], found[2], None if found[3] is None else list(found[3])
 
 
-def _join(rank: Rank, deadline: float) -> Processes:
+def _join(rank: Rank, deadline: float, resumes: bool) -> Processes:
     """Answer the roll call, then start JAX's own service and connections, whose messages name nobody."""
     me = Member(rank.process_id, platform.node(), os.getpid())
     members, links = call_roll(rank, me, deadline) if rank.process_id == 0 else answer_roll(rank, me, deadline)
     for link in links.values():
         keep_alive(link)
-    joined = Processes(rank.process_id, members, links)
+    joined = Processes(rank.process_id, members, links, resumes)
     # It would take SIGTERM for itself; `StopVote` agrees on a step also after Ctrl-C.
     with suppress(AttributeError):  # a later JAX may have none
         jax.config.update("jax_enable_preemption_service", False)

@@ -39,16 +39,23 @@ class Engine:
 
     Args:
       config, params: the model, a tuple of blocks as `load` gives it; on a mesh that divides no rows.
+      model: the same as it is run, where that is not `ServedModel.of` them: as `group.leading` gives it.
 
     Raises:
       GenerationError: a context beyond the model's.
       MeshError: parameters that lie on a mesh that divides rows.
     """
 
-    def __init__(self, config: LlamaConfig, params: Llama, options: EngineOptions = EngineOptions()) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Llama,
+        options: EngineOptions = EngineOptions(),
+        model: ServedModel | None = None,
+    ) -> None:
         self.options = options
         self.context = options.context_of(config)
-        self.model = ServedModel.of(config, params, options.cache, options.compute)
+        self.model = model or ServedModel.of(config, params, options.cache, options.compute)
         self.pools = [Pool(self.model, pool) for pool in options.pools(config)]
         self.prefixes = PrefixCache(options.prefix_bytes)
         self.after_turn: Callable[[], None] | None = None

@@ -49,6 +49,14 @@ class Grammars:
         """A constraint to texts that a regular expression matches as a whole; raises as `json_schema` does."""
         return self._constraint(_library().LLMatcher.grammar_from_regex(pattern), "regular expression")
 
+    def lark(self, grammar: str, what: str) -> GrammarConstraint:
+        """A constraint to the texts of a grammar in llguidance's Lark, in which `%json` is a schema.
+
+        Args:
+          what: the grammar is of, for the error; raises as `json_schema` does.
+        """
+        return self._constraint(_library().LLMatcher.grammar_from_lark(grammar), what)
+
     def _constraint(self, grammar: str, what: str) -> GrammarConstraint:
         if not self._ends:
             raise UserError("the vocabulary has no token that ends a text, which a grammar needs")

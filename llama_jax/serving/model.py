@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.batching import empty_state
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Reading, Request, State
@@ -67,7 +66,7 @@ class ServedModel:
         reading = self.programs.empty_reading(self.config, self.params, rows, capacity, self.cache, self.layout)
         stop = np.full((rows, STOPS), -1, np.int32)
         request = Request(Sampling().per_row(rows), np.ones(rows, np.int32), stop)
-        return jax.tree.map(jax.numpy.asarray, empty_state(self.config, self.params, reading, request, self.layout))
+        return self.programs.empty_state(self.config, self.params, reading, request, self.layout)
 
     def empty_reading(self, capacity: int) -> Reading:
         reading = self.programs.empty_reading(self.config, self.params, 1, capacity, self.cache, self.layout)

@@ -275,6 +275,7 @@ class Programs(NamedTuple):
     read: Callable[..., Any]
     score: Callable[..., Any]
     empty_reading: Callable[..., Any]
+    empty_state: Callable[..., Any]
     enlarge: Callable[..., Any]
     arrange: Callable[..., Any]
     take_row: Callable[..., Any]
@@ -293,6 +294,7 @@ def programs_for(platform: str) -> Programs:
         read=jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2),
         score=jax.jit(score, static_argnums=(0, 8, 9), donate_argnums=2),
         empty_reading=jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5)),
+        empty_state=jax.jit(empty_state, static_argnums=(0, 4)),
         enlarge=jax.jit(enlarge, static_argnums=(1, 2)),
         arrange=jax.jit(arrange, static_argnums=(2, 3)),
         take_row=jax.jit(take_row, static_argnums=2),

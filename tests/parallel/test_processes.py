@@ -287,6 +287,25 @@ def test_waiting_for_all(three, others):
     assert not ends, "an orderly end is no failure"
 
 
+def test_what_the_first_tells_the_others_hear_in_its_order(three, others):
+    joined, *_ = three
+    run, wait = others
+    told = [b"", bytes(range(256)) * 2000, b"and so on"]
+
+    def hear(process):
+        heard = [process.hear() for _ in told]
+        process.wait("the end")
+        return heard
+
+    for process in joined[1:]:
+        run(hear, process)
+    for content in told:
+        joined[0].tell(content)
+    joined[0].wait("the end")
+    assert wait() == [told, told]
+    Processes().tell(b"nobody is there")
+
+
 def test_values_that_differ_are_told_to_all(three, others):
     joined, *_ = three
     run, wait = others

@@ -41,6 +41,17 @@ def saying(text: str | bytes) -> Callable[[GenerationRequest], Iterable[int]]:
     return lambda request: [*ids(text), BYTES.eos_id]
 
 
+def following(request: GenerationRequest) -> Iterator[int]:
+    """What the request's grammar allows and ends soonest."""
+    constraint, soonest = request.constraint, [BYTES.eos_id, *ids('}"]'), *range(BYTES.vocab_size)]
+    assert constraint is not None
+    while True:
+        mask = constraint.allowed()
+        token = next(i for i in soonest if mask[i // 32] >> (i % 32) & 1)
+        yield token
+        constraint.accept(token)
+
+
 def logprob(step: int) -> float:
     return -0.5 - step / 64
 
@@ -327,7 +338,8 @@ def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259
             lambda *arguments: app(*arguments), port=0, interface="asgi3", ws="none", lifespan="off", log_level="warning"
         )
         server = uvicorn.Server(config)
-        app = make_app(connect(engine, shown, limits), Access())
+        service = connect(engine, shown, limits)
+        app = make_app(service, Access())
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0)
@@ -335,6 +347,7 @@ def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259
         stop.append(lambda: setattr(server, "should_exit", True))
         started.set()
         await serving
+        service.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     with on_a_thread(engine):

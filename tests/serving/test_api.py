@@ -364,7 +364,8 @@ CHATS_REFUSED = [
     ({"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}, "tools[0].function"),
     ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL]}, "tools"),  # nor these
     ({"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages[0].name"),
-    ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "tool_choice": "required"}, "tools"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
 ]
@@ -373,6 +374,49 @@ CHATS_REFUSED = [
 def test_chats_that_cannot_be():
     answers = ask(FakeEngine(), *(lambda c, body=body: c.post("/v1/chat/completions", body) for body, _ in CHATS_REFUSED))
     assert [error_of(answer, 400)["param"] for answer in answers] == [param for _, param in CHATS_REFUSED]
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+STRICT = {"type": "function", "function": {"name": "weather", "strict": True}}
+
+
+def no_object(schema):
+    return {"type": "function", "function": {"name": "weather", "parameters": schema}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": [TOOL], "tool_choice": NAMED | {"function": {"name": "stocks"}}},
+            "tool_choice",
+            "is none of the tools",
+        ),
+        ({"tools": [TOOL], "tool_choice": NAMED | {"type": "x"}}, "tool_choice.type", 'give "function"'),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function", "missing"),
+        ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "cannot go with tool_choice"),
+        ({"tools": [TOOL], "tool_choice": NAMED, "min_tokens": 2}, "min_tokens", "cannot go with tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "needs tool_choice to be required"),
+        ({"tools": [TOOL, STRICT]}, "tools[1].function.strict", "needs tool_choice to be required"),
+        ({"tools": [no_object({"type": "string"})], "tool_choice": NAMED}, "tools[0].function.parameters", "type='string'"),
+        (
+            {"tools": [no_object({"properties": {"a": {"type": "b"}}})], "tool_choice": NAMED},
+            "tools",
+            "grammar of the tools cannot be used",
+        ),
+    ],
+)
+def test_calls_that_cannot_be_asked_for(body, param, said):
+    pytest.importorskip("llguidance")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    engine = FakeEngine()
+    answer = ask(engine, lambda c: c.chat("Well?", **body), shown=served(tokenizer, "template"))
+    error = error_of(answer, 400)
+    assert error["param"] == param
+    assert said in error["message"]
+    assert engine.admitted == []
 
 
 def test_a_model_without_a_chat_format():

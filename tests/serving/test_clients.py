@@ -3,7 +3,10 @@
 import json
 
 import pytest
-from fakes import BYTES, FakeEngine, ids, listening, saying, served
+from fakes import FakeEngine, following, listening, saying, served
+
+from llama_jax.serving.http.bodies import Limits
+from llama_jax.tokenizers.making import byte_tokenizer
 
 SAID = "Grüße, 🦙! And so on."
 
@@ -72,16 +75,7 @@ def test_a_schema_through_the_openai_client(client_of):
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
-    def follows(request):
-        """What is allowed and ends soonest."""
-        constraint, soonest = request.constraint, [BYTES.eos_id, *ids('}"'), *range(BYTES.vocab_size)]
-        while True:
-            mask = constraint.allowed()
-            token = next(i for i in soonest if mask[i // 32] >> (i % 32) & 1)
-            yield token
-            constraint.accept(token)
-
-    with listening(FakeEngine(says=follows), served()) as address, client_of(address) as client:
+    with listening(FakeEngine(says=following), served()) as address, client_of(address) as client:
         messages = [{"role": "user", "content": "Well?"}]
         reply = client.chat.completions.create(model="fake", messages=messages, response_format=form)
         assert json.loads(reply.choices[0].message.content) in ({"ok": True}, {"ok": False})
@@ -93,6 +87,55 @@ def test_a_schema_through_the_openai_client(client_of):
         pattern = {"type": "regex", "regex": "[0-9]{3}"}
         number = client.completions.create(model="fake", prompt="a", extra_body={"response_format": pattern})
         assert number.choices[0].text == "000"
+
+
+def function(name, **properties):
+    schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "strict": True, "parameters": schema}}
+
+
+@pytest.mark.parametrize("style", ["<tool_call>", '"parameters": '])
+def test_calls_that_must_be_through_the_openai_client(client_of, style):
+    pytest.importorskip("llguidance")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson }}{# " + style + " #}"
+    tools = [function("weather", city={"enum": ["Köln", "Rom"]}, days={"type": "integer"}), function("time")]
+    ask = {"model": "fake", "messages": [{"role": "user", "content": "Well?"}], "tools": tools}
+    engine = FakeEngine(says=following, context=2000)
+    limits = Limits(vocab_size=259, context=2000)
+    with listening(engine, served(tokenizer, "template"), limits) as address, client_of(address) as client:
+        create = client.chat.completions.create
+        for choice, names in (
+            ("required", {"weather", "time"}),
+            ({"type": "function", "function": {"name": "time"}}, {"time"}),
+            ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+        ):
+            whole = create(**ask, tool_choice=choice, parallel_tool_calls=False, n=2)
+            for each in whole.choices:
+                assert each.finish_reason == "tool_calls"
+                assert not each.message.content
+                (call,) = each.message.tool_calls
+                assert call.function.name in names
+                arguments = json.loads(call.function.arguments)
+                assert set(arguments) == ({"city", "days"} if call.function.name == "weather" else set())
+                assert arguments.get("city", "Rom") in ("Köln", "Rom")
+            # Two choices of a stream, each with its own deltas.
+            streamed, reasons = [None, None], [None, None]
+            for chunk in create(**ask, tool_choice=choice, parallel_tool_calls=False, n=2, stream=True):
+                for part in chunk.choices:
+                    for delta in part.delta.tool_calls or []:
+                        assert streamed[part.index] is None
+                        streamed[part.index] = delta.function
+                    reasons[part.index] = part.finish_reason or reasons[part.index]
+            assert [(found.name, found.arguments) for found in streamed] == [
+                (each.message.tool_calls[0].function.name, each.message.tool_calls[0].function.arguments)
+                for each in whole.choices
+            ]
+            assert reasons == ["tool_calls"] * 2
+        # Cut off, it is no call.
+        cut = create(**ask, tool_choice="required", max_tokens=9).choices[0]
+        assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+        assert cut.message.content.startswith(("<tool_cal", '{"name": ', '[{"name":'))
 
 
 @pytest.mark.slow

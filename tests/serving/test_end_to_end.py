@@ -31,7 +31,9 @@ def model():
 @pytest.fixture(scope="module")
 def warm(model):
     config, params, _ = model
-    Engine(config, params, OPTIONS).warm()
+    engine = Engine(config, params, OPTIONS)
+    engine.warm()
+    engine.close()
 
 
 def talk(model, conversation):

@@ -10,6 +10,7 @@ from fakes import BYTES, ids
 
 from llama_jax.errors import UserError
 from llama_jax.serving.grammar import Grammars
+from llama_jax.serving.http.tools import ToolText, grammar_of_calls
 from llama_jax.tokenizers import load_tokenizer
 
 SCHEMA = {
@@ -34,10 +35,10 @@ def allowed(constraint):
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
-def walk(constraint, seed):
+def walk(constraint, seed, most=200):
     """What choosing at random among the allowed tokens gives."""
     random, text = np.random.default_rng(seed), b""
-    for _ in range(200):
+    for _ in range(most):
         choices = allowed(constraint)
         assert choices
         assert max(choices) < BYTES.vocab_size
@@ -83,6 +84,40 @@ def test_a_regular_expression_matches_the_whole(grammars):
     for token in ids("no!"):
         constraint.accept(token)
     assert allowed(constraint) == {END}
+
+
+HERMES = '<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>'
+LLAMA = """{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}"""
+ANIMAL = {"properties": {"of": {"$ref": "#/$defs/animal"}}, "required": ["of"], "$defs": {"animal": {"enum": ["llama"]}}}
+FUNCTIONS = {'Größe "\\': ANIMAL | {"additionalProperties": False}, "add": SCHEMA, "stop": {"additionalProperties": False}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FUNCTIONS.items()]
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, ""], ids=["tags", "parameters", "plain"])
+@pytest.mark.parametrize("names", [("add",), ('Größe "\\', "stop")])
+def test_calls_are_what_is_understood_as_calls(grammars, template, names):
+    """Whatever a grammar of calls allows is read as calls of those functions, with arguments that follow their schemas."""
+    for several in (False, True):
+        first = grammars.lark(grammar_of_calls(TOOLS, names, template, several=several), "calls")
+        most, called = 0, set()
+        for seed in range(24):
+            text = walk(first.copy(), seed, most=2000)
+            assert text.startswith("<tool_call>\n") == (template == HERMES)
+            assert ('"parameters": ' in text) == (template == LLAMA)
+            reading = ToolText([*FUNCTIONS])
+            assert reading.push(text) == ""
+            left, calls = reading.finish()
+            assert left == ""
+            most = max(most, len(calls))
+            for call in calls:
+                called.add(call.name)
+                arguments = json.loads(call.arguments)
+                if call.name == "add":
+                    assert 0 <= arguments["age"] <= 99
+                else:
+                    assert arguments == ({} if call.name == "stop" else {"of": "llama"})
+        assert called == set(names)
+        assert (most > 1) == several
 
 
 def test_what_does_not_follow_ends_the_text_with_a_reason(grammars):

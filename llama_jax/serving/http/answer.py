@@ -125,7 +125,8 @@ class Answer:
             if update.finish is None:
                 work.exchange.tickets[index].cancel()
             if work.constraints and work.constraints[index].error is not None:
-                raise refused(f"the grammar cannot be followed further: {work.constraints[index].error}", "response_format")
+                asked_by = "tool_choice" if work.asked.format is None else "response_format"
+                raise refused(f"the grammar cannot be followed further: {work.constraints[index].error}", asked_by)
         return delta
 
     def _usage(self) -> dict[str, Any]:

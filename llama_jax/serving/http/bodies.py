@@ -12,7 +12,7 @@ from llama_jax.serving.http import fields as f
 from llama_jax.serving.http.errors import refused
 from llama_jax.serving.http.fields import Field, Fields
 from llama_jax.serving.http.messages import messages_field
-from llama_jax.serving.http.tools import as_given, tools_field
+from llama_jax.serving.http.tools import as_given, check_free, must_call, tool_choice_field, tools_field
 from llama_jax.serving.requests import MOST_ALTERNATIVES
 from llama_jax.tokenizers import Message
 
@@ -80,10 +80,18 @@ class CompletionAsked(Asked):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAsked(Asked):
-    """`tools` are functions that the model may call, as templates are given them."""
+    """What a chat asks for.
+
+    Attributes:
+      tools: functions that the model may call, as templates are given them.
+      must_call: names of those of which it must call some; none where it may choose.
+      several: whether it may call more than one, where it must.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...]
+    must_call: tuple[str, ...]
+    several: bool
 
 
 def _common(limits: Limits, *, fewest: int) -> dict[str, Field]:
@@ -187,8 +195,8 @@ def chat_fields(limits: Limits) -> dict[str, Field]:
         "logprobs": f.boolean(),
         "top_logprobs": f.integer(0, MOST_ALTERNATIVES),
         "tools": tools_field(),
-        "tool_choice": f.one_of(["none", "auto"], about="With none the model is told of no tools."),
-        "parallel_tool_calls": f.neutral(True),
+        "tool_choice": tool_choice_field(),
+        "parallel_tool_calls": f.boolean(True, "false, for one call, needs tool_choice to be required, or a function."),
         "functions": f.neutral([]),
         "function_call": f.neutral("none", "auto"),
         "modalities": f.neutral(["text"]),
@@ -222,23 +230,38 @@ def read_chat(fields: Fields, body: Any) -> ChatAsked:
     if given["top_logprobs"] is not None and not given["logprobs"]:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
     alternatives = (given["top_logprobs"] or 0) if given["logprobs"] else None
-    tools = () if given["tool_choice"] == "none" else tuple(as_given(given["tools"]))
+    called = must_call(given["tools"], given["tool_choice"])
+    tools = () if given["tool_choice"] == "none" else given["tools"]
     if tools and given["response_format"] is not None:
         raise refused("response_format cannot go with tools; leave one of them out", "response_format")
-    return ChatAsked(**_asked(given, most, alternatives), messages=given["messages"], tools=tools)
+    if not called:
+        check_free(tools, given["parallel_tool_calls"])
+    return ChatAsked(
+        **_asked(given, most, alternatives, "tool_choice" if called else "response_format"),
+        messages=given["messages"],
+        tools=tuple(as_given(tools)),
+        must_call=called,
+        several=given["parallel_tool_calls"] and given["tool_choice"] == "required",
+    )
 
 
-def _asked(given: dict[str, Any], max_tokens: int | None, alternatives: int | None) -> dict[str, Any]:
-    """The fields of `Asked`."""
+def _asked(
+    given: dict[str, Any], max_tokens: int | None, alternatives: int | None, grammar: str = "response_format"
+) -> dict[str, Any]:
+    """The fields of `Asked`.
+
+    Args:
+      grammar: the field that may say what the text must be.
+    """
     options = given["stream_options"]
     if options is not None and not given["stream"]:
         raise refused("stream_options is for streams; give stream=true, or leave it out", "stream_options")
     if max_tokens is not None and given["min_tokens"] > max_tokens:
         raise refused(f"min_tokens={given['min_tokens']} is more than max_tokens={max_tokens}; lower it", "min_tokens")
-    if given["response_format"] is not None:
+    if given["response_format"] is not None or grammar == "tool_choice":
         for name in ("ignore_eos", "min_tokens"):
             if given[name]:
-                raise refused(f"{name} cannot go with response_format, which says where the text ends; leave it out", name)
+                raise refused(f"{name} cannot go with {grammar}, which says where the text ends; leave it out", name)
     seed = int.from_bytes(os.urandom(4), "little") if given["seed"] is None else given["seed"] % 2**32
     options = options or {"include_usage": False, "continuous_usage_stats": False}
     return {

@@ -30,12 +30,14 @@ class Access:
       hosts: names that the server is reached by, beside localhost and addresses; "*" for any.
       origins: pages of other origins that may ask, as https://example.org; "*" for any.
       most_connections: at the same time; 0 for as many as come.
+      open_metrics: `/metrics` needs no key.
     """
 
     api_key: str | None = None
     hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
     most_connections: int = 0
+    open_metrics: bool = False
 
 
 class Guard:
@@ -58,6 +60,7 @@ class Guard:
         self._access = access
         self._key = None if access.api_key is None else access.api_key.encode()
         self._paths = frozenset(paths)
+        self._without_key = (*OPEN, "/metrics") if access.open_metrics else OPEN
         self._answered = answered
         self._connections = connections
 
@@ -100,7 +103,7 @@ class Guard:
                 "Access-Control-Allow-Headers": "Authorization, Content-Type",
             }
             return Response(status_code=204, headers=allowed)
-        if self._key is not None and scope["path"] not in OPEN:
+        if self._key is not None and scope["path"] not in self._without_key:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             # In constant time, so that how far a guess is right cannot be measured.
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):

@@ -106,7 +106,7 @@ async def _serve(
     server = _Server(config)
     app = make_app(service, options.access, lambda: len(server.server_state.connections))
     ended: asyncio.Future[BaseException | None] = loop.create_future()
-    thread = threading.Thread(target=_run_engine, args=(engine, service, loop, ended), name="engine", daemon=True)
+    thread = threading.Thread(target=run_engine, args=(engine, service, loop, ended), name="engine", daemon=True)
     asked = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, partial(_stop, number, asked))
@@ -119,7 +119,7 @@ async def _serve(
     first: list[asyncio.Future[Any]] = [ended, stopping, serving]
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
-        await _drain(service, options.drain_seconds, ended)
+        await drain(service, options.drain_seconds, ended)
         engine.close()
         await asyncio.wait([ended], timeout=LAST_WORDS + 10)
     stopping.cancel()
@@ -132,7 +132,7 @@ async def _serve(
     return ended.result()
 
 
-async def _drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
+async def drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
     """Take no new requests, and let those end that run."""
     service.draining = True
     await _until(lambda: not service.switchboard.open or ended.done(), seconds)
@@ -144,7 +144,7 @@ async def _until(done: Callable[[], bool], seconds: float) -> None:
         await asyncio.sleep(0.02)
 
 
-def _run_engine(
+def run_engine(
     engine: Any, service: Service, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[BaseException | None]
 ) -> None:
     """What the engine's thread does."""

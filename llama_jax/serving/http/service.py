@@ -25,6 +25,7 @@ from llama_jax.serving.http.choice import Choice, TokenNames
 from llama_jax.serving.http.errors import ApiError, refused
 from llama_jax.serving.http.exchange import Exchange, Switchboard
 from llama_jax.serving.http.metrics import Metrics
+from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.template import Renderer
@@ -126,7 +127,8 @@ class Service:
         echo = [p if isinstance(p, str) else self.served.tokenizer.decode(p) for p in asked.prompts] if asked.echo else None
         scores = asked.echo and (asked.alternatives is not None or asked.max_tokens == 0)
         ends = () if asked.ignore_eos else self._ends
-        return await self._submit(asked, prompts, ends, USUAL_COMPLETION, self._grammars, arrived, echo=echo, scores=scores)
+        constraint = await self._constraint(asked.format, self._grammars)
+        return await self._submit(asked, prompts, ends, USUAL_COMPLETION, constraint, arrived, echo=echo, scores=scores)
 
     async def chat(self, asked: ChatAsked, arrived: float) -> Work:
         """Hand a chat to the engine; raises as `complete` does."""
@@ -138,8 +140,9 @@ class Service:
         encode = partial(encode_chat, self.served.tokenizer, asked.messages, format, self._renderer, asked.tools)
         ids = await _checked(encode, "messages", apart=True)
         ends = () if asked.ignore_eos else self._chat_ends
+        constraint = await (self._call(asked) if asked.must_call else self._constraint(asked.format, self._chat_grammars))
         tools = [tool["function"]["name"] for tool in asked.tools]
-        return await self._submit(asked, [ids], ends, None, self._chat_grammars, arrived, tools=tools)
+        return await self._submit(asked, [ids], ends, None, constraint, arrived, tools=tools)
 
     async def encode(self, text: str, bos: bool) -> list[int]:
         """Ids of a text; long ones in a thread."""
@@ -151,14 +154,13 @@ class Service:
         prompts: Sequence[Sequence[int]],
         ends: Sequence[int],
         usual: int | None,
-        grammars: Grammars,
+        constraint: GrammarConstraint | None,
         arrived: float,
         *,
         echo: Sequence[str] | None = None,
         scores: bool = False,
         tools: Sequence[str] = (),
     ) -> Work:
-        constraint = None if asked.format is None else await self._constraint(asked.format, grammars)
         requests, choices, constraints = [], [], []
         for i, prompt in enumerate(prompts):
             limit = self._limit(asked, len(prompt), usual)
@@ -212,7 +214,16 @@ class Service:
             return asked.max_tokens
         return room if usual is None else min(usual, room)
 
-    async def _constraint(self, format: dict[str, Any], grammars: Grammars) -> GrammarConstraint:
+    async def _call(self, asked: ChatAsked) -> GrammarConstraint:
+        """To calls of tools."""
+        template = self.served.tokenizer.chat_template or ""
+        grammar = grammar_of_calls(asked.tools, asked.must_call, template, several=asked.several)
+        make = lambda: self._chat_grammars.lark(grammar, "grammar of the tools")
+        return await _checked(make, "tools", apart=True)
+
+    async def _constraint(self, format: dict[str, Any] | None, grammars: Grammars) -> GrammarConstraint | None:
+        if format is None:
+            return None
         if format["type"] == "regex":
             make = lambda: grammars.regex(format["regex"])
         else:

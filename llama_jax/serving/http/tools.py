@@ -8,10 +8,14 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from llama_jax.errors import shown
+from llama_jax.serving.grammar import JSON_STYLE
 from llama_jax.serving.http import fields as f
+from llama_jax.serving.http.errors import refused
 from llama_jax.serving.http.fields import Field
 
 MOST_TOOLS = 128
+LONGEST_NAME = 64
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
@@ -28,12 +32,11 @@ class Call(NamedTuple):
 
 def tools_field() -> Field:
     """The field `tools` of a chat: a list of functions."""
-    name = f.text(longest=64, shortest=1, required=True)
     function = {
-        "name": name,
+        "name": f.text(longest=LONGEST_NAME, shortest=1, required=True),
         "description": f.text(longest=100_000),
         "parameters": f.any_object(),
-        "strict": f.one_of([False], about="Arguments follow no grammar here."),
+        "strict": f.boolean(about="Only where tool_choice asks for a call: only then do arguments follow a grammar."),
     }
     tool = {
         "type": Field({"const": "function"}, f.one_of(["function"]).read, required=True),
@@ -42,10 +45,95 @@ def tools_field() -> Field:
     return f.listed(f.nested(tool), most=MOST_TOOLS)
 
 
+def tool_choice_field() -> Field:
+    """The field `tool_choice`: a mode, or the function that must be called."""
+    modes = f.one_of(["none", "auto", "required"])
+    function = {"name": f.text(longest=LONGEST_NAME, shortest=1, required=True)}
+    named: dict[str, Field] = {
+        "type": Field({"const": "function"}, f.one_of(["function"]).read, required=True),
+        "function": Field(f.schema_of(function), f.nested(function).read, required=True),
+    }
+
+    def read(name: str, value: Any) -> Any:
+        return f.read_object(named, value, name) if isinstance(value, dict) else modes.read(name, value)
+
+    about = "none: the model is told of no tools; auto: it may call some; required, or a function: it must."
+    return Field({"anyOf": [modes.schema, f.schema_of(named)], "description": about}, read, "auto")
+
+
+def must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
+    """The functions of which some must be called; none where the model may choose. ApiError for one that there is not."""
+    if choice in ("none", "auto"):
+        return ()
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if not names:
+        raise refused("tool_choice asks for a call, and there are no tools; give some", "tool_choice")
+    if choice == "required":
+        return names
+    if (name := choice["function"]["name"]) not in names:
+        raise refused(f"tool_choice asks for {shown(name, 70)}, which is none of the tools; name one of them", "tool_choice")
+    return (name,)
+
+
+def check_free(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
+    """Raise ApiError for what only a grammar can see to, where the model may choose whether to call any of the tools."""
+    for i, tool in enumerate(tools):
+        if tool["function"]["strict"]:
+            name = f"tools[{i}].function.strict"
+            raise refused(f"{name}=true needs tool_choice to be required, or a function; leave it out", name, "unsupported")
+    if tools and not parallel:
+        raise refused(
+            "parallel_tool_calls=false needs tool_choice to be required, or a function; leave it out, and take the first",
+            "parallel_tool_calls",
+            "unsupported",
+        )
+
+
 def as_given(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as a template is given them: without the fields that were left out."""
-    functions = [{name: value for name, value in tool["function"].items() if value is not None} for tool in tools]
+    """Tools as a template is given them: without the fields that were left out, or that are the server's."""
+    told = ("name", "description", "parameters")
+    functions = [{name: tool["function"][name] for name in told if tool["function"][name] is not None} for tool in tools]
     return [{"type": "function", "function": function} for function in functions]
+
+
+def grammar_of_calls(tools: Sequence[dict[str, Any]], names: Sequence[str], template: str, *, several: bool) -> str:
+    """A grammar, in llguidance's Lark, of calls as a template asks for them: in tags or as JSON alone.
+
+    Args:
+      tools: as `as_given` gives them.
+      names: of those that may be called.
+      template: of the model's chats.
+      several: whether there may be more than one call.
+
+    Raises:
+      ApiError: parameters that are no object.
+    """
+    tagged = OPENING in template
+    # Llama 3.1 names arguments so, and others as OpenAI does. Of a template's tools the schemas are not in its text.
+    as_parameters = re.search(r'parameters\\?"\s*:', template) and not re.search(r'arguments\\?"\s*:', template)
+    key = "parameters" if as_parameters else "arguments"
+    called = [(i, tool["function"]) for i, tool in enumerate(tools) if tool["function"]["name"] in names]
+    if tagged:
+        one = f"{json.dumps(OPENING + chr(10))} call {json.dumps(chr(10) + CLOSING)}"
+        start = f'{one} ("\\n" {one})*' if several else one
+    else:
+        start = 'call | "[" call (", " call)* "]"' if several else "call"
+    lines = [f"start: {start}", "call: " + " | ".join(f"call_{i}" for i, _ in called)]
+    for i, function in called:
+        head = f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": '
+        lines.append(f'call_{i}: {json.dumps(head)} arguments_{i} "}}"')
+        lines.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(i, function))}")
+    return "\n".join(lines)
+
+
+def _arguments_schema(i: int, function: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a function's arguments, in the style in which JSON is written here."""
+    schema = function.get("parameters", {})
+    if schema.get("type", "object") != "object":
+        name = f"tools[{i}].function.parameters"
+        raise refused(f"{name} has type={shown(schema['type'], 40)}; a call needs an object", name)
+    style = schema.get("x-guidance", {})
+    return {**schema, "type": "object", "x-guidance": JSON_STYLE | style if isinstance(style, dict) else style}
 
 
 class ToolText:

@@ -1,0 +1,172 @@
+"""One engine over several processes: the first decides, the others run what it runs.
+
+Everything that an engine does on devices is a call of one of its `Programs`. Over a mesh of several processes each of them
+must make the same calls, in the same order, with the same values of the host. So the first tells the others of each call
+before it makes it: what lies on devices by number, the rest as it is. The others know nothing of requests; what they have to
+know of the engine is nothing at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from llama_jax.ops.platform import native_code
+from llama_jax.serving.model import ServedModel
+from llama_jax.serving.programs import Programs
+
+OWN = ("config", "params", "cache", "compute", "layout")  # arguments that every process has of itself
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """A field of the model."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """An array that all processes have."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """An array of the first process alone, which all have from now on."""
+
+    number: int
+    values: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a program.
+
+    Attributes:
+      first: number of the first array that it gives; the others follow.
+      gone: numbers of arrays that are not needed any more.
+      native: the context in which it is made, see `ops.platform.native_code`.
+    """
+
+    program: str
+    args: tuple[Any, ...]
+    first: int
+    gone: tuple[int, ...]
+    native: bool
+
+
+def leading(model: ServedModel, tell: Callable[[bytes], None]) -> ServedModel:
+    """The model for the engine of the first process: every call of a program is told to the others, and made.
+
+    Args:
+      tell: gives the others, in the order of the calls, what `follow` hears.
+    """
+    leader = _Leader(model, tell)
+    return dataclasses.replace(model, programs=Programs(*(partial(leader.call, name) for name in Programs._fields)))
+
+
+class _Leader:
+    def __init__(self, model: ServedModel, tell: Callable[[bytes], None]) -> None:
+        self._model = model
+        self._tell = tell
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by id of the array: its number, and what tells of its end
+        self._values: dict[int, np.ndarray] = {}  # of arrays of this process alone
+        self._gone: deque[int] = deque()  # may grow on any thread, as arrays are collected
+        self._next = 0
+
+    def call(self, program: str, *args: Any) -> Any:
+        told = tuple(self._told(arg) for arg in args)
+        gone = tuple(self._gone.popleft() for _ in range(len(self._gone)))
+        call = _Call(program, told, self._next, gone, native_code.value)
+        self._tell(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
+        result = getattr(self._model.programs, program)(*(self._here(arg) for arg in args))
+        for leaf in jax.tree.leaves(result):
+            if id(leaf) in self._numbers:  # an argument, handed on as it is
+                self._gone.append(self._next)
+                self._next += 1
+            else:
+                self._number(leaf)
+        return result
+
+    def _told(self, arg: Any) -> Any:
+        name = self._own(arg)
+        return jax.tree.map(self._told_leaf, arg) if name is None else _Own(name)
+
+    def _told_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if (known := self._numbers.get(id(leaf))) is not None:
+            return _Known(known[0])
+        number = self._number(leaf)
+        self._values[number] = np.array(leaf)  # a copy: another view of the array would keep it for ever
+        return _Given(number, self._values[number])
+
+    def _here(self, arg: Any) -> Any:
+        """The argument as this process passes it: an array of one process is no array of all, its values are."""
+        if self._own(arg) is not None or not self._values:
+            return arg
+        return jax.tree.map(lambda leaf: self._values.get(self._numbers.get(id(leaf), (-1,))[0], leaf), arg)
+
+    def _own(self, arg: Any) -> str | None:
+        return next((name for name in OWN if arg is getattr(self._model, name)), None)
+
+    def _number(self, array: jax.Array) -> int:
+        number, key = self._next, id(array)
+        self._next += 1
+        self._numbers[key] = number, weakref.ref(array, lambda _: self._forget(key, number))
+        return number
+
+    def _forget(self, key: int, number: int) -> None:
+        self._numbers.pop(key, None)
+        self._values.pop(number, None)
+        self._gone.append(number)
+
+
+class Follower:
+    """Makes the calls that another process tells it of.
+
+    Attributes:
+      arrays: by number, those that are needed still.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
+        self.arrays: dict[int, Any] = {}
+        self._model = model
+
+    def take(self, told: bytes) -> Any:
+        """Make a call: what it gives. Only for what process 0 of the same job has told: it says what is run."""
+        call: _Call = pickle.loads(told)
+        for number in call.gone:
+            del self.arrays[number]
+        with native_code(call.native):
+            result = getattr(self._model.programs, call.program)(*map(self._here, call.args))
+        for number, leaf in enumerate(jax.tree.leaves(result), call.first):
+            self.arrays[number] = leaf
+        return result
+
+    def _here(self, arg: Any) -> Any:
+        return getattr(self._model, arg.name) if isinstance(arg, _Own) else jax.tree.map(self._leaf, arg)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Given):
+            self.arrays[leaf.number] = leaf.values
+            return leaf.values
+        return self.arrays[leaf.number] if isinstance(leaf, _Known) else leaf
+
+
+def follow(model: ServedModel, hear: Callable[[], bytes]) -> None:
+    """Make every call that is heard, until nothing, `b""`, is."""
+    follower = Follower(model)
+    while told := hear():
+        follower.take(told)

@@ -1,0 +1,67 @@
+"""The server as an ASGI application, for a program that has the sockets and the event loop, as Ray Serve does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llama_jax.errors import UserError
+from llama_jax.serving.http.app import make_app
+from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.server import LAST_WORDS, ServerOptions, drain, run_engine
+from llama_jax.serving.http.service import Served, Service, connect
+
+
+class Mounted:
+    """An ASGI application with an engine of its own, which begins and ends with the lifespan events of its host.
+
+    At the end it takes no new requests, and those that run have `options.drain_seconds`.
+
+    Args:
+      engine: an `Engine` that is warm.
+
+    Raises:
+      UserError: a number of connections, which only the host knows.
+    """
+
+    def __init__(self, engine: Any, served: Served, limits: Limits, options: ServerOptions = ServerOptions()) -> None:
+        if options.access.most_connections:
+            raise UserError(f"most_connections={options.access.most_connections}: the connections are the host's; give 0")
+        self._engine = engine
+        self._served = served
+        self._limits = limits
+        self._options = options
+        self._service: Service | None = None
+        self._app: ASGIApp | None = None
+
+    def trouble(self) -> str | None:
+        """Why the server is not healthy, as `/health` says it, or None. From any thread."""
+        return None if self._service is None else self._service.trouble()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif self._app is None:
+            raise RuntimeError("the host has not begun this application: it must send ASGI's lifespan events")
+        else:
+            await self._app(scope, receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        loop, options = asyncio.get_running_loop(), self._options
+        timing = {"seconds": options.seconds, "wedged_after": options.wedged_after}
+        service = self._service = connect(self._engine, self._served, self._limits, **timing)
+        self._app = make_app(service, options.access)
+        ended: asyncio.Future[BaseException | None] = loop.create_future()
+        threading.Thread(target=run_engine, args=(self._engine, service, loop, ended), name="engine", daemon=True).start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if not ended.done():
+            await drain(service, options.drain_seconds, ended)
+            self._engine.close()
+            await asyncio.wait([ended], timeout=LAST_WORDS + 10)
+        service.close()
+        await send({"type": "lifespan.shutdown.complete"})
