@@ -12,7 +12,7 @@ from llama_jax.errors import GenerationError, shown
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.drafting import Counts
-    from llama_jax.inference.speculation import Drafter
+    from llama_jax.inference.speculation import Drafter, PromptLookup
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.tokenizers import Tokenizer
 
@@ -29,6 +29,18 @@ def parse_draft(text: str) -> tuple[str, int | None]:
     number = int(found[2])
     check_number("tokens", number, MOST_DRAFTED)
     return found[1], number
+
+
+def lookup_of(text: str) -> PromptLookup | None:
+    """What a server drafts by, or None; GenerationError for what needs a model of its own."""
+    if not text:
+        return None
+    from llama_jax.inference.speculation import PromptLookup
+
+    name, tokens = parse_draft(text)
+    if name != PROMPT:
+        raise GenerationError(f"--draft {shown(text, 80)}: a server drafts from the text itself; give prompt or prompt:8")
+    return PromptLookup() if tokens is None else PromptLookup(tokens)
 
 
 def check_draft(text: str, config: LlamaConfig) -> None:
@@ -53,7 +65,9 @@ def load_draft(text: str, dtype: str | None, tokenizer: Tokenizer, mesh: MeshSiz
 
     name, tokens = parse_draft(text)
     if name == PROMPT:
-        return llama_jax.PromptLookup() if tokens is None else llama_jax.PromptLookup(tokens)
+        lookup = lookup_of(text)
+        assert lookup is not None
+        return lookup
     config, params, own = llama_jax.load(Path(name), dtype, mesh=mesh, progress=loading_bar)
     if own is not None:
         pieces = [(each.vocab_size, *map(each.token_bytes, range(each.vocab_size))) for each in (tokenizer, own)]

@@ -15,6 +15,7 @@ from contextlib import suppress
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
 from llama_jax.serving.admission import Queue, checked
+from llama_jax.serving.drafting import Drafting
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pool import Pending, Pool, Row
@@ -56,7 +57,8 @@ class Engine:
         self.options = options
         self.context = options.context_of(config)
         self.model = model or ServedModel.of(config, params, options.cache, options.compute)
-        self.pools = [Pool(self.model, pool) for pool in options.pools(config)]
+        self.drafting = None if options.draft is None else Drafting(options.draft)
+        self.pools = [Pool(self.model, pool, self.drafting) for pool in options.pools(config)]
         self.prefixes = PrefixCache(options.prefix_bytes)
         self.after_turn: Callable[[], None] | None = None
         self.failure: str | None = None
@@ -155,12 +157,16 @@ class Engine:
         begun = time.monotonic()
         if not self.busy and not self._timed:
             return False
+        kinds = [one.kind for one in self._pending]
+        if any(pool.unsettled for pool in self.pools):  # nothing can be moved before
+            self._collect(self._take_pending())
         self._sweep(begun)
         self._move()
         before = self._take_pending()
         first = self._read()
-        if any(row.allowed is not None for pool in self.pools for row in pool.running):
-            self._collect([*before, *first])  # what a constraint allows next depends on the token before
+        alone = not first and not self._reading
+        if any(pool.waits for pool in self.pools):
+            self._collect([*before, *first])
             before, first = [], []
         self._pending = [one for one in (pool.take_turn() for pool in self.pools) if one is not None]
         self._collect([*before, *first])  # a first token waits for no turn: the device has it before it begins this one
@@ -168,6 +174,8 @@ class Engine:
         self._last_turn = time.monotonic()
         self._turns += 1
         self._turn_seconds += self._last_turn - begun
+        if self.drafting is not None and alone and kinds == [one.kind for one in self._pending]:
+            self.drafting.observe(kinds, self._last_turn - begun)
         return True
 
     def stats(self) -> EngineStats:
@@ -185,6 +193,8 @@ class Engine:
             prompt_tokens=self._counts["prompt_tokens"],
             generated_tokens=self._counts["generated_tokens"],
             cached_tokens=self._counts["cached_tokens"],
+            drafted=self.drafting.offered if self.drafting else 0,
+            accepted=self.drafting.accepted if self.drafting else 0,
             finished=dict(self._finished),
             refused=self._counts["refused"],
             compilations_after_ready=self._compiled.count,
@@ -216,6 +226,8 @@ class Engine:
         row = Row(ticket, request, slots=len(reading.tokens), turns=request.max_new_tokens - 1)
         ticket.row = row
         row.allowed = None if constraint is None else constraint.allowed()
+        if self.drafting is not None and constraint is None:
+            row.followed = self.drafting.follow(request.prompt)
         one, packed = reading.begin(ticket.arrays, row.allowed)
         if row.turns > 0:
             self._pool_for(ticket).join(row, one)
@@ -268,12 +280,16 @@ class Engine:
         """Give out the tokens that the device has made."""
         for one in pending:
             choice = unpack(one.packed)
-            valid = choice.valid.tolist()
-            for i, row in enumerate(one.rows):
-                if row is not None and valid[i] and not row.ended:
-                    self._take_token(row, choice, i)
+            if one.settle is None:
+                choice = Choice(*(x[:, None] for x in choice))
+            else:
+                one.settle(choice.valid.sum(axis=1).tolist())
+            for at in zip(*(axis.tolist() for axis in choice.valid.nonzero()), strict=True):
+                row = one.rows[at[0]]
+                if row is not None and not row.ended:
+                    self._take_token(row, choice, at)
 
-    def _take_token(self, row: Row, choice: Choice, at: int) -> None:
+    def _take_token(self, row: Row, choice: Choice, at: tuple[int, ...]) -> None:
         request, ticket = row.request, row.ticket
         update = Update()
         if row.count == 0:
@@ -290,6 +306,8 @@ class Engine:
         else:
             update.tokens.append(token)
             row.count += 1
+            if row.followed is not None:
+                row.followed.learn(token.id)
             self._counts["generated_tokens"] += 1
             if row.count == request.max_new_tokens:
                 update.finish = "length"
@@ -362,10 +380,10 @@ class Engine:
             self.after_turn()
 
 
-def scored(choice: Choice, at: int, alternatives: int) -> ScoredToken:
-    """Row `at` of a choice."""
+def scored(choice: Choice, at: tuple[int, ...], alternatives: int) -> ScoredToken:
+    """One token of a choice."""
     beside: Iterator[tuple[int, float]] = zip(
-        choice.ids[at, :alternatives].tolist(), choice.logprobs[at, :alternatives].tolist(), strict=True
+        choice.ids[at][:alternatives].tolist(), choice.logprobs[at][:alternatives].tolist(), strict=True
     )
     return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
 
@@ -375,5 +393,5 @@ def _scores(reading: PromptReading) -> list[ScoredToken]:
     found = [ScoredToken(int(reading.tokens[0]), None)]
     for packed in reading.scores:
         choice = unpack(packed)
-        found += [scored(choice, i, reading.request.alternatives) for i in range(int(choice.valid.sum()))]
+        found += [scored(choice, (i,), reading.request.alternatives) for i in range(int(choice.valid.sum()))]
     return found[: len(reading.tokens)]  # what follows the last is not of the prompt

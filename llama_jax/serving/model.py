@@ -94,6 +94,11 @@ class ServedModel:
         with ops.native_anyway(*self.native):
             return self.programs.take_turn(self.config, self.params, state, wishes, self.compute, self.layout)
 
+    def take_drafts(self, state: State, wishes: Wishes, drafts: np.ndarray) -> tuple[State, jax.Array]:
+        with ops.native_anyway(*self.native):
+            args = self.config, self.params, state, wishes, drafts, self.compute, self.layout
+            return self.programs.take_drafts(*args)
+
     def arrange(self, state: State, order: list[int], capacity: int) -> State:
         return self.programs.arrange(state, np.array(order, np.int32), capacity, self.layout)
 

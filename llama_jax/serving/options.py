@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.speculation import PromptLookup
 from llama_jax.model.options import Compute
 from llama_jax.model.window import CacheOptions
 
@@ -49,6 +50,8 @@ class EngineOptions:
       most_waiting, most_waiting_tokens: requests, and tokens of their prompts, that may wait; more are refused.
       prefix_bytes: that the prefix cache may take of the device's memory; 0 turns it off.
       cache: in int8, or of the parameters' dtype. A window is not served.
+      draft: proposes tokens where text repeats itself, several of which are then verified in a turn, if that is faster; None
+        for none. It changes how fast tokens come and, near ties apart, not which they are.
       compute: an attention of one's own, or a dtype; the parameters' is meant.
 
     Raises:
@@ -65,6 +68,7 @@ class EngineOptions:
     most_waiting_tokens: int = 2**18
     prefix_bytes: int = 2**28
     cache: CacheOptions = CacheOptions()
+    draft: PromptLookup | None = None
     compute: Compute = field(default_factory=Compute)
 
     def __post_init__(self) -> None:
@@ -78,6 +82,8 @@ class EngineOptions:
                 raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
         if self.smallest_capacity % self.piece:
             raise GenerationError(f"smallest_capacity={self.smallest_capacity} must be a multiple of piece={self.piece}")
+        if self.draft is not None and not isinstance(self.draft, PromptLookup):
+            raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup; give one, or None")
         if self.cache.window is not None:
             raise GenerationError(f"window={self.cache.window}: an engine keeps whole contexts; leave the window out")
 

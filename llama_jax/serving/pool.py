@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from llama_jax.inference.state import State
+from llama_jax.serving.drafting import Drafting, Following
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.options import PoolOptions
 from llama_jax.serving.programs import Wishes
@@ -28,6 +30,7 @@ class Row:
       turns: it takes at most before its limit is reached.
       count: tokens that the host knows of.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
+      followed: its tokens, as far as the host knows them, and what they say will be next; None where nothing is drafted.
       ended: nobody wants its tokens any more.
     """
 
@@ -37,24 +40,44 @@ class Row:
     turns: int
     count: int = 0
     allowed: np.ndarray | None = None
+    followed: Following | None = None
     ended: bool = False
 
 
 class Pending(NamedTuple):
-    """A packed `Choice` that the device is at, and whose its rows are."""
+    """A packed `Choice` that the device is at, or several of each row, and whose its rows are.
+
+    Attributes:
+      shape: rows and slots of the state; None of a first token.
+      settle: to be told how many tokens each row has got. Then there are K + 1 choices of each row, of which those after a
+        wrong draft are not valid.
+    """
 
     packed: jax.Array
     rows: list[Row | None]
+    shape: tuple[int, int] | None = None
+    settle: Callable[[list[int]], None] | None = None
+
+    @property
+    def kind(self) -> tuple[Any, bool]:
+        """What decides how long it takes: the shape, and whether there are drafts."""
+        return self.shape, self.settle is not None
 
 
 @dataclass(eq=False)
 class Pool:
-    """A state of `inference.state` and its rows."""
+    """A state of `inference.state` and its rows.
+
+    Attributes:
+      unsettled: the last turn had drafts, and how many tokens the rows have is not known yet.
+    """
 
     model: ServedModel
     options: PoolOptions
+    drafting: Drafting | None = None
     rows: list[Row | None] = field(init=False)
     state: State = field(init=False)
+    unsettled: bool = field(init=False, default=False)
     _wishes: Wishes | None = field(init=False, default=None)  # on the device; None where they have to be made again
     _patience: int = field(init=False, default=PATIENCE)
 
@@ -101,11 +124,18 @@ class Pool:
         """Rows that have no slot left for their next token."""
         return (row for row in self.running if row.slots >= self.longest)
 
+    @property
+    def waits(self) -> bool:
+        """Whether the tokens so far must be known before the next turn: for a constraint, or for drafts."""
+        return self._would_draft or any(row.allowed is not None for row in self.running)
+
     def take_turn(self) -> Pending | None:
-        """One more token of each row, as the device comes to it; None where there is no row."""
+        """One more token of each row, or several, as the device comes to it; None where there is no row."""
         able = [row for row in self.running if row.slots < self.longest]
         if not able:
             return None
+        if self._would_draft and all(row.followed is None or row.slots < len(row.followed.row) for row in able):
+            return self._take_drafts()
         self._fit(self.running)
         if self._wishes is None:
             self._wishes = self._wishes_of()
@@ -118,7 +148,45 @@ class Pool:
                 self.rows[self.rows.index(row)] = None
             elif row.slots == self.longest:  # stands still until it is moved
                 self._wishes = None
-        return Pending(packed, rows)
+        return Pending(packed, rows, self.shape)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and slots of the state."""
+        return len(self.rows), self.state.cache.capacity
+
+    @property
+    def _would_draft(self) -> bool:
+        if self.drafting is None or any(row.slots + self.drafting.count >= self.longest for row in self.running):
+            return False
+        return self.drafting.is_worth_it(self.shape, [row.followed for row in self.running])
+
+    def _take_drafts(self) -> Pending:
+        assert self.drafting is not None
+        count = self.drafting.count
+        self._fit(self.running, max(row.slots for row in self.running) + count + 1)
+        if self._wishes is None:
+            self._wishes = self._wishes_of()
+        drafts = np.full((len(self.rows), count), -1, np.int32)
+        for i, row in enumerate(self.rows):
+            if row is not None and row.followed is not None:
+                following = row.followed.following(count)
+                drafts[i, : len(following)] = following
+                self.drafting.offered += len(following)
+        self.state, packed = self.model.take_drafts(self.state, self._wishes, drafts)
+        self.unsettled = True
+        rows = list(self.rows)
+        return Pending(packed, rows, self.shape, partial(self._settle, rows))
+
+    def _settle(self, rows: list[Row | None], counts: list[int]) -> None:
+        """Take in how many tokens a turn with drafts has given each row."""
+        assert self.drafting is not None
+        self.unsettled = False
+        for row, count in zip(rows, counts, strict=True):
+            if row is not None:
+                row.slots += count
+                row.turns -= count
+                self.drafting.accepted += max(count - 1, 0)
 
     def _wishes_of(self) -> Wishes:
         wishes = Wishes.none(len(self.rows), self.model.config.vocab_size)
@@ -129,7 +197,7 @@ class Pool:
 
     def _fit(self, rows: list[Row], slots: int = 1) -> None:
         """Grow the state for these rows and so many slots at once, or shrink it if it has been too large for a while."""
-        shape = len(self.rows), self.state.cache.capacity
+        shape = self.shape
         slots = max(slots, *(min(row.slots + 1, self.longest) for row in rows))
         wanted = _least(self.options.rows, len(rows)), _least(self.options.capacities, slots)
         self._patience = PATIENCE if wanted == shape else self._patience - 1

@@ -20,6 +20,7 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.batching import empty_state, insert
+from llama_jax.inference.speculation.verify import Model, verify
 from llama_jax.inference.state import (
     Reading,
     Request,
@@ -89,6 +90,24 @@ def take_turn(
     state = state.replace(done=state.done | ~wishes.live)
     state, (_, packed, _) = advance(config, params, state, compute, layout, partial(_choose, wishes))
     return _seen_by_host(state, layout), packed
+
+
+def take_drafts(
+    config: LlamaConfig,
+    params: Llama,
+    state: State,
+    wishes: Wishes,
+    drafts: jax.Array,
+    compute: Compute,
+    layout: Layout,
+) -> tuple[State, jax.Array]:
+    """Up to K + 1 more tokens of every live row: those of int32[B, K] drafts that are its own, and one; `Choice`s packed.
+
+    Each row must have K + 1 slots, also one that is not live: what is read is written there.
+    """
+    state = state.replace(done=state.done | ~wishes.live)
+    state, found = verify(Model(params, config, compute, layout), state, drafts, partial(_choose, wishes))
+    return _seen_by_host(state, layout), layout.constrain(found.logprobs, "everywhere")
 
 
 def begin(
@@ -201,10 +220,10 @@ def pack(choice: Choice) -> jax.Array:
 
 
 def unpack(packed: jax.Array) -> Choice:
-    """Undo `pack`, waiting for it: arrays of numpy."""
+    """Undo `pack`, waiting for it: arrays of numpy, with whatever leading axes it has."""
     array = np.asarray(packed)
-    floats, ends = array.view(np.float32), 3 + (array.shape[1] - 3) // 2
-    return Choice(array[:, 0], floats[:, 1], array[:, 2].astype(bool), array[:, 3:ends], floats[:, ends:])
+    floats, ends = array.view(np.float32), 3 + (array.shape[-1] - 3) // 2
+    return Choice(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])
 
 
 def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> State:
@@ -271,6 +290,7 @@ class Programs(NamedTuple):
     """The functions of this file, compiled when they are first called with new shapes; states and caches are donated."""
 
     take_turn: Callable[..., Any]
+    take_drafts: Callable[..., Any]
     begin: Callable[..., Any]
     read: Callable[..., Any]
     score: Callable[..., Any]
@@ -290,6 +310,7 @@ def programs_for(platform: str) -> Programs:
     options = decoding_on_tpu() if platform == "tpu" else None
     return Programs(
         take_turn=jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
+        take_drafts=jax.jit(take_drafts, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
         begin=jax.jit(begin, static_argnums=(0, 7), donate_argnums=2),
         read=jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2),
         score=jax.jit(score, static_argnums=(0, 8, 9), donate_argnums=2),

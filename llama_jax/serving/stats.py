@@ -19,6 +19,7 @@ class EngineStats(NamedTuple):
       prompt_tokens: of prompts that have been read, those found in the prefix cache included.
       generated_tokens: that were given out.
       cached_tokens: of prompts, found in the prefix cache.
+      drafted, accepted: tokens that were proposed, and that the model chose too.
       finished: requests by why they ended.
       refused: requests that the queue had no room for.
       compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine's own are none.
@@ -38,6 +39,8 @@ class EngineStats(NamedTuple):
     prompt_tokens: int
     generated_tokens: int
     cached_tokens: int
+    drafted: int
+    accepted: int
     finished: Mapping[str, int]
     refused: int
     compilations_after_ready: int

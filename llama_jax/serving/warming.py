@@ -104,6 +104,8 @@ class _Rows:
         for rows in options.rows:
             for capacity in options.capacities:
                 yield partial(self.take_turn, rows, capacity)
+                if self.pool.drafting is not None:
+                    yield partial(self.take_drafts, rows, capacity, self.pool.drafting.count)
                 for shape in neighbours(options, rows, capacity):
                     yield partial(self.arrange, rows, capacity, shape)
                 for size in self.prompts.capacities:
@@ -128,6 +130,9 @@ class _Rows:
 
     def take_turn(self, rows: int, capacity: int) -> Any:
         return self.model.take_turn(self.own(rows, capacity), self.wishes(rows))
+
+    def take_drafts(self, rows: int, capacity: int, count: int) -> Any:
+        return self.model.take_drafts(self.own(rows, capacity), self.wishes(rows), np.full((rows, count), -1, np.int32))
 
     def own(self, rows: int, capacity: int) -> State:
         """A state that may be donated."""

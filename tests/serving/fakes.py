@@ -199,6 +199,8 @@ class FakeEngine:
             prompt_tokens=0,
             generated_tokens=self.generated,
             cached_tokens=0,
+            drafted=0,
+            accepted=0,
             finished=dict(self.finished),
             refused=0,
             compilations_after_ready=0,

@@ -42,7 +42,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]]:
         """See `Drafter.hindsight`: by the last `shortest` tokens, wherever they stood last."""
-        rows = [_Followed(self.shortest) for _ in lengths]
+        rows = [Followed(self.shortest) for _ in lengths]
         for row, ids, length in zip(rows, tokens.tolist(), lengths.tolist(), strict=True):
             row.right(ids[:length])
 
@@ -61,14 +61,20 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         return jax.vmap(of_row)(history, state.cache.length), memory
 
 
-class _Followed:
-    """A row, and where its last tokens stood before, kept up to date as tokens come."""
+class Followed:
+    """A row on the host, and where its last tokens stood before, kept up to date as tokens come.
+
+    Attributes:
+      row: its tokens.
+      shortest: last tokens that must have stood there.
+      draft: the place of the token that would be drafted next, or None.
+    """
 
     def __init__(self, shortest: int):
         self.row: list[int] = []
         self.shortest = shortest
         self.places: dict[tuple[int, ...], int] = {}
-        self.draft: int | None = None  # the place of the next token that would be drafted
+        self.draft: int | None = None
 
     def right(self, tokens: list[int]) -> int:
         """How many of these tokens would have been drafted."""
@@ -84,6 +90,13 @@ class _Followed:
                 self.draft = self.places.get(key)
             self.places[key] = len(self.row)
         return found
+
+    def following(self, count: int) -> list[int]:
+        """The next `count` tokens that would be drafted, or none, as `continued` has them."""
+        if self.draft is None:
+            return []
+        period = len(self.row) - self.draft
+        return [self.row[self.draft + i % period] for i in range(count)]
 
 
 def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortest: int) -> jax.Array:

@@ -54,11 +54,12 @@ class Passes(NamedTuple):
     accepted: jax.Array
 
 
-def verify(model: Model, state: State, drafts: jax.Array) -> tuple[State, Piece]:
+def verify(model: Model, state: State, drafts: jax.Array, choose: Any = choose) -> tuple[State, Piece]:
     """Read the token of every row and its drafts, and choose after each of them.
 
     Args:
       drafts: int32[B, T - 1]; -1 for none, which is never accepted.
+      choose: in the place of `state.choose`; an array that it gives beside the state stands for the log-probabilities.
 
     Returns:
       The state after the tokens that were chosen, whose cache holds nothing else, but in slots that its length leaves out;
@@ -73,12 +74,12 @@ def verify(model: Model, state: State, drafts: jax.Array) -> tuple[State, Piece]
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
     with layout.context():
         logits = unembed(model.config, model.params, hidden).astype(jnp.float32)
-        state, piece = _choose_each(state.replace(cache=None), logits, drafts, layout)
+        state, piece = _choose_each(state.replace(cache=None), logits, drafts, layout, choose)
     length = before + jnp.sum(piece.valid, axis=1, dtype=jnp.int32)
     return state.replace(cache=lay_out(cache.replace(length=length), layout)), piece
 
 
-def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layout) -> tuple[State, Piece]:
+def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layout, choose: Any) -> tuple[State, Piece]:
     """One position after the other, until no row's draft was right: the rest is not sampled."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
     wanted = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)
@@ -89,9 +90,9 @@ def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Lay
     def one(carry: Any) -> Any:
         position, state, going, out = carry
         stands = state.done | ~going
-        chosen, logprobs = choose(state.replace(done=stands), layout.constrain(at(logits, position), "logits"), layout)
+        chosen, said = choose(state.replace(done=stands), layout.constrain(at(logits, position), "logits"), layout)
         done = jnp.where(stands, state.done, chosen.done)
-        new = chosen.token, logprobs, ~stands
+        new = chosen.token, said, ~stands
         out = tuple(lax.dynamic_update_index_in_dim(whole, x, position, 1) for whole, x in zip(out, new, strict=True))
         going &= ~done & (chosen.token == at(wanted, position))
         return position + 1, chosen.replace(done=done), going, out
@@ -99,7 +100,9 @@ def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Lay
     def unfinished(carry: Any) -> jax.Array:
         return (carry[0] < width) & jnp.any(carry[2])
 
-    out = tuple(jnp.zeros((batch, width), dtype) for dtype in (jnp.int32, jnp.float32, bool))
+    _, said = jax.eval_shape(lambda state: choose(state, logits[:, 0], layout), state)
+    kinds = (jnp.int32, ()), (said.dtype, said.shape[1:]), (bool, ())
+    out = tuple(jnp.zeros((batch, width, *rest), dtype) for dtype, rest in kinds)
     _, state, _, out = lax.while_loop(unfinished, one, (jnp.int32(0), state, ~state.done, out))
     return state, Piece(*out)
 

@@ -84,6 +84,8 @@ class Metrics(Collector):
             "prefix_cache_queries": (now.prompt_tokens, "Prompt tokens looked up in the prefix cache."),
             "prefix_cache_hits": (now.cached_tokens, "Prompt tokens found there."),
             "prefix_cache_evictions": (now.evicted, "Pieces dropped from it."),
+            "spec_decode_num_draft_tokens": (now.drafted, "Tokens proposed by --draft."),
+            "spec_decode_num_accepted_tokens": (now.accepted, "How many of them the model chose too."),
             "requests_refused": (now.refused, "Requests answered with 429, as the queue was full."),
             "compilations_after_ready": (now.compilations_after_ready, "Programs compiled since the server was ready."),
             "engine_turns": (now.turns, "Turns of the engine."),
