@@ -9,8 +9,8 @@ The public face, loaded on first use so that importing the package costs nothing
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
   next_token_loss(config, params, batch)       what it makes smaller, of a Batch of rows
-  adapted(params, adapters, lora)     a model with LoRA adapters, as from init_adapters; with_base(...) trains them alone,
-                                      merge(...) adds them to the weights
+  adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
+                                      them alone, save_adapter writes them as PEFT does, merge(...) adds them to the weights
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantised model's predictions are from its dense self's
   evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
@@ -46,7 +46,9 @@ _HOME = {
     "Checkpoint": "checkpoints",
     "convert": "checkpoints",
     "load": "checkpoints",
+    "load_adapter": "checkpoints",
     "save": "checkpoints",
+    "save_adapter": "checkpoints",
     "LlamaConfig": "config",
     "RopeScaling": "config",
     "preset": "config",
@@ -182,6 +184,7 @@ __all__ = [
     "init_cache",
     "init_state",
     "load",
+    "load_adapter",
     "load_tokenizer",
     "logits",
     "make_optimizer",
@@ -194,6 +197,7 @@ __all__ = [
     "register_for_export",
     "rotary_frequencies",
     "save",
+    "save_adapter",
     "stack",
     "stream",
     "train",
@@ -204,7 +208,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints import Checkpoint, convert, load, save
+    from llama_jax.checkpoints import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.config import LlamaConfig, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.exporting import register_for_export
