@@ -54,6 +54,8 @@ class Case:
 
 
 INT8 = {"quantized": True}
+LORA: dict[str, Any] = {"rank": 16}
+QLORA = LORA | {"weights": "nf4"}
 
 
 def on(mesh: str, *names: str) -> dict[str, str]:
@@ -80,6 +82,10 @@ CASES = (
     Case("8b-ring", "train", "llama-3.1-8b", on("context=8", "h100", "tpu-v5p"), 1, 131072),
     Case("70b-train", "train", "llama-3.1-70b", on("fsdp=64", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
     Case("405b-train", "train", "llama-3.1-405b", on("fsdp=64,tensor=8", "h100", "h200", "tpu-v5p"), 64, 8192, largest=True),
+    # Adapters of all matrices beside a frozen model: of bfloat16, and of 4 bits.
+    Case("1b-lora", "train", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 4, 2048, LORA),
+    Case("8b-lora", "train", "llama-3.1-8b", on("data=1", "h100") | on("fsdp=8", "tpu-v5e"), 8, 2048, LORA),
+    Case("8b-qlora", "train", "llama-3.1-8b", on("data=1", "rtx-4090", "h100"), 1, 2048, QLORA),
     # Reading prompts, a piece of 512 tokens after the other, or all of a long one over several devices.
     Case("1b-prefill", "prefill", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 1, 2048),
     Case("8b-prefill", "prefill", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 2048),
@@ -159,13 +165,16 @@ def program_of(case: Case, mesh: Mesh) -> Program:
     """The program, not compiled yet."""
     from llama_jax import preset
     from llama_jax.analysis.memory import decode_programs, pmap_programs, train_programs
+    from llama_jax.model.adapters import Lora
 
     config = preset(case.model)
     if case.length > config.max_seq_len:
         config = replace(config, max_seq_len=case.length)
     shape = (config, mesh, case.batch, case.length)
     if case.kind == "train":
-        programs = train_programs(*shape, **{"dtype": "bfloat16", "packed": True} | case.options)
+        options = {"dtype": "bfloat16", "packed": True} | case.options
+        rank = options.pop("rank", None)
+        programs = train_programs(*shape, **options, lora=None if rank is None else Lora(rank=rank))
     elif case.kind == "pmap":
         programs = pmap_programs(*shape, dtype="bfloat16")
     elif case.kind in ("turn", "insert"):

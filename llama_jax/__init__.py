@@ -9,6 +9,8 @@ The public face, loaded on first use so that importing the package costs nothing
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
   next_token_loss(config, params, batch)       what it makes smaller, of a Batch of rows
+  adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
+                                      them alone, save_adapter writes them as PEFT does, merge(...) adds them to the weights
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantised model's predictions are from its dense self's
   evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
@@ -23,6 +25,7 @@ and what they are told:
                                       OptimizerSettings: by what rule parameters change
   Sampling                            how to choose tokens
   PromptLookup, DraftModel            what proposes tokens, to be verified several at once: the same tokens, sooner
+  Lora                                what adapters are: rank, alpha, which matrices
   KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
@@ -43,7 +46,9 @@ _HOME = {
     "Checkpoint": "checkpoints",
     "convert": "checkpoints",
     "load": "checkpoints",
+    "load_adapter": "checkpoints",
     "save": "checkpoints",
+    "save_adapter": "checkpoints",
     "LlamaConfig": "config",
     "RopeScaling": "config",
     "preset": "config",
@@ -61,6 +66,11 @@ _HOME = {
     "stream": "inference.generate",
     "PromptLookup": "inference.speculation",
     "Sampling": "inference.sampling",
+    "Lora": "model.adapters",
+    "adapted": "model.adapters",
+    "init_adapters": "model.adapters",
+    "merge": "model.adapters",
+    "with_base": "model.adapters",
     "CacheOptions": "model.window",
     "KVCache": "model.cache",
     "cache_bytes": "model.cache",
@@ -140,6 +150,7 @@ __all__ = [
     "LengthLoss",
     "Llama",
     "LlamaConfig",
+    "Lora",
     "LossOptions",
     "MeshError",
     "MeshSizes",
@@ -157,6 +168,7 @@ __all__ = [
     "TokenizerError",
     "TrainState",
     "UserError",
+    "adapted",
     "batch",
     "cache_bytes",
     "convert",
@@ -168,12 +180,15 @@ __all__ = [
     "generate",
     "grow",
     "init",
+    "init_adapters",
     "init_cache",
     "init_state",
     "load",
+    "load_adapter",
     "load_tokenizer",
     "logits",
     "make_optimizer",
+    "merge",
     "needle",
     "next_token_loss",
     "observe",
@@ -182,16 +197,18 @@ __all__ = [
     "register_for_export",
     "rotary_frequencies",
     "save",
+    "save_adapter",
     "stack",
     "stream",
     "train",
     "train_step",
     "unembed",
     "unstack",
+    "with_base",
 ]
 
 if TYPE_CHECKING:
-    from llama_jax.checkpoints import Checkpoint, convert, load, save
+    from llama_jax.checkpoints import Checkpoint, convert, load, load_adapter, save, save_adapter
     from llama_jax.config import LlamaConfig, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.exporting import register_for_export
@@ -199,6 +216,7 @@ if TYPE_CHECKING:
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.inference.state import Piece
+    from llama_jax.model.adapters import Lora, adapted, init_adapters, merge, with_base
     from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, unembed
     from llama_jax.model.options import Compute, Layout, Places

@@ -23,13 +23,13 @@ from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Places
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
 from llama_jax.ops.quantized import Quantized
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, LowRank, QuantizedWeight
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
 TREES: tuple[type[Any], ...] = (
     *(Llama, Block, Attention, FeedForward),
-    *(QuantizedWeight, JoinedWeight, KVCache, Quantized, Sampling, Request, State, TrainState),
+    *(QuantizedWeight, JoinedWeight, AdaptedWeight, LowRank, KVCache, Quantized, Sampling, Request, State, TrainState),
 )
 TUPLES: tuple[type[Any], ...] = (Places, Reading, Piece, Batch)
 

@@ -15,10 +15,10 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 @pytest.mark.slow
 def test_the_python_of_the_readme_runs(stories_folder, tmp_path, capsys):
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     code = "\n".join(blocks).replace("path/to/model", str(stories_folder)).replace("max_new_tokens=100", "max_new_tokens=8")
     code = code.replace("max_new_tokens=300", "max_new_tokens=80")
-    code = code.replace("path/to/copy", str(tmp_path / "copy"))
+    code = code.replace("path/to/copy", str(tmp_path / "copy")).replace("path/to/adapter", str(tmp_path / "adapter"))
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["logits"].shape == (1, 512)

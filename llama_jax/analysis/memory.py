@@ -23,8 +23,10 @@ from llama_jax.inference.generate import LARGEST_PREFILL
 from llama_jax.inference.placement import layout_of
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Piece, Reading, Request, State, decode, read
+from llama_jax.model.adapters import Lora, adapter_shapes, with_base
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
+from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
@@ -35,11 +37,19 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.pmapped import pmap_over
 from llama_jax.parallel.prompts import prefill_over
 from llama_jax.parallel.ring import BATCH, check_length
-from llama_jax.parallel.specs import batch_spec, cache_specs, param_specs, shardings, step_over, train_state_specs
+from llama_jax.parallel.specs import (
+    batch_spec,
+    cache_specs,
+    layout_over,
+    param_specs,
+    shardings,
+    step_over,
+    train_state_specs,
+)
 from llama_jax.training.batch import Batch
 from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import adamw
-from llama_jax.training.step import StepOptions, init_state, train_step
+from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
 
 @dataclass(frozen=True)
@@ -160,6 +170,8 @@ def train_programs(
     packed: bool = False,
     accumulate: int = 1,
     attention: AttentionBackend = "auto",
+    lora: Lora | None = None,
+    weights: Name | None = None,
 ) -> list[Program]:
     """One step of training with AdamW: float32 parameters, the computation in `dtype`.
 
@@ -168,23 +180,40 @@ def train_programs(
       packed: rows have segments and positions, as `train` fills them with documents.
       accumulate: parts of the batch that are read one after the other, see `train_step`.
       attention: how it is computed, see `Compute`; over `context` it is ring attention.
+      lora: of adapters that are trained alone, beside a model of `dtype` that stays as it is.
+      weights: the kind that the matrices of that model are quantised as; None is none.
 
     Raises:
+      ConfigError: matrices that cannot be quantised so.
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
     optimizer = adamw(1e-4)
-    placement = shardings(mesh, train_state_specs(config, sizes, optimizer))
-    state = _placed(jax.eval_shape(partial(init_state, optimizer), param_shapes(config)), placement)
+    placement = shardings(mesh, train_state_specs(config, sizes, optimizer, lora=lora))
+    shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
+    state = _placed(jax.eval_shape(partial(init_state, optimizer), shapes), placement)
     rows = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     row = _placed(rows, shardings(mesh, batch_spec(sizes, batch // accumulate, length)))
     tokens = Batch(row, row, row) if packed else Batch(row)
     options = StepOptions(LossOptions(Compute(dtype, remat, attention)), accumulate, clip_norm=1.0)
-    step = partial(step_over(config, mesh), optimizer, options=options)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(placement, shardings(mesh, P())))
+    out = placement, shardings(mesh, P())
     share = bytes_per_device(state.params)
     known = Memory(parameters=share, gradients=share, optimizer=bytes_per_device(state.opt_state))
-    return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
+    if lora is None:
+        step = partial(step_over(config, mesh), optimizer, options=options)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
+        return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
+    base = _placed(param_shapes(config, dtype), shardings(mesh, param_specs(config, sizes)))
+    if weights is not None:
+        base = quantize(base, weights)
+    held, layout = layout_over(config, mesh)
+
+    def adapter_step(base: Llama, state: TrainState, batch: Batch) -> Any:
+        return train_step(held, optimizer, state, batch, options, with_base(layout, base, lora))
+
+    jitted = jax.jit(adapter_step, donate_argnums=1, out_shardings=out)
+    known = replace(known, parameters=share + bytes_per_device(base))
+    return [Program("train step", jitted, (base, state, tokens), known, layers=config.n_layers)]
 
 
 def pmap_programs(

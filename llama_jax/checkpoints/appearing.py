@@ -14,7 +14,7 @@ from llama_jax.errors import CheckpointError
 
 # What a folder of a model may hold: one that holds anything else is never replaced.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
-OTHERS = {"config.json", *VOCABULARIES, *SETTINGS}
+OTHERS = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS}
 
 
 @contextmanager

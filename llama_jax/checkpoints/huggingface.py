@@ -44,7 +44,7 @@ def open_folder(folder: Path) -> Opened:
     config = read_config(folder)
     scheme = read_scheme(folder)
     for (single, index), read, what in (
-        (SAFETENSORS, _read_safetensors, "safetensors"),
+        (SAFETENSORS, read_safetensors, "safetensors"),
         (PICKLED, read_tensors, "pytorch_model.bin"),
     ):
         if (folder / index).exists():
@@ -146,7 +146,7 @@ def write_folder(
         name = SAFETENSORS[0] if len(files) == 1 else f"model-{i + 1:05}-of-{len(files):05}.safetensors"
         weight_map |= dict.fromkeys(tensors, name)
         with (folder / name).open("wb") as file:
-            file.write(_header(tensors))
+            file.write(header(tensors))
             for stored, *_ in tensors.values():
                 for rows in next(walk).rows(FLOATS[stored]):
                     file.write(rows.view(np.uint8).data)
@@ -163,19 +163,19 @@ def write_folder(
     write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
 
 
-def _header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
     """The beginning of a safetensors file: the length of a JSON text, and the text, padded to eight bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
     end = 0
     for name, (kind, shape, size) in tensors.items():
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": (end, end + size)}
+        described[name] = {"dtype": kind, "shape": shape, "data_offsets": (end, end + size)}
         end += size
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file. The library checks the header against the file, and says no more than where data begins."""
     size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
     if LARGEST_JSON < size < path.stat().st_size:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
+from llama_jax.checkpoints.adapters import attached, load_adapter
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
@@ -44,6 +45,7 @@ def load(
     *,
     quantize: Quantization | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     mesh: MeshSizes | None = None,
     shardings: Llama | None = None,
     progress: Progress | None = None,
@@ -57,6 +59,7 @@ def load(
         (`ops.weights`); "keep" takes what a GGUF or a Hugging Face folder has quantised as it is. `dtype` is then that of
         the computation. None gives floats, but of an orbax checkpoint of a quantised model what was saved.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
+      adapter: a folder of PEFT's or of a run, see `load_adapter`; it is put beside the weights (`model.adapters.adapted`).
       mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
         only of orbax are a padded table and copied heads made on the devices, one array at a time.
@@ -77,12 +80,15 @@ def load(
     check_quantize(quantize)
     if mesh is not None and not isinstance(mesh, MeshSizes):
         raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
+    if adapter is not None and shardings is not None:
+        raise MeshError("an adapter is laid out over a mesh, and not by shardings of one's own; give mesh in their place")
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(bundled() if path is None else path)
     config = opened.config
     if quantize == "keep":
         check_kept(list(opened.tensors.values()), opened.path)
+    beside = None if adapter is None else load_adapter(adapter, config)
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
 
@@ -94,14 +100,18 @@ def load(
     else:
         vocabulary = load_tokenizer(tokenizer)
         warn_if_small(vocabulary, opened.config.vocab_size, tokenizer)
-    if not isinstance(opened, store.Stored):
+    if isinstance(opened, store.Stored):
+        params = store.load_params(opened, dtype, shardings=shardings)
+        if quantize is not None and quantize != "keep":  # what orbax has quantised is kept without being asked for
+            params = quantized_params(params, quantize)
+        if mesh is not None:
+            params = fit_on_mesh(opened.config, mesh, params)
+    else:
         wanted = opened if mesh is None else fit_opened(opened, mesh)
         params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, progress=progress)
-        return Checkpoint(config, params, vocabulary)
-    params = store.load_params(opened, dtype, shardings=shardings)
-    if quantize is not None and quantize != "keep":  # what orbax has quantised is kept without being asked for
-        params = quantized_params(params, quantize)
-    return Checkpoint(config, params if mesh is None else fit_on_mesh(opened.config, mesh, params), vocabulary)
+    if beside is not None:
+        params = attached(opened.config, params, beside, mesh)
+    return Checkpoint(config, params, vocabulary)
 
 
 @taking_the_newest

@@ -20,11 +20,12 @@ import numpy as np
 from llama_jax.checkpoints import stored_weights
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
-from llama_jax.checkpoints.steps import ABOUT, EMA, PARAMS, DamagedError, cannot_read, is_step, steps_in
+from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, DamagedError, cannot_read, is_step, steps_in
 from llama_jax.checkpoints.sums import verify
 from llama_jax.checkpoints.tensors import kind_of, target_dtype
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
+from llama_jax.files import read_object
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, unstack
 from llama_jax.ops.weights import QuantizedWeight
@@ -94,6 +95,10 @@ def open_folder(folder: Path) -> Stored:
     """
     stacked = is_step(folder)
     if stacked:
+        if adapters_of(folder) is not None:
+            raise CheckpointError(
+                f"{folder} holds adapters and not a model; give their base as the model, and this as its adapter (--adapter)"
+            )
         about, arrays = folder / ABOUT, (folder, EMA if (folder / EMA).is_dir() else PARAMS)
     else:
         about, arrays = folder, (folder / PARAMS, "state")
@@ -112,6 +117,14 @@ def open_folder(folder: Path) -> Stored:
         kinds=kinds,
     )
     return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
+
+
+def adapters_of(step: Path) -> dict[str, Any] | None:
+    """The settings of the adapters that a step of a run holds; None where it holds a model."""
+    note = step / ABOUT / NOTE
+    recipe = read_object(note, CheckpointError).get("recipe") if note.is_file() else None
+    settings = recipe.get("lora") if isinstance(recipe, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def _tensors(shapes: Llama, found: Mapping[str, Array], dtype: np.dtype) -> dict[str, Array | stored_weights.Weight]:

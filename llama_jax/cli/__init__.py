@@ -20,6 +20,7 @@ from llama_jax.cli.estimate import Estimate
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
 from llama_jax.cli.inspect import Inspect
+from llama_jax.cli.merge import Merge
 from llama_jax.cli.needle import Needle
 from llama_jax.cli.plot import Plot
 from llama_jax.cli.quickstart import Quickstart
@@ -38,6 +39,7 @@ Command = (
     | Annotated[Serve, tyro.conf.subcommand("serve", prefix_name=False)]
     | Annotated[Chat, tyro.conf.subcommand("chat", prefix_name=False)]
     | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
+    | Annotated[Merge, tyro.conf.subcommand("merge", prefix_name=False)]
     | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
     | Annotated[Needle, tyro.conf.subcommand("needle", prefix_name=False)]
     | Annotated[Plot, tyro.conf.subcommand("plot", prefix_name=False)]

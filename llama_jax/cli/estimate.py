@@ -50,7 +50,10 @@ class Estimate:
     cache: Literal["auto", "int8"] = "auto"
     """When decoding, keys and values are of the dtype, or 8-bit numbers with a factor for each head and position."""
     quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"] = "none"
-    """When decoding, matrices are kept in fewer bits."""
+    """When decoding, and with --lora, matrices are kept in fewer bits."""
+    lora: int = 0
+    """When training, the rank of adapters of all matrices, which are trained alone: the model stays as it is, in the dtype.
+    Of that no least exchanges and no least time are given."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
     packed: bool = True
@@ -103,6 +106,7 @@ class Estimate:
             "length": self.length,
             "dtype": self.dtype,
             "quantize": self.quantize,
+            "lora": self.lora or None,
             "remat": self._remat,
             "packed": self.packed if self.mode == "train" else None,
             "accumulate": self.accumulate if self.mode == "train" else None,
@@ -116,7 +120,7 @@ class Estimate:
             "refused": refused,
             "seconds": round(time.perf_counter() - started, 1),
         }
-        bounds = {} if hardware is None or refused else self._bounds(config, sizes, hardware, found, least)
+        bounds = {} if hardware is None or refused or self.lora else self._bounds(config, sizes, hardware, found, least)
         if self.json:
             print(as_json(about, found, least, hardware, bounds, own=compiler is not None))
             return
@@ -136,10 +140,10 @@ class Estimate:
         return "full" if self.remat == "auto" else self.remat
 
     def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[Exchange]:
-        """The least that the strategy exchanges; of training only."""
+        """The least that the strategy exchanges; of training whole models only."""
         from llama_jax.analysis.roofline import least_traffic
 
-        if self._remat is None:
+        if self._remat is None or self.lora:
             return []
         return least_traffic(config, sizes, self.batch, self.length, self.dtype, self._remat)
 
@@ -178,8 +182,14 @@ class Estimate:
             raise ConfigError(f"--remat {self.remat} is for --mode train: decoding has no backward pass; leave it out")
         if self.mode == "train" and self.cache != "auto":
             raise ConfigError(f"--cache {self.cache} is for --mode decode: training keeps no cache; leave it out")
-        if self.mode == "train" and self.quantize != "none":
-            raise ConfigError(f"--quantize {self.quantize} is for --mode decode: training changes its weights; leave it out")
+        if self.mode == "train" and self.quantize != "none" and not self.lora:
+            raise ConfigError(
+                f"--quantize {self.quantize} is for --mode decode or --lora: training changes its weights; leave it out"
+            )
+        if self.lora:
+            require_positive_int("lora", self.lora)
+            if self.mode == "decode":
+                raise ConfigError(f"--lora {self.lora} is for --mode train: merged adapters cost nothing; leave it out")
         if self.mode == "decode" and (self.accumulate > 1 or not self.packed):
             raise ConfigError("--accumulate and --no-packed are for --mode train; leave them out")
         if self.attention != "auto" and parse_mesh(self.mesh).context > 1:
@@ -194,6 +204,7 @@ class Estimate:
     def _programs(self, config: LlamaConfig, mesh: Mesh) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
+        from llama_jax.model.adapters import Lora
         from llama_jax.model.cache import bucket
 
         if self._remat is not None:
@@ -207,6 +218,8 @@ class Estimate:
                 packed=self.packed,
                 accumulate=self.accumulate,
                 attention=self.attention,
+                lora=Lora(rank=self.lora) if self.lora else None,
+                weights=None if self.quantize == "none" else self.quantize,
             )
         capacity = bucket(self.length, SMALLEST_CACHE)
         return decode_programs(

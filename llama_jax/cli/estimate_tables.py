@@ -196,9 +196,10 @@ def bound_table(hardware: Hardware, peak: int, bounds: dict[str, Roofline]) -> s
         f"links {hardware.link_bandwidth / 1e9:,.4g} GB/s between {hardware.domain:,} devices{network}",
         f"{peak / 1e9:,.1f} GB is {share:.0%} of its memory of {hardware.memory / 1e9:,.1f} GB: "
         + ("it fits" if hardware.holds(peak) else "it does not fit"),
-        "",
-        f"{'least seconds':<30}" + "".join(f"{c:>13}" for c in ("compute", "memory", "exchange", "overlapped", "apart")),
     ]
+    if bounds:
+        names = "compute", "memory", "exchange", "overlapped", "apart"
+        lines += ["", f"{'least seconds':<30}" + "".join(f"{name:>13}" for name in names)]
     for name, bound in bounds.items():
         parts = (bound.compute, bound.memory, bound.exchange, bound.overlapped, bound.apart)
         lines.append(f"{name:<30}" + "".join(f"{seconds:>13,.4g}" for seconds in parts))

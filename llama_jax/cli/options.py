@@ -54,6 +54,8 @@ class LoadOptions:
     quantize: QUANTIZE = "none"
     """Keep the matrices in fewer bits: int8 and fp8 have a factor for each row, int4 for each 128 numbers, nf4 is that of
     QLoRA, q8_0 and q4_0 are blocks of GGUF. keep takes what a quantised file has as it is, of 4, 5, 6 or 8 bits."""
+    adapter: Path | None = None
+    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     rope: str = ""
     """Another rope scaling than the model's own: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also
     lengthens the context; none leaves out the model's own."""
@@ -94,6 +96,7 @@ class LoadOptions:
             dtype,
             quantize=None if self.quantize == "none" else self.quantize,
             tokenizer=self.tokenizer,
+            adapter=self.adapter,
             mesh=self.mesh_sizes(),
             progress=loading_bar,
         )

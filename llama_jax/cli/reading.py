@@ -55,6 +55,8 @@ class TextOptions:
     """Type of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
     quantize: QUANTIZE = "none"
     """Keep the matrices in fewer bits, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0, or keep: as its files do."""
+    adapter: Path | None = None
+    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     rope: str = ""
     """Another rope scaling, to try without training: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16.
     The context is then FACTOR times as long; 'none' leaves out the model's own."""
@@ -123,7 +125,10 @@ class TextOptions:
 
         dtype = None if self.dtype == "auto" else self.dtype
         quantize = None if self.quantize == "none" else self.quantize
-        return load(subject.path, dtype, quantize=quantize, tokenizer=self.tokenizer, progress=loading_bar).params
+        found = load(
+            subject.path, dtype, quantize=quantize, tokenizer=self.tokenizer, adapter=self.adapter, progress=loading_bar
+        )
+        return found.params
 
     def load_dense(self, path: Path) -> Llama:
         """The weights at another path in the same type, not quantised."""
@@ -141,6 +146,7 @@ class TextOptions:
 
         return {
             "model": str(subject.path),
+            "adapter": None if self.adapter is None else str(self.adapter),
             "data": list(map(str, self.data)),
             "rope": self.rope or None,
             "context": subject.config.max_seq_len,

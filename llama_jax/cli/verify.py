@@ -54,6 +54,9 @@ class Verify:
     quantize: QUANTIZE = "none"
     """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files.
     The reference is not quantised; where none is given it is PATH itself."""
+    adapter: Path | None = None
+    """A LoRA adapter beside the weights of PATH: a folder of PEFT's, or of a run that trains one. The reference has none:
+    give the merged model as one."""
     per_layer: bool = False
     """Show how every layer differs, and with --quantize every matrix."""
     json: bool = False
@@ -93,7 +96,7 @@ class Verify:
             reference = run_transformers(self.against, tokens)
         elif reference is None and quantize is not None:
             reference = trace(load(self.path, self.dtype, progress=loading_bar).params, tokens, origin)
-        params = load(self.path, self.dtype, quantize=quantize, progress=loading_bar).params
+        params = load(self.path, self.dtype, quantize=quantize, adapter=self.adapter, progress=loading_bar).params
         ours = trace(params, tokens, replace(origin, quantized=self._quantized(config)))
         if self.write_oracle is not None:
             write_oracle(self.write_oracle, ours if reference is None else reference)
@@ -140,7 +143,9 @@ class Verify:
             for name, value in (("text", self.text), ("tokens", self.tokens), ("write-oracle", self.write_oracle)):
                 if value is not None:
                     raise UserError(f"--{name} cannot go with --oracle, whose tokens and numbers are given; leave it out")
-        elif self.against is None and self.per_layer and self.quantize == "none":
+        if self.adapter is not None and self.quantize != "none":
+            raise UserError("--adapter and --quantize each change what is compared; verify one after the other")
+        if self.oracle is None and self.against is None and self.per_layer and self.quantize == "none":
             raise UserError("--per-layer compares with a reference; give one with --against or --oracle")
         if self.write_oracle is not None and self.quantize != "none":
             raise UserError("--write-oracle stores what a model gives as it is; leave --quantize out")
@@ -157,7 +162,8 @@ class Verify:
 
         check_names(opened)
         versions = {"llama_jax": llama_jax.__version__, "jax": jax.__version__}
-        name = f"{self.path} ({opened.format})"
+        beside = "" if self.adapter is None else f" with {self.adapter}"
+        name = f"{self.path} ({opened.format}){beside}"
         return origin_of(name, opened.config, list(opened.tensors.values()), self.dtype, versions)
 
     def _open_against(self, config: LlamaConfig) -> Tokenizer | None:

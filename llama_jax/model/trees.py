@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
-from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight, fitting, quantized, shardings_of_planes
+from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, Name, QuantizedWeight, fitting, quantized, shardings_of_planes
 from llama_jax.ops.weights.kinds import MADE
 from llama_jax.ops.weights.planes import bits_of
 from llama_jax.ops.weights.weight import columns_on_each
@@ -102,6 +102,8 @@ def quantize(params: Llama, kind: Name) -> Llama:
         row = row_at(path)
         if not row.is_matrix:
             return leaf
+        if isinstance(leaf, AdaptedWeight):
+            return leaf.replace(base=of_leaf(path, leaf.base))
         form = fitting(kind, columns_on_each(leaf.shape, leaf.sharding))
         if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
             return leaf
@@ -116,7 +118,7 @@ def quantize(params: Llama, kind: Name) -> Llama:
         ]
         return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype))
 
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | AdaptedWeight)
     return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_weight)
 
 
@@ -158,7 +160,7 @@ def unstack(params: Llama) -> Llama:
     if isinstance(params.blocks, tuple):
         return params
     stacked = params.blocks
-    layers = stacked.attention_norm.shape[0]
+    layers = jax.tree.leaves(stacked)[0].shape[0]  # of adapters most places hold None
     return params.replace(blocks=tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers)))
 
 

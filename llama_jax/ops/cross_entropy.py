@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from llama_jax.ops.layers import Weight, project, sum_of_outer
 
@@ -59,8 +60,9 @@ def cross_entropy(
 
     Args:
       hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.
-      head: [V, D], an array, whose gradient is summed over the chunks in its dtype; or what else `project` takes, such as a
-        quantised one or one with an adapter, through whose own derivative the logits are then computed a second time.
+      head: [V, D], an array, whose gradient is summed over the chunks in its dtype, and only where one is asked for; or what
+        else `project` takes, such as a quantised one or one with an adapter, through whose own derivative the logits are
+        then computed a second time.
       targets: int[B, T].
       weights: [B, T], how much each token counts; 0 leaves it out. It gets no gradient.
     """
@@ -95,14 +97,20 @@ def _sums_by_project(
     return LossSums(*map(jnp.sum, found))
 
 
-@_sums.defjvp
+@partial(_sums.defjvp, symbolic_zeros=True)
 def _sums_and_tangents(
     options: LogitOptions, primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[LossSums, LossSums]:
-    """The loss changes by the inner products of its gradients with the tangents, of which reverse mode is the transpose."""
-    found, gradients = _sums_and_gradients(options, *primals)
-    change = _inner(gradients[0], tangents[0]) + _inner(gradients[1], tangents[1])
-    return found, LossSums(change, jnp.zeros_like(found.nll))  # the likelihood has no gradient, see `cross_entropy`
+    """The loss changes by the inner products of its gradients with the tangents, of which reverse mode is the transpose.
+
+    A head that is not differentiated has a tangent that is known to be zero: its gradient, [V, D], is then not made.
+    """
+    of_hidden, of_head = (not isinstance(tangent, SymbolicZero) for tangent in tangents[:2])
+    hidden, head, *rest = primals
+    found, gradients = _sums_and_gradients(options, of_head, hidden, head, *rest)
+    changes = [_inner(gradients[i], tangents[i]) for i, wanted in enumerate((of_hidden, of_head)) if wanted]
+    zero = jnp.zeros_like(found.loss)  # the likelihood has no gradient, see `cross_entropy`
+    return found, LossSums(reduce(jnp.add, changes) if changes else zero, zero)
 
 
 def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
@@ -110,26 +118,28 @@ def _inner(gradient: jax.Array, tangent: jax.Array) -> jax.Array:
 
 
 def _sums_and_gradients(
-    options: LogitOptions, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[LossSums, tuple[jax.Array, jax.Array]]:
+    options: LogitOptions, with_head: bool, hidden: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[LossSums, list[Any]]:
+    """The sums, and their gradients for `hidden` and, `with_head`, for `head`."""
     shares, constrain = options.shares, options.constrain
     cast = _gathered(head, hidden.dtype, constrain)
 
-    def add(carry: tuple[LossSums, jax.Array], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+    def add(carry: tuple[LossSums, jax.Array | None], part: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         total, of_head = carry
         sums, of_logits = _chunk_sums(options, cast, *part)
         of_logits = of_logits.astype(cast.dtype)
-        rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
-        of_head = constrain(of_head + sum_of_outer(rows, of_rows, of_head.dtype), "head_gradient")
+        if of_head is not None:
+            rows, of_rows = (x.reshape(shares, -1, x.shape[-1]) for x in (part[0], of_logits))
+            of_head = constrain(of_head + sum_of_outer(rows, of_rows, of_head.dtype), "head_gradient")
         of_hidden = project(of_logits, cast.T)
         return (LossSums(*map(jnp.add, total, sums)), of_head), of_hidden
 
     # [D, V] and not [V, D], which is how a CPU's product gives it: turned once, at the end.
-    start = _zeros(hidden), constrain(jnp.zeros_like(head, shape=(shares, *head.shape[::-1])), "head_gradient")
-    (total, of_head), of_hidden = lax.scan(add, start, _chunks(options.chunk, hidden, targets, weights))
+    empty = constrain(jnp.zeros_like(head, shape=(shares, *head.shape[::-1])), "head_gradient") if with_head else None
+    (total, of_head), of_hidden = lax.scan(add, (_zeros(hidden), empty), _chunks(options.chunk, hidden, targets, weights))
     batch, length = targets.shape
     of_hidden = of_hidden.swapaxes(0, 1).reshape(batch, -1, hidden.shape[-1])[:, :length]
-    return LossSums(*map(jnp.sum, total)), (of_hidden, jnp.sum(of_head, axis=0).T)
+    return LossSums(*map(jnp.sum, total)), [of_hidden, None if of_head is None else jnp.sum(of_head, axis=0).T]
 
 
 def _gathered(head: jax.Array, dtype: jax.typing.DTypeLike, constrain: Constrain) -> jax.Array:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -24,12 +25,14 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
+from llama_jax.model.adapters import Lora, adapter_shapes, build_adapters
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Layout, identity
-from llama_jax.model.params import Llama, Row, rows
+from llama_jax.model.params import BLOCKS, Llama, Row, rows
 from llama_jax.model.trees import build, param_shapes
 from llama_jax.ops.attention import Division, attend
 from llama_jax.ops.quantized import Quantized
+from llama_jax.ops.weights import AdaptedWeight, LowRank, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import BATCH, check_length, divide_over, ring_attention
@@ -73,12 +76,45 @@ def _with_context(spec: P, sizes: MeshSizes) -> P:
     return P(*cut)
 
 
+def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, stacked: bool = True, fitted: bool = False) -> Llama:
+    """Adapters of partition specs: A is cut by columns and B by rows as their matrices are, and neither by the rank.
+
+    Args:
+      stacked, fitted: as for `param_specs`.
+
+    Raises:
+      MeshError: as `param_specs`.
+    """
+    specs = param_specs(config, sizes, stacked=stacked, fitted=fitted)
+
+    def spec(row: Row, shape: LowRank, layer: int) -> LowRank:
+        node = specs.blocks[layer] if isinstance(specs.blocks, tuple) else specs.blocks
+        return _specs_of_pair(attrgetter(row.path.removeprefix(BLOCKS))(node), shape)
+
+    return build_adapters(config, lora, spec, stacked=stacked)
+
+
+def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
+    """Of the adapter of a matrix whose spec has an entry for each of its axes."""
+    return LowRank(P(*[None] * (pair.a.ndim - 1), matrix[-1]), P(*matrix[:-1], None))
+
+
 def train_state_specs(
-    config: LlamaConfig, sizes: MeshSizes, optimizer: optax.GradientTransformation, *, ema: bool = False
+    config: LlamaConfig,
+    sizes: MeshSizes,
+    optimizer: optax.GradientTransformation,
+    *,
+    ema: bool = False,
+    lora: Lora | None = None,
 ) -> TrainState:
-    """A `TrainState` of partition specs: what is kept for a parameter lies where the parameter lies."""
-    params = param_specs(config, sizes)
-    state = jax.eval_shape(lambda params: init_state(optimizer, params), param_shapes(config))
+    """A `TrainState` of partition specs: what is kept for a parameter lies where the parameter lies.
+
+    Args:
+      lora: of a state whose parameters are adapters.
+    """
+    params = param_specs(config, sizes) if lora is None else adapter_specs(config, sizes, lora)
+    shapes = param_shapes(config) if lora is None else adapter_shapes(config, lora)
+    state = jax.eval_shape(lambda params: init_state(optimizer, params), shapes)
     opt_state = optax.tree_map_params(
         optimizer,
         lambda kept, spec: kept if _left_out(kept) else spec,
@@ -206,18 +242,24 @@ def layout_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
     specs = shardings(mesh, param_specs(config, sizes, fitted=True))
     changed = _fitted_arrays(config, sizes)
 
-    def gather_heads(row: Row, array: jax.Array) -> jax.Array:
+    def gather_heads(row: Row, leaf: Any) -> Any:
         if not fit.has_groups(row):
-            return array
-        columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if len(row.mesh) > 1 else None)
-        return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
+            return leaf
+
+        def gather(array: jax.Array) -> jax.Array:
+            has_columns = len(row.mesh) > 1 and array.shape[-1] == config.dim  # and neither a bias nor B
+            columns = P(*[None] * (array.ndim - 1), row.mesh[-1] if has_columns else None)
+            return lax.with_sharding_constraint(array, NamedSharding(mesh, _with_context(columns, sizes)))
+
+        return fit.over_rows_of(leaf, gather)
 
     def fit_params(params: Llama) -> Llama:
         if not changed:
             return params
         if config.n_kv_heads % sizes.tensor:  # else XLA cannot follow the heads to their copies and back
             params = fit.changed(params, gather_heads)
-        return lax.with_sharding_constraint(fit.fit(config, sizes, params), specs)
+        fitted = fit.fit(config, sizes, params)
+        return lax.with_sharding_constraint(fitted, places_of(fitted, specs))
 
     ring = sizes.context > 1
     layout = Layout(
@@ -239,6 +281,21 @@ def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState
     """
     config, layout = layout_over(config, mesh)
     return partial(train_step, config, layout=layout)
+
+
+def places_of(params: Llama, matrices: Llama) -> Llama:
+    """Shardings for all that the parameters are made of, given those of the matrices they stand for."""
+
+    def of(leaf: Any, place: Any) -> Any:
+        if isinstance(leaf, QuantizedWeight):
+            return leaf.replace(planes=shardings_of_planes(leaf.form, place, leaf.ndim))
+        if isinstance(leaf, AdaptedWeight):
+            pair = jax.tree.map(lambda spec: place.update(spec=spec), _specs_of_pair(place.spec, leaf.low_rank))
+            return leaf.replace(base=of(leaf.base, place), low_rank=pair)
+        return place
+
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | AdaptedWeight)
+    return jax.tree.map(of, params, matrices, is_leaf=is_weight)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from llama_jax.analysis.hardware import find_hardware
-from llama_jax.checkpoints import load, open_checkpoint
+from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.data import training_batches
 from llama_jax.data.sources import Paths, find_files
@@ -21,10 +21,10 @@ from llama_jax.inference.generate import generate
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import dequantize
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import preparing
+from llama_jax.runs.base import load_weights
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Evaluation, evaluate
 from llama_jax.runs.lock import locked
@@ -116,6 +116,8 @@ def train(
     if opened is not None:
         model = recipe.model if preparing.is_extended(recipe.model, opened.config) else opened.config
         recipe = replace(recipe, model=model, vocabulary="given")
+    elif recipe.lora is not None:
+        raise TrainingError("lora trains adapters beside a model that stays as it is; give that with --weights (weights=)")
     # What is quick comes first: no mistake shall be found after minutes of reading or learning a vocabulary.
     preparing.check(recipe, folder, trace, mesh, backend)
     paths = find_files(data)
@@ -142,8 +144,8 @@ def train(
             processes.wait("text tokenised")
         preparing.describe(log, recipe, corpora)
         preparing.agree(processes, folder, recipe, mesh, backend, corpora, note)
-        start = None if weights is None or note is not None else dequantize(load(weights, "float32").params)
-        program = make_program(recipe, mesh, backend)
+        start, base = load_weights(recipe, weights, mesh, note)
+        program = make_program(recipe, mesh, backend, None if base is None else base.params)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
             state = program.start(start)
@@ -166,6 +168,7 @@ def train(
                 stop=Stopping(stop, processes.count),
                 profile=Profile(folder, trace, log),
                 processes=processes,
+                base=None if base is None else base.note,
             )
             run.announce(state, resumed=note is not None)
             return run.go_on(state, note)
@@ -186,13 +189,15 @@ class _TrainingRun:
     stop: Stopping
     profile: Profile
     processes: Processes
+    base: dict[str, str] | None = None  # under adapters that are trained
     tokens: int = 0
     validation: Evaluation | None = None
     validated: int = -1  # the step of it
 
     def __post_init__(self) -> None:
         self.rates = learning_rates(self.recipe.optimizer, self.recipe.steps)
-        self.flops = step_flops(self.recipe.model, self.recipe.batch, self.recipe.length)
+        recipe = self.recipe
+        self.flops = step_flops(recipe.model, recipe.batch, recipe.length, frozen=recipe.lora is not None)
         hardware = find_hardware(jax.devices()[0].device_kind)
         self.peak = None if hardware is None else hardware.flops
 
@@ -317,7 +322,7 @@ class _TrainingRun:
         self._mark += time.perf_counter() - before
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        params = state.params if state.ema is None else state.ema
+        params = self.program.model(state.params if state.ema is None else state.ema)
         recipe = self.recipe
         found = evaluate(
             recipe.model,
@@ -368,6 +373,7 @@ class _TrainingRun:
             "recipe": to_dict(self.recipe),
             "data": {**data, "train": corpora.train.digest, "validation": corpora.validation.digest},
             "tokens": self.tokens,
+            **({} if self.base is None else {"base": self.base}),
         }
         loss = self.validation.loss if self.validation is not None and self.validated == step else None
         self.snapshots.save(step, state, note, self.recipe.model, self.tokenizer, validation_loss=loss)

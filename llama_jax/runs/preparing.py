@@ -23,6 +23,7 @@ from llama_jax.data import Corpus, open_corpus, split
 from llama_jax.data.duplicates import without
 from llama_jax.data.sources import Paths
 from llama_jax.errors import shown
+from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -157,7 +158,11 @@ def describe(log: Log, recipe: Recipe, corpora: Corpora) -> None:
     """What is trained, before minutes may go into compiling it."""
     r, train, held = recipe, corpora.train, corpora.validation
     epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
-    log.line(f"model: {parameter_count(r.model):,} parameters, {r.dtype}, remat {r.remat}")
+    learnt = ""
+    if r.lora is not None:
+        kept = r.dtype if r.quantize == "none" else r.quantize
+        learnt = f" in {kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+    log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, {r.dtype}, remat {r.remat}")
     share = "" if corpora.kept is None else f" ({corpora.kept:.1%} of the data was kept for it)"
     log.line(
         f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"

@@ -16,13 +16,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
-from llama_jax.model.options import Compute
+from llama_jax.model.adapters import adapted, init_adapters, with_base
+from llama_jax.model.options import Compute, identity
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import init, stack
 from llama_jax.ops.attention import observed
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
-from llama_jax.parallel.specs import batch_spec, param_specs, shardings, step_over, train_state_specs
+from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, shardings, train_state_specs
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Measure, token_nats
 from llama_jax.runs.recipe import Recipe
@@ -46,7 +47,8 @@ class TrainingProgram:
       start: the state before the first step, from random parameters or from given ones.
       shapes: of the state, with shardings, for `Snapshots.restore`.
       adopt: makes a restored state one that `step` takes.
-      measure: for `evaluate`.
+      model: the model that trained parameters are: they themselves, or adapters joined with their base.
+      measure: for `evaluate`, of such a model.
       devices: how many.
       description: of the devices, in words.
       compile_seconds: of `step`.
@@ -59,6 +61,7 @@ class TrainingProgram:
     start: Callable[[Llama | None], TrainState]
     shapes: TrainState
     adopt: Callable[[TrainState], TrainState]
+    model: Callable[[Llama], Llama]
     measure: Measure
     devices: int
     description: str
@@ -66,15 +69,18 @@ class TrainingProgram:
     attention: str = ""
 
 
-def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> TrainingProgram:
+def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend, base: Llama | None = None) -> TrainingProgram:
     """Compile the step of a recipe: by `jax.jit` over a mesh, or by `jax.pmap` over `sizes.data` devices.
+
+    Args:
+      base: of a recipe that trains adapters, what they are joined with, stacked, where `param_specs` says.
 
     Raises:
       MeshError: devices, a model or a batch that do not fit together, or a process without a device in the mesh.
       TrainingError: a mesh that pmap cannot have.
     """
     check_mesh(recipe, sizes, backend)
-    return _pmap_program(recipe, sizes) if backend == "pmap" else _jit_program(recipe, sizes)
+    return _pmap_program(recipe, sizes) if backend == "pmap" else _jit_program(recipe, sizes, base)
 
 
 def _step(recipe: Recipe, step: Callable[..., tuple[TrainState, Metrics]]) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -101,7 +107,8 @@ def _start(recipe: Recipe, params: Llama) -> TrainState:
 
 
 def _random(recipe: Recipe) -> TrainState:
-    return _start(recipe, init(recipe.model, jax.random.key(recipe.seed)))
+    key = jax.random.key(recipe.seed)
+    return _start(recipe, init(recipe.model, key) if recipe.lora is None else init_adapters(recipe.model, recipe.lora, key))
 
 
 def _batch_shapes(recipe: Recipe, sharding: NamedSharding) -> Batch:
@@ -111,6 +118,8 @@ def _batch_shapes(recipe: Recipe, sharding: NamedSharding) -> Batch:
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     """Raise what `make_program` would of a mesh that there is not or that cannot divide the recipe, without compiling."""
+    if backend == "pmap" and recipe.lora is not None:
+        raise TrainingError("pmap trains whole models; train adapters with the backend jit")
     if backend == "pmap" and sizes.devices != sizes.data:
         raise TrainingError(f"pmap copies the whole model to every device and cannot have mesh {sizes}; use the backend jit")
     make_mesh(sizes)  # says where there are too few devices
@@ -129,10 +138,11 @@ def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     param_specs(recipe.model, sizes)
 
 
-def _jit_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
-    mesh = make_mesh(sizes)
+def _jit_program(recipe: Recipe, sizes: MeshSizes, base: Llama | None) -> TrainingProgram:
+    mesh, lora = make_mesh(sizes), recipe.lora
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
-    placement = shardings(mesh, train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0))
+    specs = train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0, lora=lora)
+    placement = shardings(mesh, specs)
     rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length))
     whole = NamedSharding(mesh, P())
     # Nothing is ever whole on one device: the state is born where it stays.
@@ -141,10 +151,19 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
         jax.eval_shape(partial(_random, recipe)),
         placement,
     )
-    jitted = jax.jit(_step(recipe, step_over(recipe.model, mesh)), donate_argnums=0, out_shardings=(placement, whole))
+    config, layout = layout_over(recipe.model, mesh)
+
+    def step(base: Llama | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        told = layout if base is None or lora is None else with_base(layout, base, lora)
+        return _step(recipe, partial(train_step, config, layout=told))(state, batch)
+
+    def model(params: Llama) -> Llama:
+        return params if base is None or lora is None else adapted(base, params, lora)
+
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, whole))
     began = time.perf_counter()
     with observed() as attention:
-        compiled = jitted.lower(shapes, _batch_shapes(recipe, rows)).compile()
+        compiled = jitted.lower(base, shapes, _batch_shapes(recipe, rows)).compile()
 
     def start(params: Llama | None) -> TrainState:
         if params is None:
@@ -159,12 +178,13 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
         )
 
     return TrainingProgram(
-        step=compiled,
+        step=partial(compiled, base),
         place=place,
         share=_share(rows, recipe.batch),
         start=start,
         shapes=shapes,
-        adopt=lambda state: state,
+        adopt=identity,
+        model=model,
         # All processes read the same rows, and each the whole answer.
         measure=_measure(recipe) if jax.process_count() == 1 else _measure(recipe, out_shardings=whole),
         devices=sizes.devices,
@@ -194,6 +214,7 @@ def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
         start=start,
         shapes=shapes,
         adopt=lambda state: replicate(state, devices),
+        model=identity,
         measure=_measure(recipe),
         devices=len(devices),
         description=f"pmap over {len(devices)} devices",

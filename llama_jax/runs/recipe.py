@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import DocumentFormat
+from llama_jax.model.adapters import Lora, adapter_shapes
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.runs.errors import TrainingError
@@ -19,10 +20,13 @@ from llama_jax.training.step import Loss
 
 RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
+Kept = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"]
 # What may change when a run is resumed: what it shows and keeps, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
 )
+
+LATER = ("attention", "attend", "loss", "lora", "quantize")  # settings that older runs did not have
 
 POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
 NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
@@ -40,8 +44,12 @@ class Recipe:
       optimizer: see `OptimizerSettings`.
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learnt from the
         training text with `model.vocab_size` pieces.
+      lora: train adapters of these settings beside a model that stays as it is (``--weights``); checkpoints hold them alone.
+        None trains the model.
+      quantize: with `lora`, the matrices of that model are kept in fewer bits, see `model.trees.quantize` ("nf4" is QLoRA:
+        Dettmers et al. 2023); "none" keeps them in `dtype`.
       seed: of the parameters and of the order of the data.
-      dtype: of the computation; the parameters are float32.
+      dtype: of the computation; the parameters that are trained are float32.
       remat, attention, attend: see `Compute` of `model.options`.
       loss: of one's own, as `training.objective.total_loss`, which None takes.
       chunk, z_loss: see `training.objective`.
@@ -68,6 +76,8 @@ class Recipe:
     accumulate: int = 1
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     vocabulary: Vocabulary = "given"
+    lora: Lora | None = None
+    quantize: Kept = "none"
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Remat = "none"
@@ -94,12 +104,19 @@ class Recipe:
             _require(self, name, 1)
         for name in NOT_NEGATIVE:
             _require(self, name, 0)
-        for name, known in (("vocabulary", Vocabulary), ("remat", Remat), ("dtype", Literal["float32", "bfloat16"])):
+        kinds = ("vocabulary", Vocabulary), ("remat", Remat), ("dtype", Literal["float32", "bfloat16"]), ("quantize", Kept)
+        for name, known in kinds:
             if getattr(self, name) not in get_args(known):
                 raise TrainingError(f"{name}={getattr(self, name)!r} must be one of {', '.join(get_args(known))}")
         for name in ("attend", "loss"):
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise TrainingError(f"{name}={getattr(self, name)!r} must be a function; a recipe of your own can give one")
+        if self.lora is not None:
+            if self.optimizer.name == "muon":
+                raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
+            adapter_shapes(self.model, self.lora)  # raises for targets that the model has not
+        elif self.quantize != "none":
+            raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; give lora.rank, too")
         Compute(attention=self.attention, attend=self.attend)
         if not 0 <= self.ema_decay < 1:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
@@ -131,7 +148,7 @@ def _name_of(function: Callable[..., Any] | None) -> str | None:
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
     defaults = {f"model.{f.name}": f.default for f in dataclasses.fields(LlamaConfig)}
-    defaults |= {f.name: f.default for f in dataclasses.fields(Recipe) if f.name in ("attention", "attend", "loss")}
+    defaults |= {f.name: f.default for f in dataclasses.fields(Recipe) if f.name in LATER}
     old, new = defaults | _flat(before), _flat(after)  # what an older version did not write is as it was then
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"

@@ -43,7 +43,9 @@ def _is_of_expert(row: Row) -> bool:
     return row.axes.startswith("E ") and len(row.axes.split()) == 3
 
 
-def step_flops(config: LlamaConfig, batch: int, length: int, *, document_length: float | None = None) -> float:
+def step_flops(
+    config: LlamaConfig, batch: int, length: int, *, document_length: float | None = None, frozen: bool = False
+) -> float:
     """FLOPs of one training step, forward and backward, by `FORMULA`.
 
     A product of a token with a weight is two operations forward and four backward, for the gradients of both. Attention
@@ -54,11 +56,13 @@ def step_flops(config: LlamaConfig, batch: int, length: int, *, document_length:
       document_length: tokens of the document that a token is in, averaged over tokens (see `mean_document_length`), for
         packed rows. None counts a row as one document. That is an assumption where documents are packed: it counts
         products between documents, which the mask throws away, but makes runs with the same rows comparable.
+      frozen: the matrices have no gradients of their own, as under adapters: 4 P instead of 6 P. What the adapters take,
+        some hundredths of it, is not counted.
     """
     c = config
     seen = (length if document_length is None else document_length) / 2
     attention = 12 * c.n_layers * c.n_heads * c.head_dim * seen
-    return batch * length * (6 * matrix_parameters(config) + attention)
+    return batch * length * ((4 if frozen else 6) * matrix_parameters(config) + attention)
 
 
 def mean_document_length(lengths: Iterable[int]) -> float:

@@ -13,6 +13,7 @@ from commands import run_here
 
 from llama_jax import cache_bytes, parameter_count, preset
 from llama_jax.checkpoints.huggingface_config import config_to_dict
+from llama_jax.model.adapters import Lora, adapter_count
 from llama_jax.parallel.mesh import parse_mesh
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "estimate"]
@@ -59,6 +60,19 @@ def test_training_as_a_table(process):
 def test_quantised_weights_are_named(run):
     out = run("stories-260k", "--batch", 1, "--length", 64, "--quantize", "int8").stdout
     assert out.startswith("stories-260k · decode · batch 1 x 64 · float32 · weights int8 · data=1")
+
+
+def test_adapters_take_no_state_of_the_model(run):
+    """Beside bfloat16 weights, AdamW's two numbers and the gradients of what is learnt alone."""
+    shape = "stories-260k", "--batch", 2, "--length", 32, "--mode", "train", "--dtype", "bfloat16", "--json"
+    found = json.loads(run(*shape, "--lora", 4).stdout)
+    learnt, memory = adapter_count(CONFIG, Lora(rank=4)), found["bytes_per_device"]["train step"]
+    assert memory["parameters"] == 2 * parameter_count(CONFIG) + 4 * learnt
+    assert memory["optimizer"] == 8 * learnt + 4
+    assert found["lora"] == 4
+    assert "--lora 4 is for --mode train" in run("stories-260k", "--batch", 2, "--length", 32, "--lora", 4).stderr
+    refused = run(*shape, "--quantize", "int8").stderr
+    assert "--quantize int8 is for --mode decode or --lora: training changes its weights" in refused
 
 
 @pytest.mark.slow

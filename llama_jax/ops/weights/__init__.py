@@ -1,13 +1,16 @@
-"""Weights in fewer bits than an array of floats has: leaves of `Llama` in the place of matrices."""
+"""Leaves of `Llama` in the place of matrices: weights in fewer bits than floats have, and weights with an adapter."""
 
+from llama_jax.ops.weights.adapted import AdaptedWeight, LowRank
 from llama_jax.ops.weights.kinds import KINDS, Name, fitting
 from llama_jax.ops.weights.planes import Kind, Plane
 from llama_jax.ops.weights.weight import JoinedWeight, QuantizedWeight, quantized, shardings_of_planes
 
 __all__ = [
     "KINDS",
+    "AdaptedWeight",
     "JoinedWeight",
     "Kind",
+    "LowRank",
     "Name",
     "Plane",
     "QuantizedWeight",

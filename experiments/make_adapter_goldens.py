@@ -1,0 +1,164 @@
+"""Write what PEFT computes with adapters on a small random model, for the tests to compare with where it is not installed.
+
+    pip install -e ".[parity]"
+    python experiments/make_adapter_goldens.py
+
+Weights and adapters are drawn from NumPy's generator and are not stored, only results in float64: logits, every gradient of
+a loss, and the losses and the adapters of twenty steps of AdamW. Three things of transformers are not computed in float64
+whatever the model is, and are so here: normalisation is replaced by its definition, and all tokens stand at position 0,
+where the rotary embedding turns nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from make_goldens import GOLDENS, KINDS, random_tensors, tokens, transformers_model
+from safetensors.numpy import save_file
+
+from llama_jax import LlamaConfig
+from llama_jax.model.adapters import Lora
+
+CASES: dict[str, tuple[str, Lora]] = {
+    "every matrix": ("gqa", Lora(rank=4, alpha=8.0)),
+    "queries and values": ("tied", Lora(rank=3, alpha=5.0, targets=("q_proj", "v_proj"))),
+    "rank-stabilised": ("mqa", Lora(rank=5, alpha=6.0, targets=("k_proj", "o_proj", "gate_proj", "down_proj"), rslora=True)),
+}
+STEPS, RATE, DECAY = 20, 5e-3, 0.1
+BETAS, EPS = (0.9, 0.95), 1e-8
+MODULES = {  # of a layer: outputs and inputs
+    "self_attn.q_proj": lambda c: (c.n_heads * c.head_dim, c.dim),
+    "self_attn.k_proj": lambda c: (c.n_kv_heads * c.head_dim, c.dim),
+    "self_attn.v_proj": lambda c: (c.n_kv_heads * c.head_dim, c.dim),
+    "self_attn.o_proj": lambda c: (c.dim, c.n_heads * c.head_dim),
+    "mlp.gate_proj": lambda c: (c.hidden_dim, c.dim),
+    "mlp.up_proj": lambda c: (c.hidden_dim, c.dim),
+    "mlp.down_proj": lambda c: (c.dim, c.hidden_dim),
+}
+
+
+def adapter_tensors(config: LlamaConfig, lora: Lora, seed: int = 3) -> dict[str, np.ndarray]:
+    """Adapters by PEFT's names, float32, both parts far from zero."""
+    rng, found = np.random.default_rng(seed), {}
+    for layer in range(config.n_layers):
+        for module, shape_of in MODULES.items():
+            if module.split(".")[1] not in lora.targets:
+                continue
+            outputs, inputs = shape_of(config)
+            stem = f"base_model.model.model.layers.{layer}.{module}"
+            for name, shape in (("A", (lora.rank, inputs)), ("B", (outputs, lora.rank))):
+                found[f"{stem}.lora_{name}.weight"] = (0.2 * rng.standard_normal(shape)).astype(np.float32)
+    return found
+
+
+def batch_of(config: LlamaConfig, step: int) -> np.ndarray:
+    """Rows of the batch of a step, int32[3, 13]: the last 12 of each are predicted."""
+    return np.random.default_rng(100 + step).integers(0, config.vocab_size, (3, 13), dtype=np.int32)
+
+
+def write_adapter(folder: Path, config: LlamaConfig, lora: Lora) -> None:
+    """The adapter as PEFT would have written it."""
+    settings = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets, "use_rslora": lora.rslora}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
+    save_file(adapter_tensors(config, lora), folder / "adapter_model.safetensors")
+
+
+def peft_model(config: LlamaConfig, lora: Lora, tensors: dict[str, np.ndarray], *, wide: bool = True) -> Any:
+    """The base and its adapter in PEFT, in training mode; in float64 where `wide`, as the module says."""
+    import peft
+    import torch
+
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets),
+        use_rslora=lora.rslora,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    model = peft.get_peft_model(transformers_model(config, random_tensors(config)), settings)
+    said = peft.set_peft_model_state_dict(model, {name: torch.from_numpy(array) for name, array in tensors.items()})
+    assert not said.unexpected_keys
+    if wide:
+        model = model.double()
+        for module in model.modules():
+            if type(module).__name__ == "LlamaRMSNorm":
+                module.forward = _normalise(module)
+    return model.train()
+
+
+def _normalise(module: Any) -> Any:
+    import torch
+
+    def forward(x: Any) -> Any:
+        return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+
+    return forward
+
+
+def peft_logits(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
+    """Of whole rows; with `wide` every token stands at position 0."""
+    import torch
+
+    rows = torch.from_numpy(ids).long()
+    if not wide:
+        return model(input_ids=rows).logits
+    return model(input_ids=rows, attention_mask=torch.ones_like(rows), position_ids=torch.zeros_like(rows)).logits
+
+
+def peft_loss(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
+    """Mean over all predicted tokens, in nats."""
+    import torch
+
+    logits = peft_logits(model, ids[:, :-1], wide=wide)
+    targets = torch.from_numpy(ids[:, 1:]).long().reshape(-1)
+    return torch.nn.functional.cross_entropy(logits.reshape(len(targets), -1), targets)
+
+
+def parameters_of(model: Any) -> dict[str, Any]:
+    """Those that are trained, by the names in PEFT's files."""
+    return {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def results(config: LlamaConfig, lora: Lora, *, wide: bool = True) -> dict[str, np.ndarray]:
+    """Logits, gradients, and twenty steps."""
+    import torch
+
+    model = peft_model(config, lora, adapter_tensors(config, lora), wide=wide)
+    with torch.no_grad():
+        found = {"logits": peft_logits(model, tokens(config)[:, :24], wide=wide).numpy()}
+    peft_loss(model, batch_of(config, 0), wide=wide).backward()
+    found |= {f"gradient {name}": p.grad.numpy().copy() for name, p in parameters_of(model).items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = peft_loss(model, batch_of(config, step), wide=wide)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    found |= {f"after {name}": p.detach().numpy() for name, p in parameters_of(model).items()}
+    return found | {"losses": np.array(losses)}
+
+
+def main() -> None:
+    import peft
+    import torch
+    import transformers
+
+    stored = {
+        f"{case}: {name}": array
+        for case, (kind, lora) in CASES.items()
+        for name, array in results(KINDS[kind], lora).items()
+    }
+    version = f"peft {peft.__version__}, transformers {transformers.__version__}, torch {torch.__version__}"
+    np.savez_compressed(GOLDENS / "adapters.npz", version=np.array(version), **stored)
+    print(f"adapters.npz: {(GOLDENS / 'adapters.npz').stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()

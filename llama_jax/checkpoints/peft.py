@@ -1,0 +1,206 @@
+"""Adapters as PEFT keeps them: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.checkpoints.fill import check
+from llama_jax.checkpoints.huggingface import NAMES, header, read_safetensors
+from llama_jax.checkpoints.names import Share, shares_of
+from llama_jax.checkpoints.tensors import FLOATS, Tensor, kind_of, target_dtype
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, ConfigError, reading, shown
+from llama_jax.files import read_object
+from llama_jax.model.adapters import TARGETS, Lora, build_adapters
+from llama_jax.model.params import BLOCKS, TABLE, Block, Llama, Row, shape_of
+from llama_jax.model.trees import unstack
+from llama_jax.ops.weights import LowRank
+from llama_jax.parallel.fit import unfit
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Settings that decide nothing about what the adapter computes.
+IGNORED = frozenset(
+    {
+        *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
+        *("lora_dropout", "exclude_modules", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
+    }
+)
+READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights"})
+# Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
+STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+# By target: the tensor of the base that it is, as `names` has it.
+BASES: dict[str, tuple[Row, Share]] = {
+    name: (row, share)
+    for row in TABLE
+    for share in shares_of(row)
+    for name in TARGETS
+    if NAMES[share.name].endswith(f".{name}.weight")
+}
+
+
+def read_folder(folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
+    """The adapter in a folder: its settings, its numbers, and what it says of its base; see `adapters.load_adapter`."""
+    with reading(folder, CheckpointError):
+        if not (folder / CONFIG).is_file():
+            raise CheckpointError(f"{folder} holds no adapter: it has no {CONFIG}; give a folder that PEFT or train wrote")
+        settings = read_object(folder / CONFIG, CheckpointError)
+        if not (folder / WEIGHTS).is_file():
+            raise CheckpointError(f"{folder} has no {WEIGHTS}; save the adapter as safetensors with PEFT")
+        tensors = read_safetensors(folder / WEIGHTS)
+    lora = _lora_of(folder, settings, tensors)
+    said = settings.get("base_model_name_or_path")
+    base = said if isinstance(said, str) and said else None
+    return lora, _read(folder / WEIGHTS, config, lora, tensors, dtype, base), base
+
+
+def write_folder(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
+    """Write adapters into an empty folder; see `adapters.save_adapter`."""
+    blocks = unfit(config, unstack(adapters)).blocks
+    assert isinstance(blocks, tuple)
+    tensors = dict(_tensors(config, blocks, lora))
+    settings = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": lora.rank,
+        "target_modules": list(lora.targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": lora.rslora,
+    }
+    (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
+    with (folder / WEIGHTS).open("wb") as file:
+        file.write(header({name: (kind_of(one.dtype), one.shape, one.nbytes) for name, one in tensors.items()}))
+        for name, array in tensors.items():
+            check(array, array.dtype, f"adapter's tensor {name!r}")
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _lora_of(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lora:
+    """The settings; the targets are those of the tensors, for a file may name them by a pattern."""
+    where, kind = folder / CONFIG, settings.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{where}: peft_type={shown(kind)} is not supported; adapters are read of the type LORA")
+    for name, value in settings.items():
+        if name not in IGNORED | READ and value and value != "none":
+            raise CheckpointError(f"{where}: {shown(name, 40)}={shown(value)} is not supported; train an adapter without it")
+    if settings.get("init_lora_weights") not in STARTS:
+        raise CheckpointError(
+            f"{where}: init_lora_weights={shown(settings['init_lora_weights'])} may have changed the base; convert it to a"
+            " plain LoRA with PEFT"
+        )
+    asked = settings.get("target_modules")
+    names = [name for name in TARGETS if any(_module(name, 0) in key for key in tensors)]
+    for name in asked if isinstance(asked, list) else ():
+        if str(name).split(".")[-1] not in names:
+            raise CheckpointError(
+                f"{where} names the target {shown(name, 80)}, of which {WEIGHTS} has no tensor of layer 0; the targets"
+                f" of a Llama are {', '.join(TARGETS)}"
+            )
+    try:
+        rank, alpha, rslora = settings.get("r"), settings.get("lora_alpha"), settings.get("use_rslora")
+        return Lora(rank=rank, alpha=alpha, targets=tuple(names), rslora=bool(rslora))  # type: ignore[arg-type]  # checked there
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _read(
+    where: Path,
+    config: LlamaConfig,
+    lora: Lora,
+    tensors: Mapping[str, Tensor],
+    dtype: jax.typing.DTypeLike,
+    base: str | None,
+) -> Llama:
+    target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
+    of_whom = "" if base is None else f", which was trained on {shown(base)}"
+
+    def tensor(name: str, *shape: int) -> np.ndarray:
+        if name not in tensors:
+            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is missing; is this the adapter's base{of_whom}?")
+        unread.discard(name)
+        found = tensors[name]
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{where}: tensor {shown(name, 120)} has shape {list(found.shape)}, rank {lora.rank} and this base need"
+                f" {list(shape)}; is this the adapter's base{of_whom}?"
+            )
+        if found.dtype not in FLOATS.values():
+            raise CheckpointError(f"{where}: tensor {shown(name, 120)} is {found.kind}; a float of 16 or 32 bits is needed")
+        rows = found.read(0, found.shape[0])
+        check(rows, target, f"{where}: tensor {name!r}")
+        return rows.astype(target)
+
+    def pair(row: Row, shape: LowRank, layer: int) -> LowRank:
+        sizes = {name: shape_of(share.axes, config) for name, share in _shares_at(row)}
+        thin = {name: tensor(_keys(name, layer)[0], lora.rank, sizes[name][1]) for name in sizes if name in lora.targets}
+        tall = {name: tensor(_keys(name, layer)[1], sizes[name][0], lora.rank) for name in sizes if name in lora.targets}
+        for name in sizes.keys() - thin.keys():
+            thin[name] = np.zeros((lora.rank, sizes[name][1]), target)
+            tall[name] = np.zeros((sizes[name][0], lora.rank), target)
+        a, b = [thin[name] for name in sizes], [tall[name] for name in sizes]
+        if len(b) > 1:  # rows of each head side by side
+            b = [np.concatenate([one.reshape(config.n_kv_heads, -1, *shape.b.shape[2:]) for one in b], axis=1)]
+        return LowRank(jnp.asarray(np.stack(a).reshape(shape.a.shape)), jnp.asarray(b[0]))
+
+    if config.n_layers > len(tensors):
+        raise CheckpointError(
+            f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{of_whom}?"
+        )
+    try:
+        found = build_adapters(config, lora, pair, stacked=False)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    if unread:
+        raise CheckpointError(
+            f"{where}: tensor {shown(min(unread), 120)} is no part of a LoRA of this base ({len(unread)} such); is this the"
+            f" adapter's base{of_whom}?"
+        )
+    return found
+
+
+def _tensors(config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora) -> list[tuple[str, np.ndarray]]:
+    """Under PEFT's names, layer by layer."""
+    found: list[tuple[str, np.ndarray]] = []
+
+    def put(row: Row, _: LowRank, layer: int) -> None:
+        pair, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(blocks[layer])), 0
+        for part, (name, share) in enumerate(_shares_at(row)):
+            a, b = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b
+            if share.width:
+                last = first + shape_of(share.width, config)[0]
+                b, first = b[:, first:last], last
+            if name in lora.targets:
+                keys = _keys(name, layer)
+                found.extend([(keys[0], a), (keys[1], b.reshape(shape_of(share.axes, config)[0], lora.rank))])
+
+    build_adapters(config, lora, put, stacked=False)
+    return found
+
+
+def _shares_at(row: Row) -> list[tuple[str, Share]]:
+    return [(name, share) for name, (its_row, share) in BASES.items() if its_row is row]
+
+
+def _module(target: str, layer: int) -> str:
+    return NAMES[BASES[target][1].name].format(layer).removesuffix(".weight")
+
+
+def _keys(target: str, layer: int) -> tuple[str, str]:
+    """The names of A and B."""
+    stem = f"base_model.model.{_module(target, layer)}"
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"

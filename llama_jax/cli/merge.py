@@ -1,0 +1,73 @@
+"""``llama-jax merge``: a model and an adapter as one model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from llama_jax.cli.convert import FORMATS
+from llama_jax.cli.stopping import ending_in_order
+
+if TYPE_CHECKING:
+    from llama_jax.checkpoints.saving import Kind
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory."""
+
+    base: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="BASE")]]
+    """The model that the adapter was trained on, of any format that is read."""
+    adapter: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="ADAPTER")]]
+    """A folder of PEFT's, or of a run that trains one."""
+    destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
+    format: FORMATS | None = None
+    """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
+    """Type of what is written; auto is that of BASE, float32 where it is quantised. The sum is made in float32 and rounded
+    once: of 16 bits and fewer it keeps what they can tell. q8_0 and q4_0 are for gguf alone."""
+    overwrite: bool = False
+    """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
+
+    def run(self) -> None:
+        from tqdm import tqdm
+
+        from llama_jax.checkpoints import load, load_adapter, open_checkpoint, save
+        from llama_jax.checkpoints.appearing import check_room
+        from llama_jax.checkpoints.saving import FOLDERS, format_of
+        from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
+        from llama_jax.model.adapters import merge
+
+        started = time.perf_counter()
+        use_compilation_cache()
+        start_backend()
+        folder = (self.format or format_of(self.destination)) in FOLDERS
+        sources = [self.base, self.adapter]
+        check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
+        adapter = load_adapter(self.adapter, open_checkpoint(self.base).config)  # before minutes go into loading
+        dtype: Kind | None = None if self.dtype == "auto" else self.dtype
+        bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
+        with ending_in_order("stopped; nothing was written"):
+            # In float32 where it is written in fewer bits than it has: rounded once.
+            config, params, tokenizer = load(self.base, None if dtype is None else "float32", progress=loading_bar)
+            merged = merge(params, adapter.params, adapter.lora)
+            save(
+                self.destination,
+                config,
+                merged,
+                tokenizer,
+                format=self.format,
+                dtype=dtype,
+                overwrite=self.overwrite,
+                progress=bar,
+            )
+        files = self.destination.rglob("*") if self.destination.is_dir() else [self.destination]
+        size = sum(path.stat().st_size for path in files if path.is_file())
+        print(f"{self.destination}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

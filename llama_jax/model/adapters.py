@@ -1,0 +1,259 @@
+"""LoRA: a frozen model whose matrices have changes of low rank that are learnt (Hu et al. 2021).
+
+Adapters are a `Llama` with a `LowRank` in the place of each matrix that has one and None elsewhere: a tree of its own,
+which is trained, kept and written alone. `adapted` joins it with the parameters of the base; what then stands in the place
+of a weight brings its own matmul, so that every function of a model takes an adapted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.errors import ConfigError, shown
+from llama_jax.model.options import Layout
+from llama_jax.model.params import Block, Llama, Row
+from llama_jax.model.trees import build
+from llama_jax.ops.weights import AdaptedWeight, LowRank
+
+
+class Target(NamedTuple):
+    """Where in the tree a matrix stands, and which part of queries, keys and values it is, which are one matrix there."""
+
+    path: str
+    part: int | None = None
+
+
+# By the names that PEFT gives them, those of transformers' modules.
+TARGETS: dict[str, Target] = {
+    "q_proj": Target("blocks.attention.qkv", 0),
+    "k_proj": Target("blocks.attention.qkv", 1),
+    "v_proj": Target("blocks.attention.qkv", 2),
+    "o_proj": Target("blocks.attention.out"),
+    "gate_proj": Target("blocks.feed_forward.gate"),
+    "up_proj": Target("blocks.feed_forward.up"),
+    "down_proj": Target("blocks.feed_forward.down"),
+}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What adapters are, beside their numbers.
+
+    Attributes:
+      rank: R, of every change.
+      alpha: a change counts alpha / R times, so that another rank needs no other learning rate.
+      targets: the matrices that are changed, by the names of `TARGETS`; all by default, as Schulman et al. 2025 ("LoRA
+        without regret") recommend.
+      rslora: a change counts alpha / sqrt(R) times, so that high ranks learn as fast as low ones (Kalajdzievski 2023).
+
+    Raises:
+      ConfigError: a value that cannot be, or a target that is no matrix of a Llama.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = tuple(TARGETS)
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive_int("rank", self.rank)
+        require_number("alpha", self.alpha, above=0)
+        known = ", ".join(TARGETS)
+        if not self.targets:
+            raise ConfigError(f"targets={self.targets} name no matrix; give some of {known}")
+        for name in self.targets:
+            if name not in TARGETS:
+                raise ConfigError(f"targets: {shown(name)} is no matrix that has an adapter here; give some of {known}")
+        if len(set(self.targets)) < len(self.targets):
+            raise ConfigError(f"targets={shown(self.targets, 200)} name a matrix twice; name each once")
+
+    @property
+    def scale(self) -> float:
+        """How many times a change counts."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+def init_adapters(config: LlamaConfig, lora: Lora, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+    """Adapters for stacked blocks that change nothing yet: A uniform within 1 / sqrt(D), B zero, as PEFT starts them.
+
+    Where only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a gradient
+    other than zero, and both stay what they are.
+
+    Raises:
+      ConfigError: a target that is no single matrix in a model of this configuration.
+    """
+
+    def start(row: Row, shape: LowRank, _: int) -> LowRank:
+        layers, *_, rank, columns = shape.a.shape
+        bound = 1 / math.sqrt(columns)
+
+        def draw(name: str) -> jax.Array:
+            if name not in lora.targets:
+                return jnp.zeros((layers, rank, columns), dtype)
+            its_key = jax.random.fold_in(key, list(TARGETS).index(name))
+            return jax.random.uniform(its_key, (layers, rank, columns), jnp.float32, -bound, bound).astype(dtype)
+
+        parts = jnp.stack([draw(name) for name in _names_at(row.path)], axis=1)
+        return LowRank(parts.reshape(shape.a.shape), jnp.zeros(shape.b.shape, dtype))
+
+    return build_adapters(config, lora, start)
+
+
+def adapter_shapes(
+    config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True
+) -> Llama:
+    """Adapters of `jax.ShapeDtypeStruct`: what `init_adapters` would give, without allocating it.
+
+    Raises:
+      ConfigError: as `init_adapters`.
+    """
+    return build_adapters(config, lora, lambda row, shape, layer: shape, dtype, stacked=stacked)
+
+
+def build_adapters(
+    config: LlamaConfig,
+    lora: Lora,
+    pair_of: Callable[[Row, LowRank, int], Any],
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    stacked: bool = True,
+) -> Llama:
+    """A `Llama` with what a function gives for each matrix that has an adapter, and None elsewhere.
+
+    Args:
+      pair_of: given the row of the table, the shapes as a `LowRank` of `jax.ShapeDtypeStruct`, and the layer: 0 for stacked
+        blocks.
+
+    Raises:
+      ConfigError: as `init_adapters`.
+    """
+    of_experts = [name for name in lora.targets if config.experts and "feed_forward" in TARGETS[name].path]
+    if of_experts:
+        raise ConfigError(
+            f"targets: {of_experts[0]} is a matrix of each expert in this model, and those have no adapters here; give some"
+            " of q_proj, k_proj, v_proj, o_proj"
+        )
+    paths = {TARGETS[name].path for name in lora.targets}
+
+    def leaf(row: Row, layer: int) -> Any:
+        if row.path not in paths:
+            return None
+        shape = row.shape_of_all(config) if stacked else row.shape(config)
+        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(row.path, shape, lora.rank, stacked))
+        return pair_of(row, LowRank(a, b), layer)
+
+    return build(config, leaf, stacked=stacked)
+
+
+def adapter_count(config: LlamaConfig, lora: Lora) -> int:
+    """How many numbers adapters learn."""
+    widths = {"q_proj": config.queries_per_kv_head, "k_proj": 1, "v_proj": 1}  # of G + 2
+    numbers = 0
+
+    def count(row: Row, shape: LowRank, _: int) -> None:
+        nonlocal numbers
+        layers, *_, columns = shape.a.shape
+        for name in set(_names_at(row.path)) & set(lora.targets):
+            outputs = math.prod(shape.b.shape[1:-1])
+            if name in widths:
+                outputs = outputs // sum(widths.values()) * widths[name]
+            numbers += layers * lora.rank * (columns + outputs)
+
+    build_adapters(config, lora, count)
+    return numbers
+
+
+def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
+    """The model with its adapters: parameters for every function of a model. Nothing is copied, and nothing added up.
+
+    Args:
+      params: the base, dense or quantised, on whatever devices.
+      adapters: of the same form: for stacked blocks or for a tuple of them, as `stack` and `unstack` make them.
+
+    Raises:
+      ConfigError: adapters of another form or for another model; the message names the matrix.
+    """
+    stacked = isinstance(params.blocks, Block)
+    pairs = {_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
+
+    def join(path: tuple[Any, ...], leaf: Any) -> Any:
+        pair = pairs.pop(_name(path), None)
+        if pair is None:
+            return leaf
+        needed = _shapes(_path(path), tuple(leaf.shape), lora.rank, stacked)
+        found = tuple(pair.a.shape), tuple(pair.b.shape)
+        if found != needed:
+            raise ConfigError(
+                f"adapter of {_name(path)}: A is {list(found[0])} and B is {list(found[1])}; rank={lora.rank} of a matrix"
+                f" {list(leaf.shape)} needs {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
+            )
+        return AdaptedWeight(leaf, pair, lora.scale)
+
+    found = jax.tree_util.tree_map_with_path(join, params, is_leaf=lambda leaf: hasattr(leaf, "project"))
+    if pairs:
+        raise ConfigError(
+            f"adapter of {min(pairs)}: the model has no such matrix; are both of one model, and both stacked or both not?"
+        )
+    return found
+
+
+def with_base(layout: Layout, base: Llama, lora: Lora) -> Layout:
+    """A layout in which a `TrainState` whose parameters are adapters trains them: `train_step` joins them with the base.
+
+    Only what is in the state is differentiated, so of the base there is no gradient. Make the base an argument of the
+    function that is compiled, which would otherwise hold a copy of it.
+
+    Args:
+      layout: of the model.
+      base: parameters as a state of full training has them, in any dtype or quantised.
+    """
+    return replace(layout, fit=lambda adapters: layout.fit(adapted(base, adapters, lora)))
+
+
+def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
+    """The model as plain weights, W + s B A, which needs no adapters any more.
+
+    A change is added in float32 and the sum rounded once to the dtype of the weight: of 16 bits it keeps what they can tell.
+    A quantised matrix becomes a dense one, in the dtype of its computation.
+
+    Raises:
+      ConfigError: as `adapted`.
+    """
+    one = AdaptedWeight.decoded
+    run = jax.jit(jax.vmap(one) if isinstance(params.blocks, Block) else one)
+    is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)
+    joined = adapted(params, adapters, lora)
+    return jax.tree.map(lambda leaf: run(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
+
+
+def _names_at(path: str) -> list[str]:
+    """The targets that are a matrix, or the parts of it."""
+    return [name for name, target in TARGETS.items() if target.path == path]
+
+
+def _shapes(path: str, shape: tuple[int, ...], rank: int, stacked: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of A and B for the matrix at a path of the table."""
+    parts = len(_names_at(path))
+    several = (parts,) if parts > 1 else ()
+    return (*shape[: int(stacked)], *several, rank, shape[-1]), (*shape[:-1], rank)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    """In the table, of a place in a `Llama` of either form."""
+    return ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _is_pair(leaf: Any) -> bool:
+    return isinstance(leaf, LowRank)

@@ -1,0 +1,108 @@
+"""What a run begins with: a model to go on training, or a frozen one for the adapters that it trains."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax.checkpoints import load
+from llama_jax.model.params import Llama
+from llama_jax.model.trees import dequantize
+from llama_jax.ops.weights.planes import INT4
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.serving import param_shardings
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Base:
+    """A frozen model, as the step of a run reads it.
+
+    Attributes:
+      params: with stacked blocks, on the devices of the run.
+      note: for checkpoints: where it was read, and its digest.
+    """
+
+    params: Llama
+    note: dict[str, str]
+
+
+def load_weights(
+    recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, note: dict[str, Any] | None
+) -> tuple[Llama | None, Base | None]:
+    """The parameters that a new run begins with, or None; and the base of adapters, which a resumed run needs too.
+
+    Args:
+      note: of the checkpoint to go on from.
+
+    Raises:
+      TrainingError: the base of adapters is another one than the run began with.
+    """
+    if recipe.lora is None:
+        if weights is None or note is not None:
+            return None, None
+        return dequantize(load(weights, "float32").params), None
+    assert weights is not None
+    kind = None if recipe.quantize == "none" else recipe.quantize
+    places = param_shardings(recipe.model, mesh, fitted=False)
+    params = load(weights, recipe.dtype, quantize=kind, shardings=places).params
+    params = _stacked(params if kind is not None else dequantize(params))
+    found = {"path": os.fspath(weights), "digest": digest(params)}
+    before = {} if note is None else note.get("base", {})
+    if note is not None and before.get("digest") != found["digest"]:
+        raise TrainingError(
+            f"{found['path']} is not the model that this run's adapters began with, {before.get('path')}: its numbers are"
+            " others; resume with the same --weights"
+        )
+    return None, Base(params, found)
+
+
+def _stacked(params: Llama) -> Llama:
+    """`stack`, a matrix after the other: of each the blocks' own arrays are deleted, so that no second model is held."""
+    assert isinstance(params.blocks, tuple)
+    blocks = [jax.tree.flatten(block) for block in params.blocks]
+
+    def join(*parts: jax.Array) -> jax.Array:
+        place = parts[0].sharding
+        if isinstance(place, jax.sharding.NamedSharding):
+            place = place.update(spec=jax.sharding.PartitionSpec(None, *place.spec))
+        whole = jax.block_until_ready(jax.jit(lambda *parts: jnp.stack(parts), out_shardings=place)(*parts))
+        for part in parts:
+            part.delete()
+        return whole
+
+    arrays = [join(*parts) for parts in zip(*(leaves for leaves, _ in blocks), strict=True)]
+    return params.replace(blocks=jax.tree.unflatten(blocks[0][1], arrays))
+
+
+def digest(params: Any) -> str:
+    """A number that tells trees of arrays apart: a sum over all bits of each array, weighted by their places in it.
+
+    Sums of integers do not depend on their order: it is the same however the arrays lie over devices. It finds what was
+    mistaken for something else, not what was forged.
+    """
+    sums = {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {int(_sum_of_bits(leaf))}"
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
+
+
+@jax.jit
+def _sum_of_bits(array: jax.Array) -> jax.Array:
+    if array.dtype == INT4:
+        array = array.astype(jnp.int8)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(array.dtype.itemsize, 4)]
+    bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)  # of 8 bytes two
+    place, step = jnp.uint32(1), 1
+    for axis in reversed(range(bits.ndim)):
+        place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(step * 2_654_435_762 % 2**32)
+        step *= bits.shape[axis]
+    return jnp.sum(bits * place, dtype=jnp.uint32)

@@ -1,0 +1,89 @@
+"""--adapter of the commands that read a model, and merge."""
+
+import json
+from functools import partial
+
+import jax
+import pytest
+from adapters import LORA, random_adapters
+
+import llama_jax
+from llama_jax.checkpoints import save_adapter
+from llama_jax.cli.eval import Eval
+from llama_jax.cli.generate import Generate
+from llama_jax.cli.merge import Merge
+from llama_jax.cli.verify import Verify
+from llama_jax.errors import CheckpointError, UserError
+
+
+@pytest.fixture(scope="module")
+def adapter(stories, tmp_path_factory):
+    """One that changes what the stories model says, and not whether it says anything."""
+    adapters = jax.tree.map(lambda array: 0.7 * array, random_adapters(stories.config))
+    folder = tmp_path_factory.mktemp("adapter") / "adapter"
+    save_adapter(folder, stories.config, adapters, LORA)
+    return folder
+
+
+@pytest.fixture
+def merged(stories_folder, adapter, calling, tmp_path):
+    _, err = calling(Merge, stories_folder, adapter, tmp_path / "merged")
+    assert "merged: 1." in err
+    return tmp_path / "merged"
+
+
+def test_a_merged_model_says_what_the_adapted_one_does(calling, stories_folder, adapter, merged, tmp_path):
+    options = "Once upon a time", "--temperature", 0, "--max-new-tokens", 12, "--json"
+    said = partial(calling, Generate, *options)
+    beside = json.loads(said("--model", stories_folder, "--adapter", adapter).out)
+    assert json.loads(said("--model", merged).out)["text"] == beside["text"]
+    assert json.loads(said("--model", stories_folder).out)["text"] != beside["text"]
+
+    (tmp_path / "text.txt").write_text("Once upon a time, there was a little girl named Lily.")
+    measured = partial(calling, Eval, "--data", tmp_path / "text.txt", "--length", 64, "--json")
+    found = json.loads(measured(stories_folder, "--adapter", adapter).out)
+    assert found["adapter"] == str(adapter)
+    assert found["loss"] == pytest.approx(json.loads(measured(merged).out)["loss"], rel=1e-5)
+    assert found["loss"] != pytest.approx(json.loads(measured(stories_folder).out)["loss"], rel=1e-2)
+
+    oracle = tmp_path / "oracle.npz"
+    codes = []
+    for arguments in (
+        (merged, "--write-oracle", oracle, "--tokens", 16),
+        (stories_folder, "--adapter", adapter, "--oracle", oracle),
+        (stories_folder, "--oracle", oracle),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            calling(Verify, *arguments)
+        codes.append(ended.value.code)
+    assert codes == [0, 0, 1]
+
+
+def test_what_cannot_be(calling, stories_folder, adapter, hf_folder, tmp_path):
+    with pytest.raises(UserError, match="--adapter and --quantize each change what is compared"):
+        calling(Verify, stories_folder, "--adapter", adapter, "--quantize", "int8")
+    with pytest.raises(CheckpointError, match="is this the adapter's base"):
+        calling(Generate, "x", "--model", hf_folder, "--adapter", adapter)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine.txt").write_text("x")
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        calling(Merge, stories_folder, adapter, tmp_path / "there")
+    with pytest.raises(CheckpointError, match="is, holds or lies in the model that is read"):
+        calling(Merge, stories_folder, adapter, adapter)
+
+
+def test_it_is_merged_into_other_formats(calling, stories, stories_folder, adapter, tmp_path):
+    calling(Merge, stories_folder, adapter, tmp_path / "merged.gguf", "--dtype", "float16")
+    config, params, _ = llama_jax.load(tmp_path / "merged.gguf")
+    assert params.blocks[0].attention.out.dtype == "float16"
+    assert config.dim == stories.config.dim
+
+
+@pytest.mark.slow
+def test_it_is_served(stories, stories_folder, adapter):
+    """By the engine, for all requests: each is what `generate` gives it with the adapter."""
+    config, params, tokenizer = llama_jax.load(stories_folder, adapter=adapter)
+    prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("The old llama")]
+    wanted = [row.tokens for row in llama_jax.generate(config, params, prompts, max_new_tokens=8)]
+    assert wanted != [row.tokens for row in llama_jax.generate(config, stories.params, prompts, max_new_tokens=8)]
+    assert [row.tokens for _, row in sorted(llama_jax.batch(config, params, prompts, max_new_tokens=8))] == wanted

@@ -1,0 +1,124 @@
+"""Adapters over eight devices train and generate as on one."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapters import LORA, random_adapters
+from conftest import jit_init, jit_logits, jit_unstack
+from jax.sharding import PartitionSpec as P
+from training_options import step_options
+
+import llama_jax
+from llama_jax import LlamaConfig
+from llama_jax.model.adapters import adapted, with_base
+from llama_jax.parallel.fit import fit, fitted
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.specs import (
+    adapter_specs,
+    batch_spec,
+    layout_over,
+    param_specs,
+    places_of,
+    shardings,
+    train_state_specs,
+)
+from llama_jax.training.batch import Batch
+from llama_jax.training.optimizer import adamw
+from llama_jax.training.step import init_state, train_step
+
+CONFIG = LlamaConfig(
+    vocab_size=250,  # to be padded
+    dim=32,
+    n_layers=2,
+    n_heads=16,
+    n_kv_heads=4,  # of which eight devices need copies
+    hidden_dim=48,
+    max_seq_len=64,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+    head_dim=8,
+)
+ROWS, LENGTH, STEPS = 8, 16, 4
+OPTIMIZER = adamw(1e-3)
+
+
+def test_what_lies_where():
+    specs = adapter_specs(CONFIG, MeshSizes(fsdp=2, tensor=2), LORA).blocks
+    assert (specs.attention.qkv.a, specs.attention.qkv.b) == (
+        P(None, None, None, "fsdp"),
+        P(None, "tensor", None, None, None),
+    )
+    assert (specs.feed_forward.down.a, specs.feed_forward.down.b) == (P(None, None, "tensor"), P(None, "fsdp", None))
+    one = adapter_specs(CONFIG, MeshSizes(fsdp=2, tensor=2), LORA, stacked=False).blocks[1]
+    assert (one.feed_forward.up.a, one.feed_forward.up.b) == (P(None, "fsdp"), P("tensor", None))
+
+
+def run(sizes):
+    """The losses of a few steps, and the adapters after them."""
+    mesh = make_mesh(sizes)
+    held, layout = layout_over(CONFIG, mesh)
+    placement = shardings(mesh, train_state_specs(CONFIG, sizes, OPTIMIZER, lora=LORA))
+    base = jax.device_put(jit_init(CONFIG, jax.random.key(0)), shardings(mesh, param_specs(CONFIG, sizes)))
+    state = jax.device_put(init_state(OPTIMIZER, random_adapters(CONFIG, stacked=True)), placement)
+
+    def step(base, state, batch):
+        options = step_options(remat="full", chunk=8, clip_norm=1.0)
+        return train_step(held, OPTIMIZER, state, batch, options, with_base(layout, base, LORA))
+
+    jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, shardings(mesh, P())))
+    rng, losses = np.random.default_rng(0), []
+    for _ in range(STEPS):
+        batch = Batch(rng.integers(0, CONFIG.vocab_size, (ROWS, LENGTH + 1), np.int32))
+        state, metrics = jitted(base, state, jax.device_put(batch, shardings(mesh, batch_spec(sizes, ROWS))))
+        losses.append(float(metrics["loss"]))
+    return losses, jax.tree.map(np.asarray, state.params)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run(MeshSizes())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        MeshSizes(fsdp=2, tensor=4),
+        pytest.param(MeshSizes(tensor=8), marks=pytest.mark.slow),
+        pytest.param(MeshSizes(2, 2, 2), marks=pytest.mark.slow),
+        pytest.param(MeshSizes(1, 2, 2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_one_device(alone, sizes):
+    losses, adapters = run(sizes)
+    np.testing.assert_allclose(losses, alone[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(adapters), jax.tree.leaves(alone[1]), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b)
+
+
+def test_an_adapted_model_is_fitted_as_a_plain_one_is():
+    """Copied heads, padded vocabulary: joined before or after, the same logits."""
+    params, adapters = jit_unstack(jit_init(CONFIG, jax.random.key(0))), random_adapters(CONFIG)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 9), np.int32))
+    wanted = jit_logits(CONFIG, adapted(params, adapters, LORA), tokens)
+    sizes = MeshSizes(tensor=8)
+    joined = fit(CONFIG, sizes, adapted(params, adapters, LORA))
+    apart = adapted(fit(CONFIG, sizes, params), fit(CONFIG, sizes, adapters), LORA)
+    jax.tree.map(np.testing.assert_array_equal, joined, apart)
+    np.testing.assert_allclose(jit_logits(fitted(CONFIG, sizes), joined, tokens)[..., :250], wanted, atol=1e-5)
+
+
+def test_it_generates_over_tensor():
+    config = replace(CONFIG, vocab_size=256)
+    params, adapters = jit_unstack(jit_init(config, jax.random.key(0))), random_adapters(config)
+    joined = adapted(params, adapters, LORA)
+    wanted = llama_jax.generate(config, joined, [[1, 5], [2]], max_new_tokens=6)
+    sizes = MeshSizes(tensor=4)
+    mesh = make_mesh(sizes)
+    places = places_of(joined, shardings(mesh, param_specs(config, sizes, stacked=False)))
+    found = llama_jax.generate(config, jax.device_put(joined, places), [[1, 5], [2]], max_new_tokens=6)
+    assert [row.tokens for row in found] == [row.tokens for row in wanted]

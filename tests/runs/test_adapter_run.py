@@ -1,0 +1,161 @@
+"""Runs that train adapters beside a model that stays as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from mortal_run import recipe, write_words
+from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+
+import llama_jax
+from llama_jax.checkpoints import load_adapter
+from llama_jax.errors import CheckpointError
+from llama_jax.model.adapters import Lora, adapted, adapter_count
+from llama_jax.model.trees import quantize
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.base import digest
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.loop import train
+from llama_jax.runs.overrides import override
+from llama_jax.training.optimizer import OptimizerSettings
+
+FULL = replace(recipe(), steps=4, evaluate_every=4, save_every=4, log_every=4, ema_decay=0.0)
+RECIPE = replace(
+    recipe(),
+    steps=8,
+    evaluate_every=4,
+    save_every=4,
+    log_every=4,
+    lora=Lora(rank=2, alpha=16.0),
+    vocabulary="given",
+    ema_decay=0.5,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_words(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def base(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    train(FULL, folder, [text], log=StopAt())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(text, base, tmp_path_factory):
+    """A run without interruption: (folder, result, what was said)."""
+    folder, log = tmp_path_factory.mktemp("whole"), StopAt()
+    with_prompts = replace(RECIPE, prompts=("the ",), sample_tokens=4)
+    return folder, train(with_prompts, folder, [text], weights=base, log=log), log.said
+
+
+def test_adapters_learn_and_the_base_stays(whole, base):
+    folder, result, said = whole
+    losses = [line["loss"] for line in lines(folder, "validation")]
+    before = lines(base, "validation")[-1]["loss"]
+    assert losses[-1] < losses[0] < before
+    assert lines(folder, "sample")[-1]["text"].startswith("the ")
+    learnt = adapter_count(RECIPE.model, RECIPE.lora)
+    assert f"parameters in float32 that stay as they are, {learnt:,} of adapters of rank 2" in said
+    assert sum(leaf.size for leaf in jax.tree.leaves(result.state.params)) == learnt
+
+
+def test_checkpoints_hold_the_adapters_alone(whole, base):
+    folder, result, _ = whole
+    config, params, _ = llama_jax.load(base)
+    found = load_adapter(folder, config)
+    assert (found.lora, found.base) == (RECIPE.lora, str(base))
+    same(llama_jax.stack(found.params), result.state.ema)
+    same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
+    with pytest.raises(CheckpointError, match="holds adapters and not a model; give their base as the model"):
+        llama_jax.load(folder)
+    with pytest.raises(CheckpointError, match="holds a whole model and no adapter"):
+        load_adapter(base, config)
+    with pytest.raises(CheckpointError, match=r"array 'blocks.attention.out.a' has shape .* is this the adapter's base"):
+        load_adapter(folder, replace(config, n_layers=3))
+
+
+def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, base, text, tmp_path):
+    stopped = train(RECIPE, tmp_path, [text], weights=base, log=StopAt("step 4/"))
+    assert 4 <= stopped.step < 8
+    resumed = train(RECIPE, tmp_path, [text], weights=base, resume=True, log=StopAt())
+    same(resumed.state, whole[1].state)
+
+
+def test_another_base_is_refused(whole, base, text, tmp_path):
+    folder, log = whole[0], StopAt()
+    config, params, tokenizer = llama_jax.load(base)
+    moved = params.replace(final_norm=params.final_norm.at[3].add(1e-6))
+    llama_jax.save(tmp_path / "other", config, moved, tokenizer)
+    with pytest.raises(TrainingError, match=r"other is not the model that this run's adapters began with, .* its numbers"):
+        train(RECIPE, folder, [text], weights=tmp_path / "other", resume=True, log=log)
+    with pytest.raises(TrainingError, match=r"lora trains adapters beside a model that stays as it is; give that with"):
+        train(RECIPE, folder, [text], resume=True, log=log)
+    llama_jax.save(tmp_path / "same", config, params, tokenizer)  # elsewhere, in another format: the same numbers
+    again = train(RECIPE, folder, [text], weights=tmp_path / "same", resume=True, log=log)
+    same(again.state, whole[1].state)
+    other = replace(RECIPE, lora=Lora(rank=3, alpha=16.0))
+    with pytest.raises(TrainingError, match=r"lora.rank: 2 in the folder, 3 now"):
+        train(other, folder, [text], weights=base, resume=True, log=log)
+
+
+@pytest.mark.slow
+def test_other_devices_go_on_with_the_same_run(whole, base, text, tmp_path):
+    mesh = MeshSizes(fsdp=2, tensor=4)
+    train(RECIPE, tmp_path, [text], weights=base, mesh=mesh, log=StopAt("step 4/"))
+    result = train(RECIPE, tmp_path, [text], weights=base, resume=True, log=StopAt())
+    assert result.step == 8
+    (found, expected) = (lines(folder, "train")[-1] for folder in (tmp_path, whole[0]))
+    assert found["tokens"] == expected["tokens"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+def test_the_base_may_be_quantised(base, text, tmp_path):
+    short = replace(RECIPE, steps=3, quantize="int8", ema_decay=0.0)
+    log = StopAt()
+    result = train(short, tmp_path, [text], weights=base, log=log)
+    assert np.isfinite(result.validation.loss)
+    assert "parameters in int8 that stay as they are" in log.said
+
+
+def test_recipes_that_cannot_be():
+    for changes, message in (
+        ({"optimizer": OptimizerSettings(name="muon")}, "optimizer.name='muon' is for whole matrices"),
+        ({"lora": None, "quantize": "int8"}, "quantize='int8' is for the frozen model under adapters"),
+        ({"quantize": "int3"}, "quantize='int3' must be one of none, int8"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            replace(RECIPE, **changes)
+
+
+def test_on_the_command_line():
+    changed = override(FULL, ["lora.rank=8", 'lora.targets=["q_proj", "v_proj"]', "lora.rslora=true"])
+    assert changed.lora == Lora(rank=8, targets=("q_proj", "v_proj"), rslora=True)
+    assert override(changed, ["lora.alpha=4"]).lora.alpha == 4
+    assert override(changed, ["lora=none"]).lora is None
+
+
+def test_pmap_is_refused(base, text, tmp_path):
+    with pytest.raises(TrainingError, match="pmap trains whole models; train adapters with the backend jit"):
+        train(RECIPE, tmp_path, [text], weights=base, backend="pmap", log=StopAt())
+
+
+def test_a_digest_sees_every_bit_and_no_device():
+    config = RECIPE.model
+    params = llama_jax.init(config, jax.random.key(0))
+    found = digest(params)
+    assert digest(llama_jax.init(config, jax.random.key(0))) == found
+    table = params.embedding
+    for other in (
+        table.at[5, 7].add(1e-9),
+        table.at[jax.numpy.array([2, 3])].set(table[jax.numpy.array([3, 2])]),
+        table.astype(jax.numpy.bfloat16),
+    ):
+        assert digest(params.replace(embedding=other)) != found
+    assert digest(quantize(params, "int8")) != found

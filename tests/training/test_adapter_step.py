@@ -1,0 +1,130 @@
+"""Training adapters: the gradients are right, and of the frozen base there are none."""
+
+import math
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapters import LORA, random_adapters
+from conftest import as_float64, jit_init, jit_unstack
+from training_options import loss_options, step_options
+
+import llama_jax
+from llama_jax.model.adapters import Lora, adapted, init_adapters, merge, with_base
+from llama_jax.model.options import Layout
+from llama_jax.model.trees import quantize
+from llama_jax.training.batch import Batch
+from llama_jax.training.objective import next_token_loss
+from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+from llama_jax.training.step import init_state, train_step
+
+# No product of two numbers of tokens, ranks and sizes is a product of sizes: so what a matmul gives says what it is.
+CONFIG = llama_jax.LlamaConfig(
+    vocab_size=96, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=64, norm_eps=1e-5,
+    rope_theta=10_000.0, tie_embeddings=False,
+)  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (3, 24), np.int32)  # 3 x 23 are read
+BATCH = Batch(TOKENS)
+OPTIMIZER = make_optimizer(OptimizerSettings(learning_rate=1e-2), 10)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return jit_init(CONFIG, jax.random.key(0))
+
+
+def adapter_step(options, lora=LORA, config=CONFIG):
+    """The base is an argument of its own, so that nothing of it is in the state."""
+
+    def step(base, state, batch):
+        return train_step(config, OPTIMIZER, state, batch, options, with_base(Layout(), base, lora))
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "tied"])
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(models, kind):
+    config, params = models[kind]
+    with jax.enable_x64(True):
+        base, adapters = as_float64(params), as_float64(random_adapters(config))
+        batch = Batch(np.random.default_rng(1).integers(0, config.vocab_size, (2, 12), np.int32))
+        loss_of = partial(next_token_loss, config, batch=batch, options=loss_options(chunk=5, z_loss=1e-2))
+        found = jax.jit(jax.value_and_grad(lambda adapters: loss_of(adapted(base, adapters, LORA))))(adapters)
+        wanted = jax.jit(jax.value_and_grad(lambda adapters: loss_of(merge(base, adapters, LORA))))(adapters)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found, wanted)
+        assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(found[1])) > 1e-4
+
+
+def matmuls(text):
+    """How many numbers each matmul of a compiled program gives."""
+    found = re.findall(r"= \w+\[([\d,]*)\]\S* (?:dot|custom-call|convolution)\(", text)
+    return [math.prod(int(n) for n in shape.split(",") if n) for shape in found]
+
+
+MATRICES = [(2 * 4 * 16, 64), (64, 64), (128, 64), (96, 64)]  # qkv, out, those of the feed-forward, the head
+# Of 16 bits a CPU adds a row of zeros to the smaller side, see `ops.cpu`.
+GRADIENTS = [{rows * columns, rows * (columns + 1)} for rows, columns in MATRICES]
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"dtype": "bfloat16", "remat": "dots"}], ids=str)
+def test_no_gradient_of_a_frozen_weight_is_computed(base, options):
+    told = step_options(chunk=8, **options)
+    state = init_state(OPTIMIZER, init_adapters(CONFIG, LORA, jax.random.key(1)))
+    text = adapter_step(told).lower(base, state, BATCH).compile().as_text()
+    assert not set(matmuls(text)) & set.union(*GRADIENTS)
+    full = jax.jit(partial(train_step, CONFIG, OPTIMIZER, options=told))
+    text = full.lower(init_state(OPTIMIZER, base), BATCH).compile().as_text()
+    assert all(set(matmuls(text)) & sizes for sizes in GRADIENTS)  # or they were looked for in vain
+
+
+def test_nothing_of_the_base_is_kept_or_changed(base):
+    lora = Lora(rank=3, targets=("q_proj", "v_proj", "down_proj"))
+    state = init_state(OPTIMIZER, init_adapters(CONFIG, lora, jax.random.key(1)), ema=True)
+    learnt = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == 4 * learnt + 5  # AdamW's two, the average, counters
+    step = adapter_step(step_options(chunk=8, clip_norm=0.5, ema_decay=0.9, accumulate=3), lora)
+    losses = []
+    for _ in range(6):
+        state, metrics = step(base, state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.05
+    after = state.params.blocks
+    for a, b in ((after.attention.qkv.a[:, 1], after.attention.qkv.b[:, :, 2]),):  # the key's, which are no target
+        assert not a.any()
+        assert not b.any()
+    assert after.attention.qkv.b[:, :, 3].any()
+    assert after.feed_forward.down.b.any()
+    assert after.attention.out is None
+
+
+def test_the_step_is_that_of_the_merged_model(base):
+    """Loss and gradient norm before the update, and a skipped step that is not finite."""
+    adapters = random_adapters(CONFIG, stacked=True)
+    state = init_state(OPTIMIZER, adapters)
+    step = adapter_step(step_options(chunk=8))
+    after, metrics = step(base, state, BATCH)
+    merged = merge(base, adapters, LORA)
+    np.testing.assert_allclose(metrics["loss"], jax.jit(partial(next_token_loss, CONFIG))(merged, BATCH), rtol=1e-5)
+    assert int(after.step) == 1
+    broken = base.replace(final_norm=base.final_norm.at[0].set(np.inf))
+    after, metrics = step(broken, state, BATCH)
+    assert int(after.skipped) == 1
+    jax.tree.map(np.testing.assert_array_equal, after.params, adapters)
+
+
+def test_a_quantised_base_learns():
+    config = llama_jax.LlamaConfig(
+        vocab_size=64, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
+        rope_theta=10_000.0, tie_embeddings=True,
+    )  # fmt: skip
+    base = llama_jax.stack(quantize(jit_unstack(jit_init(config, jax.random.key(1))), "nf4"))
+    batch = Batch(np.random.default_rng(0).integers(0, 64, (2, 17), np.int32))
+    state = init_state(OPTIMIZER, init_adapters(config, LORA, jax.random.key(1)))
+    step, losses = adapter_step(step_options(chunk=8), config=config), []
+    for _ in range(8):
+        state, metrics = step(base, state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.05
