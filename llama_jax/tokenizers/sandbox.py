@@ -16,8 +16,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import unwrap
+from types import CodeType
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -94,8 +95,18 @@ def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("
       marks: written before and after all that stands in ``{% generation %}``.
     """
     environment = Environment(marks)
-    code = environment.compile(_Metered().visit(environment.parse(template)))
+    code, cost = _compiled(template, *marks)
+    environment.spend(cost)
     return Template.from_code(environment, code, environment.make_globals(None)).render(**values)
+
+
+@lru_cache(maxsize=4)  # a process that stays renders one template, and compiling it takes most of the time
+def _compiled(template: str, first: str, last: str) -> tuple[CodeType, int]:
+    """The template as code, and what that took of the budget."""
+    environment = Environment((first, last))
+    left = environment.left
+    code = environment.compile(_Metered().visit(environment.parse(template)))
+    return code, left - environment.left
 
 
 class Environment(ImmutableSandboxedEnvironment):
