@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data import DocumentFormat
+from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.runs.errors import TrainingError
@@ -48,6 +48,8 @@ class Recipe:
       ema_decay: of a moving average of the parameters, which is then what is evaluated and loaded; 0 keeps none.
       skip_limit: steps in a row without finite gradients after which the run gives up.
       reading: where documents end in the data.
+      chats: how conversations in the data are read; the loss and the evaluation are then of what the assistant says alone,
+        and rows hold whole conversations (`data.open_chats`). None for data that are text.
       validation: share of the documents that is kept for validation where no file is given for it, and, where documents are
         few, of the tokens (`data.split`).
       evaluate_every: steps between evaluations, and 0 for only one, at the end.
@@ -79,6 +81,7 @@ class Recipe:
     ema_decay: float = 0.0
     skip_limit: int = 10
     reading: DocumentFormat = field(default_factory=DocumentFormat)
+    chats: ChatReading | None = None
     validation: float = 0.05
     evaluate_every: int = 250
     evaluate_tokens: int = 0
@@ -110,6 +113,8 @@ class Recipe:
                 f"validation={self.validation} leaves nothing to train or to validate on; give a share between 0 and 1, or"
                 " files of their own with --validation-data"
             )
+        if self.chats is not None and self.vocabulary == "bpe":
+            raise TrainingError("vocabulary='bpe' is learnt from text, and the data are chats; give a tokenizer, or byte")
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.batch % self.accumulate:
@@ -131,7 +136,7 @@ def _name_of(function: Callable[..., Any] | None) -> str | None:
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
     defaults = {f"model.{f.name}": f.default for f in dataclasses.fields(LlamaConfig)}
-    defaults |= {f.name: f.default for f in dataclasses.fields(Recipe) if f.name in ("attention", "attend", "loss")}
+    defaults |= {f.name: f.default for f in dataclasses.fields(Recipe) if f.name in ("attention", "attend", "loss", "chats")}
     old, new = defaults | _flat(before), _flat(after)  # what an older version did not write is as it was then
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
