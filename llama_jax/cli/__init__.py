@@ -16,6 +16,7 @@ from llama_jax.cli.arguments import arranged
 from llama_jax.cli.batch import BatchPrompts
 from llama_jax.cli.chat import Chat
 from llama_jax.cli.convert import Convert
+from llama_jax.cli.data import Data
 from llama_jax.cli.estimate import Estimate
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
@@ -40,6 +41,7 @@ Command = (
     | Annotated[Chat, tyro.conf.subcommand("chat", prefix_name=False)]
     | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
     | Annotated[Merge, tyro.conf.subcommand("merge", prefix_name=False)]
+    | Annotated[Data, tyro.conf.subcommand("data", prefix_name=False)]
     | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
     | Annotated[Needle, tyro.conf.subcommand("needle", prefix_name=False)]
     | Annotated[Plot, tyro.conf.subcommand("plot", prefix_name=False)]

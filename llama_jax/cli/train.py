@@ -28,7 +28,8 @@ class Train:
     processes each runs the same command, with --distributed or a --process-id of its own; the first one speaks for all."""
 
     recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
-    """tiny, shakespeare, stories15m or tinyllama; or FILE.py:FUNCTION, a function that returns a Recipe."""
+    """tiny, shakespeare, stories15m or tinyllama; sft, which teaches the model of --weights by chats (see `data show`); or
+    FILE.py:FUNCTION, a function that returns a Recipe."""
     changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
     """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
     settings are those of llama_jax.Recipe."""
@@ -111,8 +112,9 @@ class Train:
         """The recipe with its changes; with the model of the weights, where there are any."""
         from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.runs.overrides import override
-        from llama_jax.runs.recipes import find
+        from llama_jax.runs.recipes import check_weights, find
 
+        check_weights(self.recipe, given=self.weights is not None)
         recipe = find(self.recipe)
         if self.weights is None:
             return override(recipe, self.changes)

@@ -2,11 +2,14 @@
 
 open_corpus(paths, tokenizer)             -> Corpus, tokenised once; DocumentFormat says where documents end
 split(corpus, 0.1)                        -> Split(train, validation), two corpora
+open_chats(paths, tokenizer, T)           -> Chats(corpus, counts): conversations, what the assistant says as their targets
+open_preferences(paths, tokenizer, T)     -> Preferences(chosen, rejected, counts), two such corpora
 training_batches(corpus, B, T, seed=0)    -> Batch after Batch without end, and their `state`
 validation_batches(corpus, B, T)          -> each token once, in order
 """
 
 from llama_jax.data.batches import Batches, training_batches, validation_batches
+from llama_jax.data.conversations import ChatReading, Chats, Preferences, open_chats, open_preferences
 from llama_jax.data.corpus import Corpus, Split, split
 from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.errors import DataError
@@ -17,11 +20,16 @@ from llama_jax.training.batch import Batch
 __all__ = [
     "Batch",
     "Batches",
+    "ChatReading",
+    "Chats",
     "Corpus",
     "DataError",
     "DocumentFormat",
+    "Preferences",
     "Split",
+    "open_chats",
     "open_corpus",
+    "open_preferences",
     "row_count",
     "split",
     "training_batches",

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
+
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
-from llama_jax.data.packing import empty_batch, fill_row, lay_out, row_count
-from llama_jax.data.shuffle import check_seed
+from llama_jax.data.packing import empty_batch, fill_row, fill_whole, lay_out, row_count, whole_rows
+from llama_jax.data.shuffle import check_seed, shuffled
 from llama_jax.training.batch import Batch
 
 ENDLESS = 1 << 62
@@ -60,8 +62,10 @@ class Rows:
             check_seed(seed)
         self._corpus, self._length, self._seed = corpus, length, seed
         self._batch, self._share, self._first = batch, batch // hosts, batch // hosts * host
-        self._rows = row_count(corpus, length)
+        self._whole = None if corpus.targets is None else whole_rows(corpus, length, seed)
+        self._rows = row_count(corpus, length) if self._whole is None else len(self._whole)
         self._count = -(-self._rows // batch) if seed is None else ENDLESS
+        self._order = lru_cache(maxsize=1)(self._shuffled_rows)
         self._lay_out = lru_cache(maxsize=1)(partial(lay_out, corpus, length, seed))
 
     def __len__(self) -> int:
@@ -69,14 +73,24 @@ class Rows:
 
     def __getitem__(self, number: int) -> Batch:
         """This host's rows of a global batch: int32[B / hosts, T + 1] each."""
-        batch = empty_batch(self._share, self._length)
+        batch = empty_batch(self._share, self._length, masked=self._whole is not None)
         begin = number * self._batch + self._first
         for at in range(self._share):
             epoch, row = divmod(begin + at, self._rows)
             if epoch == 0 or self._seed is not None:  # after the end of a single pass the last batch is padding
-                laid_out = self._lay_out(epoch)
-                fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
+                self._fill(batch, at, epoch, row)
         return batch
+
+    def _fill(self, batch: Batch, at: int, epoch: int, row: int) -> None:
+        if self._whole is not None:
+            fill_whole(batch, at, self._corpus, self._whole[self._order(epoch)[row]])
+        else:
+            laid_out = self._lay_out(epoch)
+            fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
+
+    def _shuffled_rows(self, epoch: int) -> np.ndarray:
+        """The order of an epoch's rows of whole documents: int64[R]."""
+        return np.arange(self._rows) if self._seed is None else shuffled(self._rows, self._seed, 2 * epoch + 2)
 
 
 def training_batches(
@@ -84,6 +98,7 @@ def training_batches(
 ) -> Batches:
     """Batches without end, every epoch in another order.
 
+    Documents of a corpus with `targets` are packed whole: none is in two rows, and the batch's mask says what is predicted.
     The order depends on the corpus, the seed, `batch` and `length` alone: batch n is the same however the run came there.
 
     Args:

@@ -24,6 +24,8 @@ class Corpus:
       byte_counts: int64[N], UTF-8 bytes of each document's text: with them a loss becomes bits per byte.
       vocab_size: V of the tokenizer; every token is below it.
       digest: SHA-256 of the whole file's tokens and documents: the same on every machine that read the same data.
+      targets: bool[all], which of `tokens` are to be predicted, of documents that are read whole, such as conversations;
+        None where all are. Byte counts are then those of the targets.
     """
 
     tokens: np.ndarray = field(repr=False)
@@ -32,6 +34,7 @@ class Corpus:
     byte_counts: np.ndarray = field(repr=False)
     vocab_size: int
     digest: str
+    targets: np.ndarray | None = field(default=None, repr=False)
 
     @property
     def document_count(self) -> int:

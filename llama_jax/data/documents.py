@@ -8,7 +8,7 @@ import json
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from llama_jax.data.errors import DataError
 from llama_jax.errors import shown
@@ -69,11 +69,12 @@ def text_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
         line += piece.count("\n")
 
 
-def jsonl_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
-    """The texts of a JSONL file, one object a line; empty lines and empty texts are passed over.
+def jsonl_objects(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """The objects of a JSONL file, each with its line and how many bytes of the file have been read so far; empty lines are
+    passed over.
 
     Raises:
-      DataError: a line that is not a JSON object, or has no text in the field.
+      DataError: a line that is not a JSON object.
     """
     read = 0
     with path.open("rb") as file:
@@ -81,22 +82,35 @@ def jsonl_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
             read += len(line)
             if not line.strip():
                 continue
+            remedy = "JSONL has one object a line"
+            if number == 1 and line.lstrip().startswith(b"["):
+                remedy += f"; of an array, as this seems to be, jq -c '.[]' {path.name} makes it"
             try:
                 found = json.loads(line)
             except (ValueError, RecursionError) as error:
                 reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-                raise DataError(f"{path}, line {number} is not JSON ({reason}); JSONL has one object a line") from None
+                raise DataError(f"{path}, line {number} is not JSON ({reason}); {remedy}") from None
             if not isinstance(found, dict):
-                raise DataError(f"{path}, line {number} is a {type(found).__name__}; JSONL has one object a line")
-            text = found.get(reading.field)
-            if not isinstance(text, str):
-                fields = shown(list(found), 200) if found else "no fields"
-                raise DataError(
-                    f"{path}, line {number} has no text in the field {reading.field!r}; it has {fields}:"
-                    " name the one with the text by `field`"
-                )
-            if text:
-                yield Document(text, number, read)
+                raise DataError(f"{path}, line {number} is a {type(found).__name__}; {remedy}")
+            yield found, number, read
+
+
+def jsonl_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
+    """The texts of a JSONL file, one object a line; empty lines and empty texts are passed over.
+
+    Raises:
+      DataError: a line that is not a JSON object, or has no text in the field.
+    """
+    for found, number, read in jsonl_objects(path):
+        text = found.get(reading.field)
+        if not isinstance(text, str):
+            fields = shown(list(found), 200) if found else "no fields"
+            raise DataError(
+                f"{path}, line {number} has no text in the field {reading.field!r}; it has {fields}:"
+                " name the one with the text by `field`"
+            )
+        if text:
+            yield Document(text, number, read)
 
 
 def read_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:

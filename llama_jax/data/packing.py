@@ -1,7 +1,9 @@
-"""Documents laid end to end and cut into rows: every row is computed from its number alone."""
+"""Documents laid end to end and cut into rows, or packed into them whole: every row is computed from its number alone."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +12,8 @@ from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 from llama_jax.data.shuffle import shuffled
 from llama_jax.training.batch import Batch
+
+OPEN = 64  # rows that still take runs of tokens: enough to fill them, few enough to search
 
 
 class Epoch(NamedTuple):
@@ -54,10 +58,10 @@ def lay_out(corpus: Corpus, length: int, seed: int | None, epoch: int) -> Epoch:
     return Epoch(documents, np.cumsum((corpus.stops - corpus.starts)[documents]), order)
 
 
-def empty_batch(rows: int, length: int) -> Batch:
-    """A batch [rows, length + 1] of padding."""
+def empty_batch(rows: int, length: int, *, masked: bool = False) -> Batch:
+    """A batch [rows, length + 1] of padding, with a mask if asked for."""
     tokens, segment_ids, positions = (np.zeros((rows, length + 1), np.int32) for _ in range(3))
-    return Batch(tokens, segment_ids, positions)
+    return Batch(tokens, segment_ids, positions, np.zeros(tokens.shape, bool) if masked else None)
 
 
 def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> None:
@@ -82,3 +86,59 @@ def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> N
     batch.tokens[at, : stop - start] = corpus.tokens[shift[segments] + place]
     batch.segment_ids[at, : stop - start] = segments + 1
     batch.positions[at, : stop - start] = place - np.concatenate([[0], breaks])[segments]
+
+
+def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Which runs of tokens, by their sizes, share a row of `length` tokens: each goes where it leaves the least room."""
+    rows: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of the open rows, in order: tokens that are free, and the row
+    for run, size in enumerate(sizes):
+        at = bisect_left(rooms, (size, 0))
+        if at < len(rooms):
+            room, row = rooms.pop(at)
+        else:
+            room, row = length, len(rows)
+            rows.append([])
+        rows[row].append(run)
+        if room > size:
+            insort(rooms, (room - size, row))
+        if len(rooms) > OPEN:
+            del rooms[0]  # the fullest is closed
+    return rows
+
+
+def whole_rows(corpus: Corpus, length: int, seed: int | None) -> list[list[int]]:
+    """Which documents share a row of `length` = T predicted tokens, each of them whole: the same in every epoch.
+
+    Args:
+      seed: decides in which order they are packed; None keeps the order of the corpus.
+
+    Raises:
+      DataError: a document of more than T + 1 tokens, or nothing to predict.
+    """
+    sizes = corpus.stops - corpus.starts
+    if not len(sizes):
+        raise DataError("the corpus has no documents; give more data")
+    longest = int(sizes.max())
+    if longest > length + 1:
+        raise DataError(
+            f"a conversation has {longest} tokens, and rows of length={length} hold {length + 1}; read the data for rows of"
+            " this length, or give longer rows"
+        )
+    order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 0)
+    return [order[members].tolist() for members in pack(sizes[order].tolist(), length + 1)]
+
+
+def fill_whole(batch: Batch, at: int, corpus: Corpus, members: Sequence[int]) -> None:
+    """Write whole documents side by side into a batch of padding, at its row `at`: each is a segment, whose targets are the
+    mask."""
+    assert corpus.targets is not None
+    begin = 0
+    for segment, document in enumerate(members, 1):
+        where = slice(int(corpus.starts[document]), int(corpus.stops[document]))
+        row = at, slice(begin, begin + where.stop - where.start)
+        batch.tokens[row] = corpus.tokens[where]
+        batch.segment_ids[row] = segment
+        batch.positions[row] = np.arange(where.stop - where.start)
+        batch.mask[row] = corpus.targets[where]
+        begin = row[1].stop

@@ -16,10 +16,11 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.data import Corpus, DataError
 from llama_jax.data.opening import Progress
+from llama_jax.data.packing import pack
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
-from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows, pack
+from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows
 
 CHUNK = 64
 LONGEST = 4096  # tokens of a window where none are asked for: a layer's scores grow with their square
@@ -73,10 +74,11 @@ def evaluate(
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a model on documents, read through a sliding window.
 
-    Every token but a document's first is predicted once, its end-of-sequence token included. A document begins with BOS
-    where the vocabulary has one, so that its first token of text is predicted too; where it has none the text's first
-    token costs nothing, although its bytes count. Bits per byte divide by the bytes of the text itself: two models that
-    read the same files can be compared whatever their tokenizers, nats per token and perplexity cannot.
+    Every token but a document's first is predicted once, its end-of-sequence token included; of a corpus with targets, as
+    `data.open_chats` gives it, these alone, and bits per byte are of their bytes. A document begins with BOS where the
+    vocabulary has one, so that its first token of text is predicted too; where it has none the text's first token costs
+    nothing, although its bytes count. Bits per byte divide by the bytes of the text itself: two models that read the same
+    files can be compared whatever their tokenizers, nats per token and perplexity cannot.
 
     The standard error takes windows for independent draws and the loss for a ratio of two sums over them (Cochran 1977,
     chapter 6). A document that fits into a window is one window. Those of a long document resemble each other: of few
@@ -146,7 +148,7 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
     if not 1 <= stride <= length:
         raise DataError(f"stride={stride} must be at least 1 and at most length={length}, or tokens would be left out")
     check_vocabulary(config, corpus)
-    if not (corpus.stops - corpus.starts > 1).any():
+    if not (corpus.stops - corpus.starts > 1).any() or (corpus.targets is not None and not corpus.targets.any()):
         raise DataError(
             f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
             " give more data"

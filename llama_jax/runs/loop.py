@@ -33,7 +33,7 @@ from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.profile import Profile
 from llama_jax.runs.program import Backend, TrainingProgram, make_program, on_one_device
 from llama_jax.runs.recipe import Recipe, to_dict
-from llama_jax.runs.recipes import find
+from llama_jax.runs.recipes import check_weights, find
 from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.vocabulary import choose_tokenizer
@@ -110,7 +110,9 @@ def train(
     # First of all: what JAX offers to wait for each other takes for granted that each has as many devices.
     processes.agree("devices", {"devices": jax.local_device_count()})
     log = Log(quiet=True) if log is None else log
-    recipe = find(recipe) if isinstance(recipe, str) else recipe
+    if isinstance(recipe, str):
+        check_weights(recipe, given=weights is not None)
+        recipe = find(recipe)
     folder = Path(workdir)
     opened = open_checkpoint(weights) if weights is not None else None
     if opened is not None:

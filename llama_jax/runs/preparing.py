@@ -19,10 +19,10 @@ from tqdm import tqdm
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
-from llama_jax.data import Corpus, open_corpus, split
+from llama_jax.data import Corpus, open_chats, open_corpus, split
 from llama_jax.data.duplicates import without
 from llama_jax.data.sources import Paths
-from llama_jax.errors import shown
+from llama_jax.errors import GenerationError, shown
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
@@ -204,6 +204,14 @@ def read_data(
     """
 
     def read(paths: Sequence[Path]) -> Corpus:
+        if recipe.chats is not None:
+            try:
+                found = open_chats(paths, tokenizer, recipe.length, recipe.chats)
+            except GenerationError as error:  # no format
+                raise TrainingError(f"{error}; in training as chats.format=plain") from None
+            log.line(f"chats: {found.counts}")
+            return found.corpus
+
         def bar(megabytes: range) -> Any:
             disable = True if log.quiet else None
             return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
@@ -218,12 +226,15 @@ def read_data(
             warnings.warn(f"{twice} documents of the data are in the validation data: not trained on", stacklevel=2)
     else:
         corpus = read(data)
+        if corpus.document_count < 2 and recipe.chats is not None:
+            raise TrainingError("the data is a single conversation; give more, or others with --validation-data")
         if corpus.document_count < 2:
             raise TrainingError(
                 "the data is a single document, of which nothing can be kept for validation; give other files with"
                 " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
             )
-        parts = split(corpus, recipe.validation, seed=recipe.seed, tokenizer=tokenizer)
+        divisible = None if recipe.chats is not None else tokenizer  # a conversation is read whole
+        parts = split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
         corpora = Corpora(*parts, kept=parts.validation.token_count / corpus.token_count)
     if corpora.train.vocab_size > recipe.model.vocab_size:
         raise TrainingError(

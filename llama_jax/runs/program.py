@@ -113,7 +113,8 @@ def _random(recipe: Recipe) -> TrainState:
 
 def _batch_shapes(recipe: Recipe, sharding: NamedSharding) -> Batch:
     rows = jax.ShapeDtypeStruct((recipe.batch, recipe.length + 1), jnp.int32, sharding=sharding)
-    return Batch(rows, rows, rows)
+    mask = None if recipe.chats is None else jax.ShapeDtypeStruct(rows.shape, jnp.bool_, sharding=sharding)
+    return Batch(rows, rows, rows, mask)
 
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
@@ -168,8 +169,9 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes, base: Llama | None) -> Traini
     def start(params: Llama | None) -> TrainState:
         if params is None:
             return jax.jit(partial(_random, recipe), out_shardings=placement)()
-        if jax.process_count() > 1:  # each has read all of them
-            params = jax.tree.map(_spread, params, shardings(mesh, param_specs(recipe.model, sizes, stacked=False)))
+        lie = shardings(mesh, param_specs(recipe.model, sizes, stacked=False))
+        # Several processes have each read all of them; those of a run's folder stay on the device that they were read to.
+        params = jax.tree.map(_spread, params, lie) if jax.process_count() > 1 else jax.device_put(params, lie)
         return jax.jit(lambda params: _start(recipe, stack(params)), out_shardings=placement)(params)
 
     def place(batch: Batch) -> Batch:

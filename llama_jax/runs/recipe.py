@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data import DocumentFormat
+from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.model.adapters import Lora, adapter_shapes
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
@@ -26,7 +26,7 @@ BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
 )
 
-LATER = ("attention", "attend", "loss", "lora", "quantize")  # settings that older runs did not have
+LATER = ("attention", "attend", "loss", "lora", "quantize", "chats")  # settings that older runs did not have
 
 POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
 NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
@@ -56,6 +56,8 @@ class Recipe:
       ema_decay: of a moving average of the parameters, which is then what is evaluated and loaded; 0 keeps none.
       skip_limit: steps in a row without finite gradients after which the run gives up.
       reading: where documents end in the data.
+      chats: how conversations in the data are read; the loss and the evaluation are then of what the assistant says alone,
+        and rows hold whole conversations (`data.open_chats`). None for data that are text.
       validation: share of the documents that is kept for validation where no file is given for it, and, where documents are
         few, of the tokens (`data.split`).
       evaluate_every: steps between evaluations, and 0 for only one, at the end.
@@ -89,6 +91,7 @@ class Recipe:
     ema_decay: float = 0.0
     skip_limit: int = 10
     reading: DocumentFormat = field(default_factory=DocumentFormat)
+    chats: ChatReading | None = None
     validation: float = 0.05
     evaluate_every: int = 250
     evaluate_tokens: int = 0
@@ -127,6 +130,8 @@ class Recipe:
                 f"validation={self.validation} leaves nothing to train or to validate on; give a share between 0 and 1, or"
                 " files of their own with --validation-data"
             )
+        if self.chats is not None and self.vocabulary == "bpe":
+            raise TrainingError("vocabulary='bpe' is learnt from text, and the data are chats; give a tokenizer, or byte")
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.batch % self.accumulate:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llama_jax.config import LlamaConfig, preset
-from llama_jax.data import DocumentFormat
+from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.tokenizers.making import BYTE_VOCABULARY
@@ -97,9 +97,33 @@ def tinyllama() -> Recipe:
     )
 
 
+def sft() -> Recipe:
+    """Fine-tuning of all parameters on conversations, by what the assistant says in them. The model is that of the weights,
+    and the learning rate that of TRL's SFT."""
+    return Recipe(
+        model=preset("stories-260k"),
+        steps=500,
+        batch=16,
+        length=512,
+        optimizer=OptimizerSettings(learning_rate=2e-5, warmup_steps=20, final_share=0.0, weight_decay=0.0),
+        dtype="bfloat16",
+        remat="dots",
+        chats=ChatReading(),
+        evaluate_every=100,
+        save_every=100,
+    )
+
+
 BUILT_IN: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama)
+    recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama, sft)
 }
+FINE_TUNING = ("sft",)  # whose model is that of the weights
+
+
+def check_weights(name: str, *, given: bool) -> None:
+    """Raise TrainingError where a built-in recipe needs a model to begin with and there is none."""
+    if name in FINE_TUNING and not given:
+        raise TrainingError(f"the recipe {name} goes on with a model; give one with --weights")
 
 
 def find(name: str) -> Recipe:

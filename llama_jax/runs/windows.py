@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from llama_jax.data import Corpus
-
-OPEN = 64  # rows that still take windows: enough to fill them, few enough to search
 
 
 class Windows(NamedTuple):
@@ -20,16 +17,13 @@ class Windows(NamedTuple):
       start: int64[n], where in `corpus.tokens` a window begins.
       read: int64[n], how many tokens the model reads; the same number, one further on, could be predicted.
       context: int64[n], how many of these are not, as an earlier window has predicted them.
+      predicted: int64[n], tokens that each window predicts: all others, or those of them that are targets of the corpus.
     """
 
     start: np.ndarray
     read: np.ndarray
     context: np.ndarray
-
-    @property
-    def predicted(self) -> np.ndarray:
-        """int64[n], tokens that each window predicts."""
-        return self.read - self.context
+    predicted: np.ndarray
 
 
 class WindowRows(NamedTuple):
@@ -49,7 +43,8 @@ class WindowRows(NamedTuple):
 
 
 def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
-    """Every token but a document's first predicted by one window, from as much before it as the window holds.
+    """Every token but a document's first predicted by one window, from as much before it as the window holds; of a corpus
+    with targets, these alone.
 
     A document's first window predicts `length` tokens; each that follows begins `stride` tokens further on and predicts
     the `stride` tokens that are new to it, each from at least `length - stride` tokens before.
@@ -58,30 +53,13 @@ def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
     counts = np.where(predicted > 0, 1 + np.maximum(-(-(predicted - length) // stride), 0), 0)
     document = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Windows(
-        start=corpus.starts[document] + number * stride,
-        read=np.minimum(length, predicted[document] - number * stride),
-        context=np.where(number > 0, length - stride, 0),
-    )
-
-
-def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Which windows share a row of `length` tokens: each goes where it leaves the least room (best fit)."""
-    rows: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of the open rows, in order: tokens that are free, and the row
-    for window, size in enumerate(sizes):
-        at = bisect_left(rooms, (size, 0))
-        if at < len(rooms):
-            room, row = rooms.pop(at)
-        else:
-            room, row = length, len(rows)
-            rows.append([])
-        rows[row].append(window)
-        if room > size:
-            insort(rooms, (room - size, row))
-        if len(rooms) > OPEN:
-            del rooms[0]  # the fullest is closed
-    return rows
+    start = corpus.starts[document] + number * stride
+    read = np.minimum(length, predicted[document] - number * stride)
+    context = np.where(number > 0, length - stride, 0)
+    if corpus.targets is None:
+        return Windows(start, read, context, read - context)
+    before = np.concatenate([[0], np.cumsum(corpus.targets)])
+    return Windows(start, read, context, before[start + read + 1] - before[start + context + 1])
 
 
 def lay_rows(
@@ -97,12 +75,15 @@ def lay_rows(
     for row, members in enumerate(rows):
         begin = 0
         for segment, window in enumerate(members, 1):
-            start, read, context = (int(column[window]) for column in windows)
+            start, read, context, _ = (int(column[window]) for column in windows)
             end, scored = begin + read, begin + context
             laid.tokens[row, begin:end] = corpus.tokens[start : start + read]
             laid.targets[row, scored:end] = corpus.tokens[start + context + 1 : start + read + 1]
             laid.segment_ids[row, begin:end] = segment
             laid.positions[row, begin:end] = np.arange(read)
             owner[row, scored:end] = window
+            if corpus.targets is not None:
+                left_out = scored + np.flatnonzero(~corpus.targets[start + context + 1 : start + read + 1])
+                laid.targets[row, left_out] = owner[row, left_out] = -1
             begin = end
     return laid, owner

@@ -4,6 +4,7 @@ from llama_jax.tokenizers.base import Part, TextStream, Tokenizer
 from llama_jax.tokenizers.chat import Format, Message, encode_chat, reply_ends, resolve_format, takes_tools
 from llama_jax.tokenizers.huggingface import HuggingFaceTokenizer
 from llama_jax.tokenizers.load import find_tokenizer, load_tokenizer
+from llama_jax.tokenizers.replies import ReplyEncoder, Taught
 from llama_jax.tokenizers.sentencepiece import SentencePieceTokenizer
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer
 
@@ -12,7 +13,9 @@ __all__ = [
     "HuggingFaceTokenizer",
     "Message",
     "Part",
+    "ReplyEncoder",
     "SentencePieceTokenizer",
+    "Taught",
     "TextStream",
     "TiktokenTokenizer",
     "Tokenizer",

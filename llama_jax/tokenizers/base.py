@@ -6,6 +6,7 @@ import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -110,6 +111,11 @@ class TextStream:
 
 def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """A pattern that finds special tokens in a text, the longer first where one begins another."""
+    return _pattern_of(tuple(names))
+
+
+@lru_cache(maxsize=8)  # to make one takes longer than to look through a chat with it
+def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
     longest_first = sorted(filter(None, names), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

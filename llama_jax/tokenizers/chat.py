@@ -3,8 +3,9 @@ text for models that only continue one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, get_args
 
 from llama_jax.errors import GenerationError, shown
@@ -50,14 +51,12 @@ def encode_chat(
       GenerationError: messages that are no chat, or that the format cannot hold; or a format that the vocabulary has not.
     """
     format = resolve_format(tokenizer, format)
-    _check(messages, format)
+    check_messages(messages, format)
     if messages[-1]["role"] not in ("user", "tool"):
         raise GenerationError(f"the last message is from {messages[-1]['role']!r}; a reply follows one from 'user'")
     if tools and not takes_tools(tokenizer, format):
         raise GenerationError("the model's chat format takes no tools; leave them out")
-    if format == "template":
-        return tokenizer.encode_parts(_template(tokenizer, messages, renderer, tools))
-    return tokenizer.encode_parts(_parts(tokenizer, messages, format))
+    return tokenizer.encode_parts(chat_parts(tokenizer, messages, format, renderer, tools))
 
 
 def takes_tools(tokenizer: Tokenizer, format: Format) -> bool:
@@ -74,7 +73,7 @@ def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]
         {"role": "assistant", "content": reply},
         {"role": "user", "content": "?"},
     ]
-    parts = _parts(tokenizer, chat, resolve_format(tokenizer, format))
+    parts = chat_parts(tokenizer, chat, resolve_format(tokenizer, format))
     for part, following in pairwise(parts):
         if isinstance(part, str) and isinstance(following, int) and part.rstrip().endswith(reply):
             ends.add(following)
@@ -107,13 +106,28 @@ def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
     return format
 
 
-def _parts(tokenizer: Tokenizer, messages: Sequence[Message], format: Format) -> list[Part]:
+def chat_parts(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    format: Format,
+    renderer: Renderer | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    reply: bool = True,
+) -> list[Part]:
+    """A chat as plain texts with special tokens between them, in a format that is not "auto".
+
+    Args:
+      reply: whether what stands before the assistant's next message is added, where the format has something there.
+    """
     if format == "template":
-        return _template(tokenizer, messages)
-    return {"llama2": _llama2, "llama3": _llama3, "zephyr": _zephyr, "plain": _plain}[format](tokenizer, messages)
+        found = template_parts(tokenizer, messages, renderer, tools, reply=reply)
+        return [part for part, _ in found]
+    write = {"llama2": _llama2, "llama3": _llama3, "zephyr": _zephyr, "plain": _plain}[format]
+    return write(tokenizer, messages, reply)
 
 
-def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _llama2(tokenizer: Tokenizer, messages: Sequence[Message], _: bool) -> list[Part]:
     """Meta's llama/generation.py, chat_completion: each exchange is a sequence, the system prompt in the first."""
     bos, eos = _ends(tokenizer, "llama2")
     system, turns = "", messages
@@ -136,7 +150,7 @@ def _llama2(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     return parts
 
 
-def _llama3(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _llama3(tokenizer: Tokenizer, messages: Sequence[Message], reply: bool) -> list[Part]:
     """Meta's llama/tokenizer.py of Llama 3, ChatFormat: a header with the role before each message, a token after it."""
     names = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
     missing = [name for name in names if name not in tokenizer.special_tokens]
@@ -148,19 +162,19 @@ def _llama3(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     parts: list[Part] = [bos]
     for message in messages:
         parts += [start, message["role"], end, f"\n\n{message['content'].strip()}", eot]
-    return [*parts, start, "assistant", end, "\n\n"]
+    return [*parts, start, "assistant", end, "\n\n"] if reply else parts
 
 
-def _zephyr(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _zephyr(tokenizer: Tokenizer, messages: Sequence[Message], reply: bool) -> list[Part]:
     """The template of Zephyr and TinyLlama's chat models, which has no begin-of-sequence token."""
     _, eos = _ends(tokenizer, "zephyr")
     parts: list[Part] = []
     for i, message in enumerate(messages):
         parts += [("\n" if i else "") + f"<|{message['role']}|>\n{message['content']}", eos]
-    return [*parts, "\n<|assistant|>\n"]
+    return [*parts, "\n<|assistant|>\n"] if reply else parts
 
 
-def _plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
+def _plain(tokenizer: Tokenizer, messages: Sequence[Message], _: bool) -> list[Part]:
     """One text: every message of the user begins a paragraph, the reply goes on in it."""
     text = ""
     for message in messages:
@@ -169,20 +183,35 @@ def _plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[Part]:
     return [tokenizer.bos_id, text] if tokenizer.bos_id >= 0 else [text]
 
 
-def _template(
+def template_parts(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     renderer: Renderer | None = None,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> list[Part]:
-    """The checkpoint's own template, whose special tokens are told from those in messages by a character inside these."""
+    *,
+    reply: bool = True,
+    spans: bool = False,
+) -> list[tuple[Part, bool]]:
+    """The parts that the checkpoint's own template writes, and of each whether it is within ``{% generation %}``.
+
+    Its special tokens are told from those in messages by a character inside these.
+
+    Args:
+      spans: whether texts are divided where ``{% generation %}`` begins and ends; without, nothing is within.
+
+    Raises:
+      GenerationError: as `render` raises it; or messages with every character that has no meaning.
+    """
     from llama_jax.tokenizers.template import render
 
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     pattern = special_pattern(names.values())
     text = "".join([tokenizer.chat_template, *_texts([messages, tools])])
-    inside = next(chr(code) for code in PRIVATE if chr(code) not in text)
+    unused = list(islice((chr(code) for code in PRIVATE if chr(code) not in text), 3))
+    if len(unused) < 3:
+        raise GenerationError("the messages have every private character of Unicode (U+E000 to U+F8FF); remove some")
+    inside, first, last = unused
 
     def marked(value: Any) -> Any:
         if isinstance(value, str):
@@ -196,11 +225,19 @@ def _template(
         marked(messages),
         bos_token=names.get(tokenizer.bos_id, ""),
         eos_token=names.get(tokenizer.eos_id, ""),
-        reply=True,
+        reply=reply,
         tools=marked(tools),
+        marks=(first, last) if spans else ("", ""),
     )
-    parts = split_special(rendered, tokenizer.special_tokens)
-    return [part.replace(inside, "") if isinstance(part, str) else part for part in parts]
+    parts: list[tuple[Part, bool]] = []
+    depth = 0
+    for piece in re.split(f"([{first}{last}])", rendered):
+        if piece in (first, last):
+            depth += 1 if piece == first else -1
+            continue
+        for part in split_special(piece, tokenizer.special_tokens):
+            parts.append((part.replace(inside, "") if isinstance(part, str) else part, depth > 0))
+    return parts
 
 
 def _ends(tokenizer: Tokenizer, format: str) -> tuple[int, int]:
@@ -222,7 +259,8 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(entry)
 
 
-def _check(messages: Sequence[Message], format: Format) -> None:
+def check_messages(messages: Sequence[Message], format: Format) -> None:
+    """Raise GenerationError for messages that are no chat, by the number of the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise GenerationError("messages must be a list with at least one message, of the user")
     more = {"name", "tool_calls", "tool_call_id"} if format == "template" else set()

@@ -14,10 +14,11 @@ import faulthandler
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import unwrap
+from types import CodeType
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
@@ -63,7 +64,7 @@ def _answer(read: Callable[[], bytes]) -> bytes:
     try:
         asked = read()
         request = json.loads(asked.decode("utf-8", "surrogatepass"))
-        text = rendered(request["template"], request["values"])
+        text = rendered(request["template"], request["values"], request["marks"])
         if len(text) > max(LONGEST, 4 * len(asked)):
             raise TemplateError(f"it writes {len(text)} characters")
         return b"t" + text.encode("utf-8", "surrogatepass")
@@ -87,11 +88,25 @@ def _limit_memory(memory: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def rendered(template: str, values: Mapping[str, Any]) -> str:
-    """The text; whatever is wrong with the template is an exception of some kind."""
-    environment = Environment()
-    code = environment.compile(_Metered().visit(environment.parse(template)))
+def rendered(template: str, values: Mapping[str, Any], marks: Sequence[str] = ("", "")) -> str:
+    """The text; whatever is wrong with the template is an exception of some kind.
+
+    Args:
+      marks: written before and after all that stands in ``{% generation %}``.
+    """
+    environment = Environment(marks)
+    code, cost = _compiled(template, *marks)
+    environment.spend(cost)
     return Template.from_code(environment, code, environment.make_globals(None)).render(**values)
+
+
+@lru_cache(maxsize=4)  # a process that stays renders one template, and compiling it takes most of the time
+def _compiled(template: str, first: str, last: str) -> tuple[CodeType, int]:
+    """The template as code, and what that took of the budget."""
+    environment = Environment((first, last))
+    left = environment.left
+    code = environment.compile(_Metered().visit(environment.parse(template)))
+    return code, left - environment.left
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -99,10 +114,11 @@ class Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self) -> None:
+    def __init__(self, marks: Sequence[str] = ("", "")) -> None:
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation], finalize=self.measured
         )
+        self.marks = marks
         self.left = BUDGET
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
@@ -209,13 +225,16 @@ def _call(name: str, arguments: list[nodes.Expr], node: nodes.Node) -> nodes.Cal
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant says, for training; what is in it is rendered as it is."""
+    """``{% generation %}`` encloses what the assistant says, for training: rendered as it is, between the marks."""
 
     tags = {"generation"}  # noqa: RUF012
+    environment: Environment
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        first, last = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in self.environment.marks)
+        return [first, *body, last]
 
 
 def _widest(value: Any) -> Any:

@@ -36,6 +36,7 @@ def render(
     eos_token: str,
     reply: bool,
     tools: Sequence[Mapping[str, Any]] = (),
+    marks: tuple[str, str] = ("", ""),
 ) -> str:
     """The text of a chat.
 
@@ -44,11 +45,12 @@ def render(
       bos_token, eos_token: what stands for these tokens, "" for none.
       reply: whether the beginning of the assistant's next message is added.
       tools: functions that the model may call, as OpenAI describes them.
+      marks: written before and after what the template encloses in ``{% generation %}``: what the assistant says.
 
     Raises:
       GenerationError: a template that is no Jinja, refuses the messages, fails, or needs too much time or memory.
     """
-    asked = _request(template, messages, bos_token, eos_token, reply, tools)
+    asked = _request(template, messages, _values(bos_token, eos_token, reply, tools), marks)
     memory = MEMORY + MEMORY_PER_BYTE * len(asked)
     return _text_of(_ask(asked, str(SECONDS), str(memory)), memory)
 
@@ -72,15 +74,17 @@ class Renderer:
         eos_token: str,
         reply: bool,
         tools: Sequence[Mapping[str, Any]] = (),
+        marks: tuple[str, str] = ("", ""),
     ) -> str:
         """What `render` gives, and raises."""
-        asked = _request(template, messages, bos_token, eos_token, reply, tools)
+        asked = _request(template, messages, _values(bos_token, eos_token, reply, tools), marks)
         if len(asked) <= USUAL:
             with self._lock:
                 answer = self._ask(asked)
             if answer != b"e":
                 return _text_of(answer, 0)
-        return render(template, messages, bos_token=bos_token, eos_token=eos_token, reply=reply, tools=tools)
+        told: dict[str, Any] = dict(bos_token=bos_token, eos_token=eos_token, reply=reply, tools=tools, marks=marks)
+        return render(template, messages, **told)
 
     def close(self) -> None:
         """End the process; a further rendering begins another."""
@@ -121,22 +125,17 @@ class Renderer:
         return answer
 
 
-def _request(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    bos_token: str,
-    eos_token: str,
-    reply: bool,
-    tools: Sequence[Mapping[str, Any]],
-) -> bytes:
-    values: dict[str, Any] = {
-        "messages": [dict(message) for message in messages],
-        "bos_token": bos_token,
-        "eos_token": eos_token,
-    }
-    values |= {"add_generation_prompt": reply, "tools": list(tools) or None, "documents": None}
+def _values(bos_token: str, eos_token: str, reply: bool, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a template is given beside the messages."""
+    values: dict[str, Any] = {"bos_token": bos_token, "eos_token": eos_token}
+    return values | {"add_generation_prompt": reply, "tools": list(tools) or None, "documents": None}
+
+
+def _request(template: str, messages: Sequence[Mapping[str, Any]], values: dict[str, Any], marks: tuple[str, str]) -> bytes:
+    values = {"messages": [dict(message) for message in messages]} | values
+    asked = {"template": template, "values": values, "marks": marks}
     try:
-        return json.dumps({"template": template, "values": values}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        return json.dumps(asked, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:
         raise GenerationError(f"messages must be made of texts, numbers, lists and objects ({reason_of(error)})") from None
 

@@ -1,12 +1,15 @@
 """Every token predicted once, with as much before it as there is room for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.data import Corpus
-from llama_jax.runs.windows import OPEN, cut_windows, lay_rows, pack
+from llama_jax.data.packing import OPEN, pack
+from llama_jax.runs.windows import cut_windows, lay_rows
 
 
 def corpus_of(lengths):
@@ -51,6 +54,23 @@ def test_every_token_is_predicted_once_with_its_context(lengths, size, batch):
     expected = [corpus.tokens[a + 1 : b] for a, b in zip(corpus.starts, corpus.stops, strict=True)]
     np.testing.assert_array_equal(np.sort(seen), np.concatenate(expected))
     assert windows.predicted.sum() == len(seen)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=8), size=sizes, seed=st.integers(0, 9))
+def test_of_a_corpus_with_targets_these_alone_are_predicted(lengths, size, seed):
+    corpus = corpus_of(lengths)
+    corpus = replace(corpus, targets=np.random.default_rng(seed).random(len(corpus.tokens)) < 0.4)
+    windows = cut_windows(corpus, *size)
+    whole = cut_windows(replace(corpus, targets=None), *size)
+    for name in ("start", "read", "context"):
+        np.testing.assert_array_equal(getattr(windows, name), getattr(whole, name))
+    packed = pack(windows.read.tolist(), size[0])
+    rows, owner = lay_rows(corpus, windows, packed, len(packed), size[0])
+    np.testing.assert_array_equal(owner >= 0, rows.targets >= 0)
+    parts = [np.arange(a + 1, b) for a, b in zip(corpus.starts, corpus.stops, strict=True)]
+    expected = np.concatenate(parts)[corpus.targets[np.concatenate(parts)]] + 1000
+    np.testing.assert_array_equal(np.sort(rows.targets[rows.targets >= 0]), expected)
+    np.testing.assert_array_equal(np.bincount(owner[owner >= 0], minlength=len(windows.read)), windows.predicted)
 
 
 @given(st.lists(st.integers(1, 20), max_size=300))

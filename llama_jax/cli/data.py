@@ -1,0 +1,204 @@
+"""``llama-jax data``: training data as a model is taught it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from llama_jax.cli.page import columns, printable
+from llama_jax.config.numbers import require_positive_int
+from llama_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from llama_jax.data.chats import Example
+    from llama_jax.data.conversations import ChatReading, Counts
+    from llama_jax.tokenizers import Taught, Tokenizer
+
+TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Show chats and preferences as a model is taught them: each token, its text, and whether it is to be predicted.
+
+    A line of FILE is a chat (messages, or ShareGPT's conversations), a prompt and a completion, an instruction and an output
+    (Alpaca), or a preference (prompt, chosen, rejected)."""
+
+    action: tyro.conf.Positional[Literal["show"]]
+    """What to do."""
+    file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    """A .jsonl."""
+    model: Path | None = None
+    """A model's folder or file, whose vocabulary and chat template are taken; by default the bundled stories model."""
+    tokenizer: Path | None = None
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a folder with one, in place of the model's."""
+    format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
+    """The format of chats; auto is the model's own template, or Llama 3's for its vocabulary."""
+    kind: Literal["auto", "chats", "preferences"] = "auto"
+    """What the lines are; auto takes preferences where the first line has chosen and rejected."""
+    examples: int = 1
+    """How many to show."""
+    line: int = 1
+    """Of which line the first one is, or else of the next after it."""
+    length: int | None = None
+    """Predicted tokens of a row: what is longer is cut or dropped, as in training with this length."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """With --length: what is done with a longer example."""
+    special: bool = False
+    """In prompts and completions that are texts, "<|eot_id|>" and the like are special tokens, and not text."""
+    count: bool = False
+    """Read the whole file as well, and say how many examples are kept, dropped and cut."""
+    color: Literal["auto", "always", "never"] = "auto"
+    """Targets green and special tokens cyan; auto on a terminal, unless NO_COLOR is set."""
+    json: bool = False
+    """Print one JSON object a line for each example."""
+
+    def run(self) -> None:
+        from llama_jax.data.conversations import ChatReading
+
+        for name, value in (("examples", self.examples), ("line", self.line)):
+            require_positive_int(name, value)
+        if self.length is not None:
+            require_positive_int("length", self.length)
+        elif self.too_long == "drop":
+            raise UserError("--too-long drop goes with --length: give the predicted tokens of a row")
+        tokenizer = self._tokenizer()
+        shown = 0
+        for example, taught in self._taught(tokenizer):
+            shown += 1
+            print(json.dumps(as_facts(tokenizer, example, taught)) if self.json else self._page(tokenizer, example, taught))
+        if not shown:
+            raise UserError(f"{self.file} has no example from line {self.line} on")
+        if self.count:
+            reading = ChatReading(self.format, self.too_long, self.special)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                print(self._counts(tokenizer, reading), file=sys.stderr)
+            for warning in warned:
+                print(f"llama-jax: {warning.message}", file=sys.stderr)
+
+    def _tokenizer(self) -> Tokenizer:
+        from llama_jax.checkpoints.bundled import bundled
+        from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.tokenizers import load_tokenizer
+
+        if self.tokenizer is not None:
+            return load_tokenizer(self.tokenizer)
+        path = bundled() if self.model is None else self.model
+        found = open_checkpoint(path).tokenizer()
+        if found is None:
+            raise UserError(f"no vocabulary lies with {path}; give one with --tokenizer")
+        return found
+
+    def _is_preferences(self) -> bool:
+        """Whether lines are read as preferences: as asked, or where the first line has two answers."""
+        from llama_jax.data.documents import jsonl_objects
+
+        if self.kind != "auto":
+            return self.kind == "preferences"
+        first, _, _ = next(jsonl_objects(self._checked()), ({}, 0, 0))
+        return "chosen" in first and "rejected" in first
+
+    def _checked(self) -> Path:
+        from llama_jax.data.sources import find_files
+
+        files = find_files(self.file)
+        if files[0].suffix.lower() != ".jsonl" or self.file.is_dir():
+            raise UserError(f"{self.file} is no .jsonl file, whose lines are objects; give one")
+        return self.file
+
+    def _taught(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[Taught | None, ...]]]:
+        """The examples that are asked for, and the tokens of their answers; None for one that is dropped."""
+        from llama_jax.data.chats import read_chats, read_preferences
+        from llama_jax.data.conversations import encode_example, shortened
+        from llama_jax.tokenizers import ReplyEncoder
+
+        read = read_preferences if self._is_preferences() else read_chats
+        wanted = (example for example in read(self._checked()) if example.line >= self.line)
+        with ReplyEncoder(tokenizer, self.format) as encoder:
+            for example in islice(wanted, self.examples):
+                try:
+                    found = encode_example(encoder, example, special=self.special)
+                except UserError as error:
+                    raise UserError(f"{self.file}, line {example.line}: {error}") from None
+                if self.length is not None:
+                    yield example, tuple(shortened(taught, self.length, self.too_long) for taught in found)
+                else:
+                    yield example, found
+
+    def _counts(self, tokenizer: Tokenizer, reading: ChatReading) -> Counts:
+        from llama_jax.data.conversations import open_chats, open_preferences
+
+        length = self.length or 1 << 30
+        if self._is_preferences():
+            return open_preferences(self.file, tokenizer, length, reading).counts
+        return open_chats(self.file, tokenizer, length, reading).counts
+
+    def _page(self, tokenizer: Tokenizer, example: Example, answers: Sequence[Taught | None]) -> str:
+        coloured = self.color == "always"
+        if self.color == "auto":
+            coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        names = ("",) if len(answers) == 1 else (" · chosen", " · rejected")
+        parts = []
+        for name, taught in zip(names, answers, strict=True):
+            about = f"{printable(str(self.file))}, line {example.line}{name}"
+            if taught is None:
+                parts.append(f"{about}: dropped, as it has over {self.length} + 1 tokens")
+                continue
+            about += f": {len(taught.ids):,} tokens, {sum(taught.targets):,} targets"
+            parts.append("\n".join([about, *table(tokenizer, taught, coloured=coloured)]))
+        return "\n\n".join(parts) + "\n"
+
+
+def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """What each token stands for: a special one its name, another its text in quotes, and bytes that are no text as such."""
+    names = {token: name for name, token in tokenizer.special_tokens.items()}
+    found = []
+    for token in ids:
+        spelt = tokenizer.token_bytes(token)
+        if token in names:
+            found.append(printable(names[token]))
+            continue
+        try:
+            text = spelt.decode()
+            found.append(json.dumps(text, ensure_ascii=not text.isprintable()))
+        except UnicodeDecodeError:
+            found.append("".join(f"<0x{byte:02X}>" for byte in spelt))
+    return found
+
+
+def table(tokenizer: Tokenizer, taught: Taught, *, coloured: bool = False) -> list[str]:
+    """The lines of a table of tokens: place, id, text, and whether each is a target."""
+    rows = [["", "id", "text", "mask"]]
+    for place, (token, text, target) in enumerate(
+        zip(taught.ids, texts_of(tokenizer, taught.ids), taught.targets, strict=True)
+    ):
+        rows.append([str(place), str(token), text, "target" if target else "·"])
+    lines = columns(rows, right=(0, 1), indent="  ").split("\n")
+    if not coloured:
+        return lines
+    special = set(tokenizer.special_tokens.values())
+    for i, (token, target) in enumerate(zip(taught.ids, taught.targets, strict=True), 1):
+        colour = TARGET if target else SPECIAL if token in special else ""
+        lines[i] = f"{colour}{lines[i]}{PLAIN}" if colour else lines[i]
+    return lines
+
+
+def as_facts(tokenizer: Tokenizer, example: Example, answers: Sequence[Taught | None]) -> dict[str, Any]:
+    """An example as its JSON has it: of a preference the chosen answer first; what is dropped is null."""
+    shown = [
+        None
+        if taught is None
+        else {"ids": taught.ids, "texts": texts_of(tokenizer, taught.ids), "targets": list(map(int, taught.targets))}
+        for taught in answers
+    ]
+    return {"line": example.line, "answers": shown}

@@ -1,0 +1,276 @@
+"""Chats and preferences as tokens, with what the assistant says as their targets."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from llama_jax.data.chats import Example, read_chats, read_preferences
+from llama_jax.data.corpus import Corpus
+from llama_jax.data.errors import DataError
+from llama_jax.data.sources import Paths, describe, find_files, untouched
+from llama_jax.errors import GenerationError, TokenizerError, shown
+from llama_jax.tokenizers import Format, Tokenizer
+from llama_jax.tokenizers.base import special_pattern
+from llama_jax.tokenizers.replies import ReplyEncoder, Taught
+
+TooLong = Literal["cut", "drop"]
+
+
+@dataclass(frozen=True)
+class ChatReading:
+    """How lines of chats become tokens.
+
+    Attributes:
+      format: of chats, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
+      too_long: what is done with an example of more tokens than a row holds: "cut" keeps its beginning, so that its last
+        reply does not end, "drop" leaves it out. Both are counted.
+      special: whether "<|eot_id|>" and the like are special tokens in a prompt and a completion that are texts, as in files
+        that were rendered before; by default they are text. In messages they always are.
+
+    Raises:
+      DataError: another `too_long`.
+    """
+
+    format: Format = "auto"
+    too_long: TooLong = "cut"
+    special: bool = False
+
+    def __post_init__(self) -> None:
+        if self.too_long not in ("cut", "drop"):
+            raise DataError(f"too_long={self.too_long!r} must be cut or drop")
+
+
+@dataclass
+class Counts:
+    """What became of the lines.
+
+    Attributes:
+      read: examples in the files.
+      kept: of these, what is trained on; the others are the next two.
+      without_targets: dropped, as nothing that the assistant says is left in them.
+      too_long: dropped by `ChatReading.too_long`.
+      cut: kept in part.
+      tokens, targets: of what is kept.
+      longest: tokens of the longest example, before anything is cut.
+    """
+
+    read: int = 0
+    kept: int = 0
+    without_targets: int = 0
+    too_long: int = 0
+    cut: int = 0
+    tokens: int = 0
+    targets: int = 0
+    longest: int = 0
+
+    def __str__(self) -> str:
+        share = self.targets / max(self.tokens, 1)
+        dropped = f"{self.without_targets:,} dropped without a target, {self.too_long:,} as too long"
+        return (
+            f"{self.kept:,} of {self.read:,} examples, {self.tokens:,} tokens, {share:.1%} of them targets; {dropped};"
+            f" {self.cut:,} cut; the longest has {self.longest:,} tokens"
+        )
+
+
+class Chats(NamedTuple):
+    """Conversations to train on, each a document with targets, and what became of the lines."""
+
+    corpus: Corpus
+    counts: Counts
+
+
+class Preferences(NamedTuple):
+    """Two corpora of as many documents, of which each is preferred to the other's of its number; targets are the answers."""
+
+    chosen: Corpus
+    rejected: Corpus
+    counts: Counts
+
+
+def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Chats:
+    """The conversations of JSONL files as tokens and targets, in memory; for what a line may be see `read_chats`.
+
+    Args:
+      paths: files, or folders whose ``.jsonl`` are read in order of their names.
+      length: T, predicted tokens of the rows that they are for: a conversation has T + 1 tokens at most.
+
+    Raises:
+      DataError: a line that cannot be used, by its file, line and field; or files without any target.
+
+    Warns where no target is a token that ends a reply, for what is trained so never ends; and where texts spell special
+    tokens that are text.
+    """
+    found, counts = _read(paths, tokenizer, length, reading, read_chats)
+    return Chats(found[0], counts)
+
+
+def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Preferences:
+    """Preferred and rejected answers as tokens and targets; see `read_preferences`, and `open_chats` for the rest.
+
+    A pair of which one answer is to be dropped is dropped. Counts of tokens are of both answers, each with the prompt.
+    """
+    found, counts = _read(paths, tokenizer, length, reading, read_preferences)
+    return Preferences(found[0], found[1], counts)
+
+
+def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[Taught, ...]:
+    """The tokens of an example, once for each of its answers.
+
+    Args:
+      special: see `ChatReading`.
+
+    Raises:
+      GenerationError, TokenizerError: see `ReplyEncoder`.
+    """
+    found = []
+    for answer in example.answers:
+        if isinstance(example.prompt, str) and isinstance(answer, str):
+            found.append(encoder.pair(example.prompt, answer, special=special))
+        elif isinstance(answer, str) or (isinstance(example.prompt, str) and example.prompt):
+            raise GenerationError("an answer that is a text follows a prompt that is one, and messages follow messages")
+        else:
+            found.append(encoder.chat([*example.prompt, *answer], len(example.prompt), example.tools))
+    return tuple(found)
+
+
+def shortened(taught: Taught, length: int, too_long: TooLong) -> Taught | None:
+    """At most T + 1 tokens of a text; None where it is longer and is to be dropped."""
+    if len(taught.ids) <= length + 1:
+        return taught
+    return None if too_long == "drop" else Taught(taught.ids[: length + 1], taught.targets[: length + 1])
+
+
+def _read(
+    paths: Paths,
+    tokenizer: Tokenizer,
+    length: int,
+    reading: ChatReading,
+    read: Callable[[Path], Iterator[Example]],
+) -> tuple[list[Corpus], Counts]:
+    if length < 1:
+        raise DataError(f"length={length} must be at least 1 token")
+    counts = Counts()
+    sides: list[_Growing] = []
+    special = special_pattern(tokenizer.special_tokens)
+    spelt = ""  # where a text spells a special token
+    with ReplyEncoder(tokenizer, reading.format) as encoder:
+        for file in _files(paths):
+            source = describe(file)
+            for example in read(file):
+                where = f"{file}, line {example.line}"
+                if not isinstance(example.answers[0], str):
+                    _ = encoder.format  # that there is none is no fault of the line
+                try:
+                    found = encode_example(encoder, example, special=reading.special)
+                except (GenerationError, TokenizerError) as error:
+                    raise DataError(f"{where}: {error}") from None
+                counts.read += 1
+                counts.longest = max(counts.longest, *(len(taught.ids) for taught in found))
+                if not spelt and not reading.special:
+                    texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
+                    spelt = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
+                sides = sides or [_Growing(tokenizer.vocab_size) for _ in found]
+                _take(sides, found, length, reading.too_long, counts)
+            if not untouched(file, source):
+                raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+        if not counts.targets:
+            raise DataError(
+                f"{_named(paths)}: no example has a target ({counts}); is `messages` of the assistant, is `length` long"
+                " enough, and does {% generation %} in the chat template enclose what the assistant says?"
+            )
+        lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
+        corpora = [side.corpus(lengths) for side in sides]
+        _warn(corpora, encoder, spelt)
+    return corpora, counts
+
+
+def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_long: TooLong, counts: Counts) -> None:
+    """Add an example to the corpora, or to those that are dropped."""
+    kept = [shortened(taught, length, too_long) for taught in found]
+    whole = [taught for taught in kept if taught is not None]
+    if len(whole) < len(kept):
+        counts.too_long += 1
+    elif not all(any(taught.targets[1:]) for taught in whole):  # the first is predicted from nothing
+        counts.without_targets += 1
+    else:
+        counts.kept += 1
+        counts.cut += any(len(one.ids) < len(taught.ids) for one, taught in zip(whole, found, strict=True))
+        for side, taught in zip(sides, whole, strict=True):
+            side.add(taught)
+            counts.tokens += len(taught.ids)
+            counts.targets += sum(taught.targets)
+
+
+def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelt: str) -> None:
+    ends = encoder.ends
+    for corpus in corpora:
+        if not np.isin(corpus.tokens[corpus.targets], ends).any():
+            warnings.warn(
+                f"no target is a token that ends a reply (ids {', '.join(map(str, ends)) or 'none'}), so that what is"
+                " learnt from this never ends; put the end of a turn into {% generation %} in the chat template, name the"
+                " token as eos_token beside the vocabulary, or give longer rows if all are cut",
+                stacklevel=4,
+            )
+            break
+    if spelt:
+        warnings.warn(
+            f"{spelt} is a special token in the vocabulary and text in the data; where a chat template wrote it, read it"
+            " with special=True, or give messages",
+            stacklevel=4,
+        )
+
+
+@dataclass
+class _Growing:
+    """Documents with their targets as they come."""
+
+    vocab_size: int
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    targets: bytearray = field(default_factory=bytearray)
+    stops: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, taught: Taught) -> None:
+        self.tokens.extend(taught.ids)
+        self.targets.extend(taught.targets)
+        self.stops.append(len(self.tokens))
+
+    def corpus(self, lengths: np.ndarray) -> Corpus:
+        """The documents as a corpus, given how many bytes each token of the vocabulary has."""
+        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        tokens = np.array(self.tokens, dtype)
+        targets = np.array(self.targets, np.uint8).astype(bool)
+        stops = np.array(self.stops, np.int64)
+        starts = np.concatenate([[0], stops[:-1]])
+        bytes_so_far = np.concatenate([[0], np.cumsum(lengths[tokens] * targets)])
+        digest = hashlib.sha256(stops.astype("<i8").tobytes())
+        digest.update(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+        digest.update(targets.tobytes())
+        return Corpus(
+            tokens=tokens,
+            starts=starts,
+            stops=stops,
+            byte_counts=bytes_so_far[stops] - bytes_so_far[starts],
+            vocab_size=self.vocab_size,
+            digest=digest.hexdigest(),
+            targets=targets,
+        )
+
+
+def _files(paths: Paths) -> list[Path]:
+    found = find_files(paths)
+    for file in found:
+        if file.suffix.lower() != ".jsonl":
+            raise DataError(f"{file} is no .jsonl; chats and preferences are objects, one a line of a file of that name")
+    return found
+
+
+def _named(paths: Paths) -> str:
+    return ", ".join(map(str, find_files(paths)))

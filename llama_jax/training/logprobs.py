@@ -1,0 +1,54 @@
+"""What a model thinks of the tokens of a batch: what preference losses and policy gradients are made of."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax import ops
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError, MeshError
+from llama_jax.model.forward import forward, head_of
+from llama_jax.model.options import Layout, Places
+from llama_jax.model.params import Llama
+from llama_jax.training.batch import Batch, shift
+from llama_jax.training.objective import LossOptions
+
+
+def token_logprobs(
+    config: LlamaConfig,
+    params: Llama,
+    batch: Batch,
+    options: LossOptions = LossOptions(),
+    layout: Layout = Layout(),
+    temperature: float | jax.Array = 1.0,
+) -> jax.Array:
+    """The log-probability of every predicted token given those before it in its segment, in nats: float32[B, T].
+
+    It is 0 for tokens that are not to be predicted, by the batch's mask and segments, so that the sum over T is that of an
+    answer whose tokens are the mask. Differentiable in the parameters; `ops.token_logprobs` makes the logits by chunks.
+
+    Args:
+      params: over devices what `layout.fit` gives, as for `total_loss`.
+      options: `z_loss` must be 0: it is part of a loss, and this is none.
+      layout: see `total_loss`; not one whose devices divide the tokens of each row.
+      temperature: above 0; divides the logits, as in sampling.
+
+    Raises:
+      GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
+      ConfigError: a `z_loss`.
+      MeshError: a layout that divides rows.
+    """
+    if options.z_loss:
+        raise ConfigError(f"z_loss={options.z_loss} has no meaning for log-probabilities; leave it at 0")
+    whole = shift(batch)
+    rows = layout.arrange(whole)
+    if rows.tokens.shape != whole.tokens.shape:
+        raise MeshError("log-probabilities are of whole rows, which context divides; use data, fsdp and tensor")
+    places = Places(positions=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+    hidden, _ = forward(config, params, rows.tokens, places=places, compute=options.compute, layout=layout)
+    with layout.context():
+        hidden = layout.constrain(hidden, "hidden")
+        made = ops.LogitOptions(options.chunk, 0.0, config.vocab_size, layout.shares, layout.constrain)
+        targets = jnp.where(rows.weights, rows.targets, -1)
+        return ops.token_logprobs(hidden, head_of(config, params), targets, made, temperature)

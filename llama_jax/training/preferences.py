@@ -1,0 +1,159 @@
+"""Losses of preferences: functions of the log-probabilities that a model gives whole answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.errors import ConfigError
+
+PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
+FREE = ("simpo", "orpo")  # of a reference
+USUAL_MARGIN = 0.5  # of SimPO
+
+
+class Pair(NamedTuple):
+    """A number for each of B pairs of answers: of the chosen and of the rejected one, float[B]."""
+
+    chosen: jax.Array
+    rejected: jax.Array
+
+
+class Preferred(NamedTuple):
+    """What a preference loss finds.
+
+    Attributes:
+      losses: float[B]; the loss is their mean.
+      rewards: float[B] each, without a gradient: beta times how much more probable an answer is than to the reference; of
+        SimPO and ORPO beta times the log-probability per token. The chosen one is to have the larger.
+    """
+
+    losses: jax.Array
+    rewards: Pair
+
+
+@dataclass(frozen=True)
+class PreferenceOptions:
+    """Which loss.
+
+    Attributes:
+      kind: "sigmoid" is DPO (Rafailov et al. 2023, equation 7), "hinge" its margin (SLiC, Zhao et al. 2023), "ipo" a square
+        around 1 / (2 beta) (Azar et al. 2023, equation 17, with log-probabilities per token), "simpo" (Meng et al. 2024,
+        equation 6), "orpo" (Hong et al. 2024, equation 6), "kto" (Ethayarajh et al. 2024, equation 8).
+      beta: how far the model may go from the reference; of SimPO the scale of its rewards (2.0 to 2.5 there), of ORPO the
+        weight of the odds beside the likelihood (lambda there).
+      label_smoothing: the share of pairs that are taken to be the wrong way round, of "sigmoid" and "simpo" (cDPO: Mitchell
+        2023).
+      margin: of "simpo" by how much the chosen reward is to be larger (gamma); None is 0.5.
+      desirable, undesirable: weights of the two terms of "kto".
+
+    Raises:
+      ConfigError: a value that cannot be, or that the kind does not read.
+    """
+
+    kind: PreferenceKind = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    margin: float | None = None
+    desirable: float = 1.0
+    undesirable: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(PreferenceKind):
+            raise ConfigError(f"kind={self.kind!r} is not a preference loss; choose {', '.join(get_args(PreferenceKind))}")
+        if not 0 < self.beta < float("inf"):
+            raise ConfigError(f"beta={self.beta} must be above 0")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} must be at least 0 and below 0.5")
+        read = {"label_smoothing": ("sigmoid", "simpo"), "margin": ("simpo",)}
+        read |= {"desirable": ("kto",), "undesirable": ("kto",)}
+        for name, kinds in read.items():
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{name}={value} must be at least 0")
+            if value != getattr(PreferenceOptions, name) and self.kind not in kinds:
+                raise ConfigError(f"{name}={value} is read by {' and '.join(kinds)} alone, not by {self.kind}; leave it out")
+
+
+def preference_loss(
+    policy: Pair,
+    reference: Pair | None = None,
+    lengths: Pair | None = None,
+    options: PreferenceOptions = PreferenceOptions(),
+    mismatched: jax.Array | None = None,
+) -> Preferred:
+    """The loss of each pair of answers, in the dtype of its log-probabilities.
+
+    The first loss of "sigmoid", where model and reference are the same, is ln 2.
+
+    Args:
+      policy: the log-probability of each answer, the sum over its tokens (`token_logprobs(...).sum(axis=1)`).
+      reference: the same of the reference; None for "simpo" and "orpo", which have none. It gets no gradient.
+      lengths: tokens of each answer, for "ipo", "simpo" and "orpo"; others do not read it.
+      mismatched: for "kto", float[B']: log-probabilities of answers to the prompts of others, less the reference's, of
+        which the mean is an estimate of the divergence. It gets no gradient.
+
+    Raises:
+      ConfigError: something missing that the kind reads, or a reference or `mismatched` that it does not.
+    """
+    _check(options.kind, reference, lengths, mismatched)
+    beta, smoothing = options.beta, options.label_smoothing
+    if reference is not None:
+        policy = Pair(*(own - jax.lax.stop_gradient(other) for own, other in zip(policy, reference, strict=True)))
+    if options.kind in ("ipo", *FREE):
+        assert lengths is not None
+        policy = Pair(*(sums / jnp.maximum(count, 1) for sums, count in zip(policy, lengths, strict=True)))
+    difference = policy.chosen - policy.rejected
+    if options.kind in ("sigmoid", "simpo"):
+        margin = 0.0 if options.kind == "sigmoid" else USUAL_MARGIN if options.margin is None else options.margin
+        scaled = beta * difference - margin
+        losses = -(1 - smoothing) * jax.nn.log_sigmoid(scaled) - smoothing * jax.nn.log_sigmoid(-scaled)
+    elif options.kind == "hinge":
+        losses = jax.nn.relu(1 - beta * difference)
+    elif options.kind == "ipo":
+        losses = (difference - 1 / (2 * beta)) ** 2
+    elif options.kind == "orpo":
+        odds = difference - (_log_of_not(policy.chosen) - _log_of_not(policy.rejected))
+        losses = -policy.chosen - beta * jax.nn.log_sigmoid(odds)
+    else:
+        assert mismatched is not None
+        chosen = kto_loss(policy.chosen, True, mismatched, options)
+        rejected = kto_loss(policy.rejected, False, mismatched, options)
+        losses = (chosen + rejected) / 2
+    return Preferred(losses, Pair(*(jax.lax.stop_gradient(beta * ratio) for ratio in policy)))
+
+
+def kto_loss(ratios: jax.Array, desirable: jax.Array | bool, mismatched: jax.Array, options: PreferenceOptions) -> jax.Array:
+    """KTO's loss of single answers, which need not be pairs (Ethayarajh et al. 2024, equation 8): float[B].
+
+    Args:
+      ratios: float[B], log-probabilities of answers, less the reference's.
+      desirable: bool[B], which answers are good.
+      mismatched: see `preference_loss`.
+    """
+    divergence = jax.lax.stop_gradient(jnp.maximum(jnp.mean(mismatched), 0))
+    good = options.desirable * (1 - jax.nn.sigmoid(options.beta * (ratios - divergence)))
+    bad = options.undesirable * (1 - jax.nn.sigmoid(options.beta * (divergence - ratios)))
+    return jnp.where(desirable, good, bad)
+
+
+def _log_of_not(logprob: jax.Array) -> jax.Array:
+    """log(1 - exp(x)) for x below 0 (Maechler 2012), also near both ends."""
+    near = logprob > -0.6931471805599453
+    # Each branch gets a number that it is finite for, so that neither gives the other's gradient a NaN.
+    small, large = jnp.where(near, logprob, -1.0), jnp.where(near, -1.0, logprob)
+    return jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
+
+
+def _check(kind: PreferenceKind, reference: Pair | None, lengths: Pair | None, mismatched: jax.Array | None) -> None:
+    if (reference is None) != (kind in FREE):
+        need = "has no reference; give None" if kind in FREE else "needs the reference's log-probabilities"
+        raise ConfigError(f"the preference loss {kind} {need}")
+    if lengths is None and kind in ("ipo", *FREE):
+        raise ConfigError(f"the preference loss {kind} is of log-probabilities per token: give the lengths of the answers")
+    if (mismatched is None) == (kind == "kto"):
+        need = "needs" if kind == "kto" else "does not read"
+        raise ConfigError(f"the preference loss {kind} {need} log-probabilities of mismatched answers")

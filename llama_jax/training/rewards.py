@@ -1,0 +1,152 @@
+"""Policy gradients of groups of answers: advantages and losses, functions of arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+
+from llama_jax.config.numbers import require_positive_int
+from llama_jax.errors import ConfigError
+
+PolicyKind = Literal["grpo", "dr_grpo", "dapo"]
+SMALLEST_STD = 1e-4
+
+
+class Advantages(NamedTuple):
+    """What the rewards of groups of answers say.
+
+    Attributes:
+      values: float[B], by how much an answer is better than its group.
+      flat: int32[], how many groups have answers of the same reward: there is nothing to learn from them.
+    """
+
+    values: jax.Array
+    flat: jax.Array
+
+
+def group_advantages(rewards: jax.Array, group: int, *, scale: bool = True) -> Advantages:
+    """How much better than its group each answer is (Shao et al. 2024, section 4.1.2).
+
+    Args:
+      rewards: float[B], the answers to one prompt after each other.
+      group: how many answers each prompt has; it divides B, and is at least 2.
+      scale: whether the difference from the mean is divided by the group's standard deviation (of a sample, plus 1e-4); Dr.
+        GRPO does not (Liu et al. 2025).
+
+    Raises:
+      ConfigError: a group that does not divide B, or of one answer.
+    """
+    if group < 2 or rewards.shape[0] % group:
+        raise ConfigError(f"group={group} must be at least 2 and divide the {rewards.shape[0]} answers")
+    groups = rewards.reshape(-1, group)
+    values = groups - jnp.mean(groups, axis=1, keepdims=True)
+    deviation = jnp.std(groups, axis=1, keepdims=True, ddof=1)
+    flat = jnp.sum(jnp.max(groups, axis=1) == jnp.min(groups, axis=1), dtype=jnp.int32)
+    if scale:
+        values = values / (deviation + SMALLEST_STD)
+    return Advantages(values.reshape(-1), flat)
+
+
+@dataclass(frozen=True)
+class PolicyOptions:
+    """Which loss.
+
+    Attributes:
+      kind: over what the losses of tokens are averaged: "grpo" over the tokens of each answer and then over answers (Shao et
+        al. 2024), "dapo" over all tokens (Yu et al. 2025), "dr_grpo" over answers times `length`, whatever their own
+        (Liu et al. 2025).
+      clip: how far below 1 the ratio of probabilities counts.
+      clip_high: how far above 1; None is `clip`, and more than that "clip-higher" (Yu et al. 2025: 0.28).
+      beta: weight of the divergence from the reference, by the estimate k3 (Schulman 2020).
+      length: of "dr_grpo", tokens of the longest answer that may be.
+
+    Raises:
+      ConfigError: a value that cannot be, or that the kind does not read.
+    """
+
+    kind: PolicyKind = "dapo"
+    clip: float = 0.2
+    clip_high: float | None = None
+    beta: float = 0.0
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(PolicyKind):
+            raise ConfigError(f"kind={self.kind!r} is not a policy loss; choose {', '.join(get_args(PolicyKind))}")
+        for name, value, most in (("clip", self.clip, 1.0), ("clip_high", self.clip_high or 0.0, float("inf"))):
+            if not 0 <= value < most:
+                raise ConfigError(f"{name}={value} must be at least 0" + (" and below 1" if most == 1.0 else ""))
+        if not 0 <= self.beta < float("inf"):
+            raise ConfigError(f"beta={self.beta} must be at least 0")
+        if (self.length is None) == (self.kind == "dr_grpo"):
+            need = "needs the length of the longest answer" if self.kind == "dr_grpo" else "does not read length"
+            raise ConfigError(f"the policy loss {self.kind} {need}, and length={self.length}")
+        if self.length is not None:
+            require_positive_int("length", self.length)
+
+
+class PolicyLoss(NamedTuple):
+    """Sums over the tokens of the answers, to be divided by `divisor` over all parts of a batch: float[].
+
+    Attributes:
+      loss: what is to be made small.
+      divisor: of "grpo" answers, of "dapo" tokens, of "dr_grpo" answers times `length`.
+      clipped: tokens whose ratio is beyond the clip in the direction that the advantage asks for.
+      divergence: sum of k3 over the tokens, 0 without a reference.
+      tokens: of the answers.
+    """
+
+    loss: jax.Array
+    divisor: jax.Array
+    clipped: jax.Array
+    divergence: jax.Array
+    tokens: jax.Array
+
+
+def policy_loss(
+    logprobs: jax.Array,
+    sampled: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    options: PolicyOptions = PolicyOptions(),
+    reference: jax.Array | None = None,
+) -> PolicyLoss:
+    """The clipped policy gradient of answers, of which every token has the answer's advantage.
+
+    Args:
+      logprobs: float[B, T], of the tokens, by the model that learns, at the temperature of the sampling.
+      sampled: float[B, T], the same by the model that sampled them; it gets no gradient. In the first step on a batch it is
+        `logprobs`, the ratio is 1, and the gradient is the policy gradient.
+      advantages: float[B]; no gradient.
+      mask: bool[B, T], which tokens are of the answer, its end included.
+      reference: float[B, T], the same by the reference, for `beta`; no gradient.
+
+    Raises:
+      ConfigError: `beta` without a reference, or a reference without `beta`.
+    """
+    if (reference is None) != (options.beta == 0):
+        need = "needs the reference's log-probabilities" if reference is None else "does not read a reference; give None"
+        raise ConfigError(f"a policy loss of beta={options.beta} {need}")
+    mask = mask.astype(logprobs.dtype)
+    advantages = jax.lax.stop_gradient(advantages)[:, None]
+    ratio = jnp.exp(jnp.where(mask > 0, logprobs - jax.lax.stop_gradient(sampled), 0))
+    high = options.clip if options.clip_high is None else options.clip_high
+    bounded = jnp.clip(ratio, 1 - options.clip, 1 + high)
+    losses = -jnp.minimum(ratio * advantages, bounded * advantages)
+    clipped = ((ratio < 1 - options.clip) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    divergence = jnp.zeros_like(losses)
+    if reference is not None:
+        difference = jnp.where(mask > 0, jax.lax.stop_gradient(reference) - logprobs, 0)
+        divergence = jnp.exp(difference) - difference - 1
+        losses = losses + options.beta * divergence
+    lengths = jnp.sum(mask, axis=1)
+    loss, divisor = jnp.sum(losses * mask), jnp.sum(lengths)
+    if options.kind == "grpo":
+        loss = jnp.sum(jnp.sum(losses * mask, axis=1) / jnp.maximum(lengths, 1))
+        divisor = jnp.asarray(mask.shape[0], logprobs.dtype)
+    elif options.kind == "dr_grpo":
+        divisor = jnp.asarray(mask.shape[0] * (options.length or 1), logprobs.dtype)
+    return PolicyLoss(loss, divisor, jnp.sum(clipped * mask), jnp.sum(divergence * mask), jnp.sum(lengths))

@@ -1,0 +1,141 @@
+"""Fine-tuning by chats: what the assistant says is learnt, whole and again after an interruption."""
+
+import io
+import json
+import signal
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from commands import run_here
+from mortal_run import recipe
+
+import llama_jax
+from llama_jax.data import ChatReading, open_chats
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.evaluate import evaluate
+from llama_jax.runs.log import Log
+from llama_jax.runs.loop import train
+from llama_jax.runs.recipe import differences, to_dict
+from llama_jax.runs.recipes import find
+from llama_jax.tokenizers.making import byte_tokenizer
+
+RECIPE = replace(
+    recipe(), steps=120, length=40, chats=ChatReading(), evaluate_every=60, save_every=60, log_every=10, ema_decay=0.0
+)
+ANSWER = " yes, so it is."
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Questions of random letters, which nobody can predict, and one answer."""
+    rng = np.random.default_rng(0)
+    file = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    prompts = ["".join(map(chr, rng.integers(97, 123, rng.integers(3, 20)))) for _ in range(120)]
+    file.write_text("".join(json.dumps({"prompt": prompt, "completion": ANSWER}) + "\n" for prompt in prompts))
+    return file
+
+
+class Interrupted(Log):
+    """Sends SIGTERM when a line begins so."""
+
+    def __init__(self, start="never"):
+        super().__init__(io.StringIO())
+        self.start = start
+
+    def _write(self, text, *, stays):
+        super()._write(text, stays=stays)
+        if text.startswith(self.start):
+            signal.raise_signal(signal.SIGTERM)
+
+    @property
+    def said(self):
+        return self._stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole(chats, tmp_path_factory):
+    folder, log = tmp_path_factory.mktemp("whole"), Interrupted()
+    return folder, train(RECIPE, folder, chats, log=log), log.said
+
+
+def test_answers_are_learnt_and_questions_are_not(whole, chats):
+    folder, result, said = whole
+    assert "chats: 120 of 120 examples" in said
+    assert result.validation.loss < 0.1
+    config, params, tokenizer = llama_jax.load(folder)
+    prompt = tokenizer.encode("whatever")
+    (found,) = llama_jax.generate(config, params, [prompt], max_new_tokens=30, stop_tokens=tokenizer.stop_ids)
+    assert tokenizer.decode(found.tokens) == ANSWER
+    assert found.finish_reason == "stop"
+    corpus = open_chats(chats, byte_tokenizer(), RECIPE.length).corpus
+    assert evaluate(config, params, corpus).tokens == 120 * (len(ANSWER) + 1)
+    everything = evaluate(config, params, replace(corpus, targets=None)).loss
+    assert everything > 1.0
+
+
+def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_path):
+    first = train(RECIPE, tmp_path, chats, log=Interrupted("step 40/"))
+    assert first.stopped == "SIGTERM"
+    assert first.step < RECIPE.steps
+    result = train(RECIPE, tmp_path, chats, resume=True)
+    jax.tree.map(np.testing.assert_array_equal, result.state, whole[1].state)
+    with pytest.raises(TrainingError, match=r"another recipe \(chats.too_long: 'cut' in the folder, 'drop' now\)"):
+        train(replace(RECIPE, chats=ChatReading(too_long="drop")), tmp_path, chats, resume=True)
+
+
+def test_a_model_is_taught_further(whole, chats, tmp_path):
+    changed = tmp_path / "chats.jsonl"
+    changed.write_text(chats.read_text().replace("yes", "no!"))
+    more = replace(RECIPE, steps=40, evaluate_every=0)
+    result = train(more, tmp_path / "run", changed, weights=whole[0])
+    assert result.validation.loss < 0.5
+
+
+@pytest.mark.parametrize(("mesh", "backend"), [(MeshSizes(2, 2), "jit"), (MeshSizes(2), "pmap")])
+def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
+    short = replace(RECIPE, steps=3, evaluate_every=0, log_every=1)
+    found = [
+        train(short, tmp_path / name, chats, **options)
+        for name, options in (("alone", {}), ("mesh", {"mesh": mesh, "backend": backend}))
+    ]
+    losses = [[line["loss"] for line in lines(tmp_path / name, "train")] for name in ("alone", "mesh")]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    np.testing.assert_allclose(*(result.validation.loss for result in found), rtol=1e-4)
+
+
+def lines(folder, kind):
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+def test_the_command(whole, chats, tmp_path):
+    given = ("train", "sft", "--workdir", tmp_path / "run", "--data", chats)
+    found = run_here(*given)
+    assert found.returncode == 2
+    assert "the recipe sft goes on with a model; give one with --weights" in found.stderr
+    changes = "steps=2 batch=8 length=40 chats.too_long=drop dtype=float32 remat=none optimizer.warmup_steps=1"
+    found = run_here(*given, "--weights", whole[0], *changes.split())
+    assert found.returncode == 0, found.stderr
+    assert "chats: 120 of 120 examples" in found.stdout
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["chats"]["too_long"] == "drop"
+
+
+def test_fine_tuning_needs_a_model(chats, tmp_path):
+    with pytest.raises(TrainingError, match="the recipe sft goes on with a model; give one with --weights"):
+        train("sft", tmp_path, chats)
+    assert find("sft").chats == ChatReading()
+    talk = tmp_path / "talk.jsonl"
+    talk.write_text(json.dumps({"instruction": "a", "output": "b"}) + "\n")
+    with pytest.raises(TrainingError, match=r"no chat template.*in training as chats.format=plain"):
+        train(RECIPE, tmp_path / "run", talk)
+    with pytest.raises(TrainingError, match="vocabulary='bpe' is learnt from text, and the data are chats"):
+        replace(RECIPE, vocabulary="bpe")
+
+
+def test_a_recipe_from_before_there_were_chats_is_the_same():
+    before = to_dict(recipe())
+    del before["chats"]
+    assert differences(before, to_dict(recipe())) == []

@@ -1,0 +1,94 @@
+"""Log-probabilities of tokens against the definition."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import as_float64
+from test_packed_conversations import SIZES, both, conversations
+from training_options import loss_options
+
+import llama_jax
+from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.logprobs import token_logprobs
+from llama_jax.training.objective import next_token_loss
+
+ROWS, LENGTH = 3, 11
+
+
+def plain(config, params, tokens, temperature):
+    logits = llama_jax.logits(config, params, tokens[:, :-1]) / temperature
+    return jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+def batch_of(config, seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH + 1), np.int32)
+    return Batch(tokens, mask=rng.random(tokens.shape) < 0.6)
+
+
+@pytest.mark.parametrize(("kind", "temperature", "chunk"), [("gqa", 1.0, 4), ("tied", 0.7, 100)])
+def test_values_and_gradients_are_those_of_the_definition(models, kind, temperature, chunk):
+    config, params = models[kind]
+    batch = batch_of(config)
+    weights = np.random.default_rng(1).normal(size=(ROWS, LENGTH))
+    counted = np.asarray(predicted(batch))
+    with jax.enable_x64(True):
+        params = as_float64(params)
+
+        def found(params, temperature):
+            logprobs = token_logprobs(config, params, batch, loss_options(chunk=chunk), temperature=temperature)
+            return jnp.sum(logprobs * weights), logprobs
+
+        def wanted(params, temperature):
+            logprobs = jnp.where(counted, plain(config, params, batch.tokens, temperature), 0)
+            return jnp.sum(logprobs * weights), logprobs
+
+        (_, ours), gradients = jax.jit(jax.value_and_grad(found, has_aux=True))(params, temperature)
+        (_, theirs), expected = jax.jit(jax.value_and_grad(wanted, has_aux=True))(params, temperature)
+        assert ours.dtype == jnp.float64
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-11), gradients, expected)
+    assert not np.asarray(ours)[~counted].any()
+
+
+def test_their_mean_is_the_loss_and_they_are_float32(models):
+    config, params = models["gqa"]
+    batch = batch_of(config)
+    found = jax.jit(partial(token_logprobs, config, options=loss_options(chunk=4)))(params, batch)
+    loss = jax.jit(partial(next_token_loss, config, options=loss_options(chunk=4)))(params, batch)
+    assert found.dtype == jnp.float32
+    assert found.shape == (ROWS, LENGTH)
+    np.testing.assert_allclose(-found.sum() / predicted(batch).sum(), loss, rtol=1e-5)
+
+
+def test_the_logits_never_exist_at_once(models):
+    config, params = models["gqa"]
+    batch, length, chunk = 3, 40, 8
+    shape = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+
+    def total(params, batch):
+        return jnp.sum(token_logprobs(config, params, batch, loss_options(chunk=chunk)))
+
+    program = jax.jit(jax.value_and_grad(total)).lower(params, Batch(shape)).as_text()
+    assert f"tensor<{batch}x{chunk}x{config.vocab_size}xf32>" in program
+    sizes = (f"{batch}x{length}x{config.vocab_size}x", f"{length // chunk}x{batch}x{chunk}x{config.vocab_size}x")
+    assert not any(size in program for size in sizes)
+
+
+def test_a_loss_of_logits_has_no_place_here(models):
+    config, params = models["gqa"]
+    with pytest.raises(llama_jax.ConfigError, match="z_loss"):
+        token_logprobs(config, params, batch_of(config), loss_options(z_loss=1e-4))
+
+
+def test_conversations_that_share_a_row_have_those_of_their_own(models):
+    config, params = models["gqa"]
+    packed, alone = both(conversations(config, SIZES))
+    measured = jax.jit(partial(token_logprobs, config, options=loss_options()))
+    count = int(np.asarray(predicted(packed)).sum())
+    ours, theirs = (np.sort(np.ravel(measured(params, batch)))[:count] for batch in (packed, alone))
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert (ours < 0).all()
