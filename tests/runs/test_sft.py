@@ -12,6 +12,7 @@ from commands import run_here
 from mortal_run import recipe
 
 import llama_jax
+from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data import ChatReading, open_chats
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
@@ -139,3 +140,14 @@ def test_a_recipe_from_before_there_were_chats_is_the_same():
     before = to_dict(recipe())
     del before["chats"]
     assert differences(before, to_dict(recipe())) == []
+
+
+@pytest.mark.slow
+def test_adapters_learn_from_chats(chats, tmp_path):
+    settings = ["lora.rank=4", "chats.format=plain", "steps=30", "batch=8", "length=64", "optimizer.learning_rate=3e-3"]
+    done = run_here("train", "sft", *settings, "--weights", bundled(), "--data", chats, "--workdir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert "that stay as they are" in done.stdout + done.stderr
+    continued = run_here("generate", "xyz", "--adapter", tmp_path / "run", "--temperature", 0, "--max-new-tokens", 12)
+    assert continued.returncode == 0, continued.stderr
+    assert "yes, so it is." in continued.stdout
