@@ -73,6 +73,7 @@ def as_table(about: dict[str, Any], found: dict[str, Findings], *, for_cpu: bool
         scores = "Where rows are divided over context, attention has the scores of a few hundred tokens in memory at once."
     asked = [about["model"], about["mode"], f"batch {about['batch']} x {about['length']}", about["dtype"]]
     asked += [f"weights {about['quantize']}"] if about["quantize"] != "none" else []
+    asked += [f"adapters of rank {about['lora']}"] if about["lora"] else []
     asked += [f"remat {about['remat']}"] if about["remat"] else []
     asked += ["packed"] if about["packed"] else []
     asked += [f"accumulate {about['accumulate']}"] if (about["accumulate"] or 1) > 1 else []
