@@ -32,6 +32,7 @@ def merged(stories_folder, adapter, calling, tmp_path):
     return tmp_path / "merged"
 
 
+@pytest.mark.slow
 def test_a_merged_model_says_what_the_adapted_one_does(calling, stories_folder, adapter, merged, tmp_path):
     options = "Once upon a time", "--temperature", 0, "--max-new-tokens", 12, "--json"
     said = partial(calling, Generate, *options)

@@ -108,6 +108,7 @@ def test_generate_as_json(run, stories_folder):
     assert json.loads(again.stdout)["tokens"] == result["tokens"]
 
 
+@pytest.mark.slow
 def test_generate_with_a_draft_is_the_same(run, stories_folder):
     arguments = ["generate", "Once upon a time", "--model", stories_folder, "--max-new-tokens", 40, "--seed", 3, "--json"]
     expected = json.loads(run(*arguments).stdout)

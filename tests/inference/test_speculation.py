@@ -114,6 +114,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         ]
         same(run(draft=told(plain, 512, 0.2)), plain)
 
+    @pytest.mark.slow
     def test_while_the_cache_grows(self, model, force, monkeypatch):
         monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
         monkeypatch.setattr("llama_jax.inference.generate.SMALLEST_CACHE", 16)
@@ -136,6 +137,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
             assert (np.diff(piece.valid.astype(int), axis=1) <= 0).all()
 
     @pytest.mark.parametrize("text", ["data=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.slow)])
+    @pytest.mark.slow
     def test_on_a_mesh(self, text, tmp_path, force):
         layers = 2 if text == "tensor=4" else 1
         config = replace(llama_jax.preset("stories-260k"), n_layers=layers, vocab_size=250, tie_embeddings=False)

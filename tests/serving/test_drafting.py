@@ -38,20 +38,11 @@ def foresight(model, monkeypatch):  # noqa: F811
     return expect
 
 
-@pytest.fixture(scope="module")
-def warm(model):  # noqa: F811
-    engine = Engine(*model, DRAFTING)
-    engine.warm()
-    yield engine
-    engine.close()
-
-
 @pytest.mark.parametrize("seed", range(2))
-def test_every_request_gets_what_it_gets_alone(model, warm, foresight, seed):  # noqa: F811
+def test_every_request_gets_what_it_gets_alone(model, foresight, seed):  # noqa: F811
     rng, engine, clients, answers = random.Random(seed), Engine(*model, DRAFTING), [], []
     wanted = [some_request(rng) for _ in range(16)]
     expected = {repr(fields): foresight(GenerationRequest(**fields)) for fields in wanted}
-    engine._compiled.begin()
     while wanted or engine.busy:
         if wanted and rng.random() < 0.4:
             answers.append(expected[repr(wanted[-1])])
@@ -60,8 +51,6 @@ def test_every_request_gets_what_it_gets_alone(model, warm, foresight, seed):  #
             clients[rng.randrange(len(clients))].ticket.cancel()
         engine.turn()
     found = engine.stats()
-    engine.close()
-    assert found.compilations_after_ready == 0
     assert 0 < found.accepted < found.drafted, found
     for client, answer in zip(clients, answers, strict=True):
         if client.finish == "cancelled":
@@ -72,7 +61,24 @@ def test_every_request_gets_what_it_gets_alone(model, warm, foresight, seed):  #
             assert all(len(token.alternatives) == client.request.alternatives for token in update.tokens)
 
 
-def test_a_row_that_outgrows_its_pool(model, warm, foresight):  # noqa: F811
+@pytest.mark.slow
+def test_nothing_is_compiled_once_it_is_warm(model, foresight):  # noqa: F811
+    rng, engine = random.Random(7), Engine(*model, DRAFTING)
+    wanted = [some_request(rng) for _ in range(30)]
+    for fields in wanted:
+        foresight(GenerationRequest(**fields))
+    engine.warm()
+    for fields in wanted:
+        Client(engine, **fields, alternatives=rng.choice([0, 3]))
+        engine.turn()
+    exhaust(engine)
+    found = engine.stats()
+    engine.close()
+    assert found.accepted > 0
+    assert found.compilations_after_ready == 0
+
+
+def test_a_row_that_outgrows_its_pool(model, foresight):  # noqa: F811
     engine = Engine(*model, DRAFTING)
     clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=120) for i in range(4)]
     expected = [foresight(client.request) for client in clients]

@@ -120,6 +120,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         for client in clients:
             assert client.ids == alone(model, client.request).tokens
 
+    @pytest.mark.slow
     def test_with_a_cache_of_int8_and_quantised_weights(self, model):
         config, params = model
         params = quantize(params, "int8")
@@ -129,6 +130,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         for client in clients:
             assert client.ids == alone((config, params), client.request, cache=CacheOptions(dtype="int8")).tokens
 
+    @pytest.mark.slow
     def test_with_stacked_blocks(self, model):
         config, params = model
         engine = Engine(config, llama_jax.stack(params), SMALL)
