@@ -136,7 +136,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         for piece in pieces:  # no gaps
             assert (np.diff(piece.valid.astype(int), axis=1) <= 0).all()
 
-    @pytest.mark.parametrize("text", ["data=2,tensor=2", pytest.param("tensor=4", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("text", ["data=2,tensor=2", "tensor=4"])
     @pytest.mark.slow
     def test_on_a_mesh(self, text, tmp_path, force):
         layers = 2 if text == "tensor=4" else 1
