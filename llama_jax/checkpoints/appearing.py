@@ -42,7 +42,7 @@ def check_room(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[P
     path = path.resolve()
     for source in map(Path.resolve, sources):
         if path == source or path in source.parents or source in path.parents:
-            raise CheckpointError(f"{path} is, holds or lies in the model that is read ({source}); write elsewhere")
+            raise CheckpointError(f"{path} is, contains or is inside the model that is read ({source}); write elsewhere")
     if not path.exists():
         return
     if not path.is_dir() and not path.is_file():

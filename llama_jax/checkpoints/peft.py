@@ -49,6 +49,8 @@ BASES: dict[str, tuple[Row, Share]] = {
 def read_folder(folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
     """The adapter in a folder: its settings, its numbers, and what it says of its base; see `adapters.load_adapter`."""
     with reading(folder, CheckpointError):
+        if not folder.exists():
+            raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
         if not (folder / CONFIG).is_file():
             raise CheckpointError(f"{folder} holds no adapter: it has no {CONFIG}; give a folder that PEFT or train wrote")
         settings = read_object(folder / CONFIG, CheckpointError)

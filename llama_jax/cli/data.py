@@ -89,15 +89,13 @@ class Data:
     def _tokenizer(self) -> Tokenizer:
         from llama_jax.checkpoints.bundled import bundled
         from llama_jax.checkpoints.loading import open_checkpoint
+        from llama_jax.cli.reading import stored_tokenizer
         from llama_jax.tokenizers import load_tokenizer
 
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer)
         path = bundled() if self.model is None else self.model
-        found = open_checkpoint(path).tokenizer()
-        if found is None:
-            raise UserError(f"no vocabulary lies with {path}; give one with --tokenizer")
-        return found
+        return stored_tokenizer(path, open_checkpoint(path))
 
     def _is_preferences(self) -> bool:
         """Whether lines are read as preferences: as asked, or where the first line has two answers."""

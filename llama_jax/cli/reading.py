@@ -44,6 +44,14 @@ class Subject(NamedTuple):
         return lambda: time.perf_counter() - started - (self.compiling.seconds - compiled)
 
 
+def stored_tokenizer(path: Path, opened: Opened | Stored) -> Tokenizer:
+    """The vocabulary that is stored with a model; UserError where there is none."""
+    tokenizer = opened.tokenizer()
+    if tokenizer is None:
+        raise UserError(f"no vocabulary is stored with {path}; give one with --tokenizer")
+    return tokenizer
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
@@ -78,9 +86,7 @@ class TextOptions:
         """The model's tokenizer, or the one that was given; UserError where there is none, or one of another model."""
         from llama_jax.tokenizers import load_tokenizer
 
-        tokenizer = opened.tokenizer() if self.tokenizer is None else load_tokenizer(self.tokenizer)
-        if tokenizer is None:
-            raise UserError(f"no vocabulary lies with {path}; give one with --tokenizer")
+        tokenizer = stored_tokenizer(path, opened) if self.tokenizer is None else load_tokenizer(self.tokenizer)
         if tokenizer.vocab_size > opened.config.vocab_size:
             raise UserError(
                 f"{self.tokenizer or path} has a vocabulary of {tokenizer.vocab_size}, the model one of"

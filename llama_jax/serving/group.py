@@ -2,8 +2,7 @@
 
 Everything that an engine does on devices is a call of one of its `Programs`. Over a mesh of several processes each of them
 must make the same calls, in the same order, with the same values of the host. So the first tells the others of each call
-before it makes it: what lies on devices by number, the rest as it is. The others know nothing of requests; what they have to
-know of the engine is nothing at all.
+before it makes it: what is on devices by number, the rest as it is. The others know nothing of requests, nor of the engine.
 """
 
 from __future__ import annotations

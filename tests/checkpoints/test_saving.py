@@ -175,7 +175,7 @@ def test_a_model_is_not_written_over_itself(hf_folder):
         (inside, "orbax"),
         (hf_folder / "model.bin", "gguf"),
     ):
-        with pytest.raises(CheckpointError, match="is, holds or lies in the model that is read"):
+        with pytest.raises(CheckpointError, match="is, contains or is inside the model that is read"):
             convert(hf_folder, path, format=format, overwrite=True)
         assert sorted(os.listdir(hf_folder)) == ["config.json", "model.safetensors"]
     llama_jax.load(hf_folder)
@@ -207,7 +207,7 @@ def test_relative_paths(tmp_path, monkeypatch, models):
     for format in ("safetensors", "gguf", "llama2c", "orbax"):
         save(format, *models["gqa"], format=format)
         same(llama_jax.load(format).params, models["gqa"][1])
-    with pytest.raises(CheckpointError, match="is, holds or lies in"):
+    with pytest.raises(CheckpointError, match="is, contains or is inside"):
         convert("gguf", ".", overwrite=True)
 
 

@@ -116,7 +116,7 @@ def test_mistakes(run, model, text, tmp_path, arguments, message):
 
 
 def test_a_model_without_vocabulary(run, hf_folder, text):
-    with pytest.raises(UserError, match=r"no vocabulary lies with .*; give one with --tokenizer"):
+    with pytest.raises(UserError, match=r"no vocabulary is stored with .*; give one with --tokenizer"):
         run(hf_folder, "--data", text)
 
 

@@ -9,10 +9,10 @@ import pytest
 from adapters import LORA, random_adapters
 from conftest import jit_init, jit_logits, jit_unstack
 from jax.sharding import PartitionSpec as P
+from test_strategies import CONFIG, LENGTH, OPTIMIZER, ROWS
 from training_options import step_options
 
 import llama_jax
-from llama_jax import LlamaConfig
 from llama_jax.model.adapters import adapted, with_base
 from llama_jax.parallel.fit import fit, fitted
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
@@ -26,27 +26,12 @@ from llama_jax.parallel.specs import (
     train_state_specs,
 )
 from llama_jax.training.batch import Batch
-from llama_jax.training.optimizer import adamw
 from llama_jax.training.step import init_state, train_step
 
-CONFIG = LlamaConfig(
-    vocab_size=250,  # to be padded
-    dim=32,
-    n_layers=2,
-    n_heads=16,
-    n_kv_heads=4,  # of which eight devices need copies
-    hidden_dim=48,
-    max_seq_len=64,
-    norm_eps=1e-5,
-    rope_theta=10_000.0,
-    tie_embeddings=False,
-    head_dim=8,
-)
-ROWS, LENGTH, STEPS = 8, 16, 4
-OPTIMIZER = adamw(1e-3)
+STEPS = 4
 
 
-def test_what_lies_where():
+def test_specs_of_adapters():
     specs = adapter_specs(CONFIG, MeshSizes(fsdp=2, tensor=2), LORA).blocks
     assert (specs.attention.qkv.a, specs.attention.qkv.b) == (
         P(None, None, None, "fsdp"),
