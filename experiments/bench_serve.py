@@ -17,11 +17,14 @@ What is timed:
   engine N   tokens/s of `closed N` by the engine alone; what HTTP costs is the difference.
   prefix     seconds to the first token of prompts of 512 tokens by the engine alone: new ones, and such of which 448 were
              read before. Of shapes with so long a context.
+  arrival    ms between two tokens of 15 rows that decode, by the engine alone: median before a prompt of 512 tokens comes,
+             median and longest while it is read, and what one of its pieces takes that is read alone. Likewise.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -263,6 +266,50 @@ def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
     return {"cold": cold, "warm": warm, "ratio": cold / warm}
 
 
+def arrival(path: Path, arguments: Arguments) -> dict[str, float]:
+    """ms between tokens of rows that decode, before and while 512 tokens of another are read; medians of 5 arrivals."""
+    import llama_jax
+    from llama_jax.serving.engine import Engine
+    from llama_jax.serving.requests import GenerationRequest, Update
+
+    config, params, _ = llama_jax.load(path)
+    if config.max_seq_len <= 512:
+        return {}
+    engine = Engine(config, params, llama_jax.EngineOptions(rows=16, long_rows=16, context=640, prefix_bytes=0))
+    engine.warm()
+    chosen = random.Random(0)
+    tokens = lambda count: [chosen.randrange(3, config.vocab_size) for _ in range(count)]
+    found: dict[str, list[float]] = {"before": [], "during": [], "longest": [], "piece alone": []}
+    for _ in range(5):
+        came: list[float] = []  # tokens of a row that decodes throughout
+        begun: list[float] = []  # the first token after the 512
+
+        def taken(update: Update, came: list[float] = came) -> None:
+            came.append(time.perf_counter())
+
+        for row in range(15):
+            request = GenerationRequest(prompt=tokens(8), max_new_tokens=200)
+            engine.submit(request, taken if row == 0 else lambda update: None)
+        while len(came) < 100:
+            engine.turn()
+        asked = time.perf_counter()
+        first = lambda update, begun=begun: begun.append(time.perf_counter())
+        engine.submit(GenerationRequest(prompt=tokens(512), max_new_tokens=1), first)
+        while engine.turn():
+            pass
+        gaps = [(before, after - before) for before, after in itertools.pairwise(came)]
+        read = [gap for before, gap in gaps if asked <= before < begun[0]]
+        found["before"].append(statistics.median(gap for before, gap in gaps[50:] if before < asked))
+        found["during"].append(statistics.median(read))
+        found["longest"].append(max(read))
+        began = time.perf_counter()
+        engine.submit(GenerationRequest(prompt=tokens(512), max_new_tokens=1), lambda update: None)
+        while engine.turn():
+            pass
+        found["piece alone"].append((time.perf_counter() - began) / -(-512 // engine.options.piece))
+    return {name: 1e3 * statistics.median(values) for name, values in found.items()}
+
+
 def percentile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
@@ -345,11 +392,14 @@ def main(arguments: Arguments) -> None:
         path, _ = write_model(arguments, Path(folder))
         alone = {f"engine {count}": engine_alone(path, arguments, count) for count in arguments.clients}
         prefix = prefixes(path, arguments)
+        came = arrival(path, arguments)
     for name, value in alone.items():
         print(f"{name}, tokens/s: {value:.1f}", flush=True)
     if prefix:
         print(f"prefix: cold {prefix['cold']:.3f} s, warm {prefix['warm']:.3f} s, ratio {prefix['ratio']:.1f}", flush=True)
-    write_report(arguments.output, report | {"alone": alone, "prefix": prefix})
+    if came:
+        print("arrival, ms: " + ", ".join(f"{name} {value:.1f}" for name, value in came.items()), flush=True)
+    write_report(arguments.output, report | {"alone": alone, "prefix": prefix, "arrival": came})
 
 
 if __name__ == "__main__":
