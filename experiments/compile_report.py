@@ -39,7 +39,7 @@ class Case:
     Attributes:
       hardware: names of which each compiles it, with its mesh.
       batch, length: rows over the mesh, and tokens in each; of a cache, its slots.
-      options: of `train_programs` or `decode_programs`.
+      options: of `train_programs` or `decode_programs`; of a turn, how many adapters lie beside the model, and their rank.
       largest: double the batch while it fits.
     """
 
@@ -56,6 +56,8 @@ class Case:
 INT8 = {"quantized": True}
 LORA: dict[str, Any] = {"rank": 16}
 QLORA = LORA | {"weights": "nf4"}
+TABLE = LORA | {"adapters": 4}
+WIDE_TABLE = LORA | {"adapters": 16}
 
 
 def on(mesh: str, *names: str) -> dict[str, str]:
@@ -103,6 +105,9 @@ CASES = (
     # A server's turn, in which every row gets a token; and a prompt that has been read, as it becomes a row.
     Case("8b-turn", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
     Case("8b-turn-64", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 2048),
+    # With a table of adapters: few for the rows, which are all multiplied, and many, of which each row cuts out its own.
+    Case("8b-turn-adapters", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
+    Case("8b-turn-own", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 4, 2048, WIDE_TABLE),
     Case("8b-insert", "insert", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
 )  # fmt: skip
 
@@ -219,6 +224,8 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     wishes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), Wishes.none(case.batch, config.vocab_size)
     )
+    if case.options:
+        decode, params = with_table(config, decode, mesh, **case.options)
     told = decoding_on_tpu() if platform == "tpu" else None
     turn = jax.jit(
         lambda params, state, wishes: take_turn(config, params, state, wishes, Compute(), layout),
@@ -226,6 +233,28 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         compiler_options=told,
     )
     return replace(decode, name="turn", function=turn, arguments=(params, state, wishes))
+
+
+def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, rank: int) -> tuple[Program, Any]:
+    """What decodes, with the bytes of a table of adapters among its parameters, and the parameters with the table."""
+    import jax
+
+    from llama_jax.analysis.memory import bytes_per_device
+    from llama_jax.model.adapters import Lora, adapter_shapes, beside
+    from llama_jax.ops.weights import TabledWeight
+    from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.parallel.specs import adapter_specs, shardings
+
+    sizes, lora = MeshSizes(**mesh.shape), Lora(rank=adapters * rank)
+    pairs = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        adapter_shapes(config, lora, "bfloat16", stacked=False),
+        shardings(mesh, adapter_specs(config, sizes, lora, stacked=False, fitted=True)),
+    )
+    more, scales = bytes_per_device(pairs), (2.0,) * adapters
+    known = replace(decode.known, parameters=decode.known.parameters + more)
+    params = beside(decode.arguments[0], pairs, lora.rank, lambda leaf, pair: TabledWeight(leaf, pair, scales))
+    return replace(decode, known=known, per_token=decode.per_token + more), params
 
 
 def passed(began: float) -> float:

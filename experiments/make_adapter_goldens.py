@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, Lora]] = {
     "every matrix": ("gqa", Lora(rank=4, alpha=8.0)),
     "queries and values": ("tied", Lora(rank=3, alpha=5.0, targets=("q_proj", "v_proj"))),
     "rank-stabilised": ("mqa", Lora(rank=5, alpha=6.0, targets=("k_proj", "o_proj", "gate_proj", "down_proj"), rslora=True)),
+    "weight-decomposed": ("gqa", Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"), dora=True)),
 }
 STEPS, RATE, DECAY = 20, 5e-3, 0.1
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -51,6 +52,8 @@ def adapter_tensors(config: LlamaConfig, lora: Lora, seed: int = 3) -> dict[str,
             stem = f"base_model.model.model.layers.{layer}.{module}"
             for name, shape in (("A", (lora.rank, inputs)), ("B", (outputs, lora.rank))):
                 found[f"{stem}.lora_{name}.weight"] = (0.2 * rng.standard_normal(shape)).astype(np.float32)
+            if lora.dora:
+                found[f"{stem}.lora_magnitude_vector"] = rng.uniform(0.5, 1.5, outputs).astype(np.float32)
     return found
 
 
@@ -62,6 +65,7 @@ def batch_of(config: LlamaConfig, step: int) -> np.ndarray:
 def write_adapter(folder: Path, config: LlamaConfig, lora: Lora) -> None:
     """The adapter as PEFT would have written it."""
     settings = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": lora.targets, "use_rslora": lora.rslora}
+    settings["use_dora"] = lora.dora
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **settings}))
     save_file(adapter_tensors(config, lora), folder / "adapter_model.safetensors")
@@ -77,6 +81,7 @@ def peft_model(config: LlamaConfig, lora: Lora, tensors: dict[str, np.ndarray], 
         lora_alpha=lora.alpha,
         target_modules=list(lora.targets),
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
@@ -121,7 +126,8 @@ def peft_loss(model: Any, ids: np.ndarray, *, wide: bool = True) -> Any:
 
 def parameters_of(model: Any) -> dict[str, Any]:
     """Those that are trained, by the names in PEFT's files."""
-    return {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+    named = ((name.replace(".default.", "."), p) for name, p in model.named_parameters() if p.requires_grad)
+    return {name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): p for name, p in named}
 
 
 def results(config: LlamaConfig, lora: Lora, *, wide: bool = True) -> dict[str, np.ndarray]:

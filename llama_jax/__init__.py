@@ -11,6 +11,8 @@ The public face, loaded on first use so that importing the package costs nothing
   next_token_loss(config, params, batch)       what it makes smaller, of a Batch of rows
   adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
                                       them alone, save_adapter writes them as PEFT does, merge(...) adds them to the weights
+  adapter_table(config, params, [(adapters, lora), ...])  the model with several; choose_adapters(params, rows) says which
+                                      of them each row of a batch uses, for `generate` and all else
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
   divergence(config, params, reference, corpus)  how far a quantised model's predictions are from its dense self's
   evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
@@ -66,6 +68,8 @@ _HOME = {
     "stream": "inference.generate",
     "PromptLookup": "inference.speculation",
     "Sampling": "inference.sampling",
+    "adapter_table": "model.adapter_table",
+    "choose_adapters": "model.adapter_table",
     "Lora": "model.adapters",
     "adapted": "model.adapters",
     "init_adapters": "model.adapters",
@@ -169,8 +173,10 @@ __all__ = [
     "TrainState",
     "UserError",
     "adapted",
+    "adapter_table",
     "batch",
     "cache_bytes",
+    "choose_adapters",
     "convert",
     "divergence",
     "encode_chat",
@@ -216,6 +222,7 @@ if TYPE_CHECKING:
     from llama_jax.inference.sampling import Sampling
     from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.inference.state import Piece
+    from llama_jax.model.adapter_table import adapter_table, choose_adapters
     from llama_jax.model.adapters import Lora, adapted, init_adapters, merge, with_base
     from llama_jax.model.cache import KVCache, cache_bytes, grow, init_cache
     from llama_jax.model.forward import forward, unembed

@@ -23,13 +23,14 @@ from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Places
 from llama_jax.model.params import Attention, Block, FeedForward, Llama
 from llama_jax.ops.quantized import Quantized
-from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, LowRank, QuantizedWeight
+from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, LowRank, QuantizedWeight, TabledWeight
 from llama_jax.training.batch import Batch
 from llama_jax.training.step import TrainState
 
 TREES: tuple[type[Any], ...] = (
     *(Llama, Block, Attention, FeedForward),
-    *(QuantizedWeight, JoinedWeight, AdaptedWeight, LowRank, KVCache, Quantized, Sampling, Request, State, TrainState),
+    *(QuantizedWeight, JoinedWeight, AdaptedWeight, TabledWeight, LowRank, KVCache, Quantized, Sampling),
+    *(Request, State, TrainState),
 )
 TUPLES: tuple[type[Any], ...] = (Places, Reading, Piece, Batch)
 
@@ -42,7 +43,7 @@ def register_for_export() -> None:
             tree,
             serialized_name=f"llama_jax.{tree.__name__}",
             serialize_auxdata=lambda static: json.dumps(static).encode(),
-            deserialize_auxdata=lambda data: tuple(json.loads(data)),
+            deserialize_auxdata=lambda data: tuple(tuple(x) if isinstance(x, list) else x for x in json.loads(data)),
         )
     for named in TUPLES:
         export.register_namedtuple_serialization(named, serialized_name=f"llama_jax.{named.__name__}")

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from llama_jax.model.adapters import Lora, adapter_shapes
+from llama_jax.ops.weights import LowRank
 
 LORA = Lora(rank=3, alpha=5.0)
 
@@ -13,6 +14,9 @@ def random_adapters(config, lora=LORA, *, stacked=False, seed=0, dtype=np.float3
     rng = np.random.default_rng(seed)
     shapes = adapter_shapes(config, lora)
     drawn = jax.tree.map(lambda leaf: 0.2 * rng.standard_normal(leaf.shape), shapes)
+    if lora.dora:
+        long = lambda pair: pair.replace(magnitude=0.5 + abs(pair.magnitude))
+        drawn = jax.tree.map(long, drawn, is_leaf=lambda leaf: isinstance(leaf, LowRank))
     qkv = drawn.blocks.attention.qkv
     if qkv is not None:
         groups = config.queries_per_kv_head
@@ -21,6 +25,8 @@ def random_adapters(config, lora=LORA, *, stacked=False, seed=0, dtype=np.float3
             if name not in lora.targets:
                 qkv.a[:, part] = 0
                 qkv.b[:, :, some] = 0
+                if lora.dora:
+                    qkv.magnitude[:, :, some] = 0
     drawn = jax.tree.map(lambda array: jax.numpy.asarray(array, dtype), drawn)
     if stacked:
         return drawn

@@ -1,15 +1,16 @@
-"""One door for adapters: a folder of PEFT's, or a run that trains them; and the way out, into a folder of PEFT's."""
+"""One door for adapters: a folder of PEFT's, a GGUF, or a run that trains them; and the way out, for PEFT and llama.cpp."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from llama_jax.checkpoints import peft, store
+from llama_jax.checkpoints import gguf_adapter, peft, store
 from llama_jax.checkpoints.appearing import appearing
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, existing_step, find_checkpoints, is_step
@@ -18,7 +19,8 @@ from llama_jax.checkpoints.tensors import target_dtype
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, reading
 from llama_jax.files import read_object
-from llama_jax.model.adapters import Lora, adapted, adapter_shapes
+from llama_jax.model.adapter_table import side_by_side, tabled
+from llama_jax.model.adapters import Lora, adapted, adapter_shapes, settled
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import unstack
 from llama_jax.parallel.fit import fit
@@ -44,8 +46,9 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
     """Read an adapter for a base of this configuration.
 
     Args:
-      path: a folder of PEFT's, with ``adapter_config.json`` and ``adapter_model.safetensors``; or one of a training run with
-        adapters, of which the newest step is taken, or one of its steps. Of a run that keeps a moving average, that is it.
+      path: a folder of PEFT's, with ``adapter_config.json`` and ``adapter_model.safetensors``; a GGUF of llama.cpp's; or a
+        folder of a training run with adapters, of which the newest step is taken, or one of its steps. Of a run that keeps a
+        moving average, that is it.
       config: of the base.
       dtype: of the adapter, float32 as in PEFT, whatever the base has.
 
@@ -55,12 +58,50 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
     """
     folder = Path(path)
     with reading(folder, CheckpointError):
-        if is_step(folder):
-            return _of_run(folder, config, dtype)
-        checkpoints = find_checkpoints(folder)
-        if checkpoints is not None:
-            return _of_run(checkpoints / str(existing_step(checkpoints, None)), config, dtype)
+        step = _step_in(folder)
+        if step is not None:
+            return _of_run(step, config, dtype)
+        if gguf_adapter.recognises(folder):
+            return Adapter(*gguf_adapter.read(folder, config, dtype))
     return Adapter(*peft.read_folder(folder, config, dtype))
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a path holds an adapter and no model."""
+    folder = Path(path)
+    with reading(folder, CheckpointError):
+        step = _step_in(folder)
+        if step is not None:
+            return store.adapters_of(step) is not None
+        return (folder / peft.CONFIG).is_file() or gguf_adapter.recognises(folder)
+
+
+def base_of(path: str | os.PathLike[str]) -> str | None:
+    """What an adapter says of the model that it was trained on; None where it says nothing.
+
+    Raises:
+      CheckpointError: a damaged file.
+    """
+    folder = Path(path)
+    with reading(folder, CheckpointError):
+        step = _step_in(folder)
+        if step is not None:
+            found = read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path")
+        elif folder.is_file():
+            found = gguf_adapter.base_in(folder)
+        else:
+            found = read_object(folder / peft.CONFIG, CheckpointError).get("base_model_name_or_path")
+    return found if isinstance(found, str) and found else None
+
+
+def _step_in(folder: Path) -> Path | None:
+    """The step that a folder of a training run is, or the newest that it has."""
+    if not folder.is_dir():
+        return None
+    if is_step(folder):
+        return folder
+    checkpoints = find_checkpoints(folder)
+    return None if checkpoints is None else checkpoints / str(existing_step(checkpoints, None))
 
 
 def save_adapter(
@@ -72,17 +113,22 @@ def save_adapter(
     base: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write adapters into a folder that PEFT reads: all of it appears under `path` at once, or nothing does.
+    """Write adapters for PEFT or llama.cpp: all of it appears under `path` at once, or nothing does.
 
     Args:
+      path: a folder for PEFT, or a file whose name ends in ``.gguf`` for llama.cpp.
       config: of the base, as its file has it.
       adapters: stacked or not, also as a mesh holds them.
       base: what the folder is to say of the base, a path or a name on a hub.
       overwrite: replace a folder that holds an adapter, or a model, and nothing else.
 
     Raises:
-      CheckpointError: something is at `path`, or numbers that are not finite.
+      CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp has not.
     """
+    if Path(path).suffix.lower() == ".gguf":
+        with appearing(Path(path), folder=False, overwrite=overwrite) as file:
+            gguf_adapter.write(file, config, adapters, lora, base)
+        return
     with appearing(Path(path), folder=True, overwrite=overwrite) as folder:
         peft.write_folder(folder, config, adapters, lora, base)
 
@@ -94,13 +140,24 @@ def attached(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSiz
       config: of the base, as its file has it.
       mesh: over which the parameters lie, fitted.
     """
-    pairs = adapter.params
-    if mesh is not None:
-        from llama_jax.parallel.specs import adapter_specs, shardings  # imports what training needs too
+    return settled(adapted(params, _placed(config, adapter.params, adapter.lora, mesh), adapter.lora))
 
-        specs = adapter_specs(config, mesh, adapter.lora, stacked=False, fitted=True)
-        pairs = jax.device_put(fit(config, mesh, pairs), shardings(make_mesh(mesh), specs))
-    return adapted(params, pairs, adapter.lora)
+
+def attached_table(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
+    """The same with several of them, of which each row of a batch may use one, see `model.adapter_table`."""
+    given = [(adapter.params, adapter.lora) for adapter in adapters]
+    table = side_by_side(config, given, params.embedding.dtype, stacked=False)
+    return tabled(params, table._replace(params=_placed(config, table.params, table.lora, mesh)))
+
+
+def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | None) -> Llama:
+    """Adapters where a mesh has the matrices that they change."""
+    if mesh is None:
+        return pairs
+    from llama_jax.parallel.specs import adapter_specs, shardings  # imports what training needs too
+
+    specs = adapter_specs(config, mesh, lora, stacked=False, fitted=True)
+    return jax.device_put(fit(config, mesh, pairs), shardings(make_mesh(mesh), specs))
 
 
 def _of_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Adapter:

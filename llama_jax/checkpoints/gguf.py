@@ -55,6 +55,8 @@ def open_file(path: Path) -> Opened:
         fields = more | fields  # the first part has the settings
         tensors |= found
     count = fields.get("split.tensors.count", len(tensors))
+    if fields.get("general.type") == "adapter":
+        raise CheckpointError(f"{path} is an adapter; give the model that it was trained on, and it as the adapter")
     if count != len(tensors):
         raise CheckpointError(f"{path}: {len(tensors)} tensors where {count} should be; copy all parts again")
     try:

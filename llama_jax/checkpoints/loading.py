@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
-from llama_jax.checkpoints.adapters import attached, load_adapter
+from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
@@ -46,6 +47,7 @@ def load(
     quantize: Quantization | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     adapter: str | os.PathLike[str] | None = None,
+    adapters: Sequence[str | os.PathLike[str]] = (),
     mesh: MeshSizes | None = None,
     shardings: Llama | None = None,
     progress: Progress | None = None,
@@ -60,6 +62,8 @@ def load(
         the computation. None gives floats, but of an orbax checkpoint of a quantised model what was saved.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       adapter: a folder of PEFT's or of a run, see `load_adapter`; it is put beside the weights (`model.adapters.adapted`).
+      adapters: several such folders: the parameters then have a table of them, of which each row of a batch may use one
+        (`model.adapter_table.choose_adapters`, by their number here).
       mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
         only of orbax are a padded table and copied heads made on the devices, one array at a time.
@@ -80,7 +84,9 @@ def load(
     check_quantize(quantize)
     if mesh is not None and not isinstance(mesh, MeshSizes):
         raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
-    if adapter is not None and shardings is not None:
+    if adapter is not None and adapters:
+        raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; give one of the two")
+    if (adapter is not None or adapters) and shardings is not None:
         raise MeshError("an adapter is laid out over a mesh, and not by shardings of one's own; give mesh in their place")
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
@@ -89,6 +95,7 @@ def load(
     if quantize == "keep":
         check_kept(list(opened.tensors.values()), opened.path)
     beside = None if adapter is None else load_adapter(adapter, config)
+    table = [load_adapter(each, config) for each in adapters]
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
 
@@ -111,6 +118,8 @@ def load(
         params = assemble(wanted, dtype, quantize=quantize, shardings=shardings, progress=progress)
     if beside is not None:
         params = attached(opened.config, params, beside, mesh)
+    if table:
+        params = attached_table(opened.config, params, table, mesh)
     return Checkpoint(config, params, vocabulary)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ IGNORED = frozenset(
         *("lora_dropout", "exclude_modules", "megatron_config", "megatron_core", "qalora_group_size", "eva_config"),
     }
 )
-READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights"})
+READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora", "init_lora_weights"})
 # Those that leave the base as it is; the others, as PiSSA's, change it before training begins.
 STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 # By target: the tensor of the base that it is, as `names` has it.
@@ -60,14 +60,14 @@ def read_folder(folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) 
     lora = _lora_of(folder, settings, tensors)
     said = settings.get("base_model_name_or_path")
     base = said if isinstance(said, str) and said else None
-    return lora, _read(folder / WEIGHTS, config, lora, tensors, dtype, base), base
+    return lora, read_pairs(folder / WEIGHTS, config, lora, tensors, dtype, Names(_keys, base)), base
 
 
 def write_folder(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
     """Write adapters into an empty folder; see `adapters.save_adapter`."""
     blocks = unfit(config, unstack(adapters)).blocks
     assert isinstance(blocks, tuple)
-    tensors = dict(_tensors(config, blocks, lora))
+    tensors = dict(pairs_of(config, blocks, lora, _keys))
     settings = {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -81,7 +81,7 @@ def write_folder(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora,
         "r": lora.rank,
         "target_modules": list(lora.targets),
         "task_type": "CAUSAL_LM",
-        "use_dora": False,
+        "use_dora": lora.dora,
         "use_rslora": lora.rslora,
     }
     (folder / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
@@ -114,22 +114,35 @@ def _lora_of(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Te
                 f" of a Llama are {', '.join(TARGETS)}"
             )
     try:
-        rank, alpha, rslora = settings.get("r"), settings.get("lora_alpha"), settings.get("use_rslora")
-        return Lora(rank=rank, alpha=alpha, targets=tuple(names), rslora=bool(rslora))  # type: ignore[arg-type]  # checked there
+        rank, alpha = settings.get("r"), settings.get("lora_alpha")
+        rslora, dora = bool(settings.get("use_rslora")), bool(settings.get("use_dora"))
+        return Lora(rank=rank, alpha=alpha, targets=tuple(names), rslora=rslora, dora=dora)  # type: ignore[arg-type]  # checked there
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def _read(
+class Names(NamedTuple):
+    """What a file calls the tensors of an adapter, and the model that it says it was trained on.
+
+    Attributes:
+      of: of a target in a layer: A, B, and the magnitude.
+    """
+
+    of: Callable[[str, int], tuple[str, str, str]]
+    base: str | None
+
+
+def read_pairs(
     where: Path,
     config: LlamaConfig,
     lora: Lora,
     tensors: Mapping[str, Tensor],
     dtype: jax.typing.DTypeLike,
-    base: str | None,
+    names: Names,
 ) -> Llama:
+    """Adapters for a tuple of blocks, of the tensors in a file; for errors see `adapters.load_adapter`."""
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
-    of_whom = "" if base is None else f", which was trained on {shown(base)}"
+    of_whom = "" if names.base is None else f", which was trained on {shown(names.base)}"
 
     def tensor(name: str, *shape: int) -> np.ndarray:
         if name not in tensors:
@@ -149,15 +162,25 @@ def _read(
 
     def pair(row: Row, shape: LowRank, layer: int) -> LowRank:
         sizes = {name: shape_of(share.axes, config) for name, share in _shares_at(row)}
-        thin = {name: tensor(_keys(name, layer)[0], lora.rank, sizes[name][1]) for name in sizes if name in lora.targets}
-        tall = {name: tensor(_keys(name, layer)[1], sizes[name][0], lora.rank) for name in sizes if name in lora.targets}
+        thin = {name: tensor(names.of(name, layer)[0], lora.rank, sizes[name][1]) for name in sizes if name in lora.targets}
+        tall = {name: tensor(names.of(name, layer)[1], sizes[name][0], lora.rank) for name in sizes if name in lora.targets}
+        long = {name: tensor(names.of(name, layer)[2], sizes[name][0]) for name in thin} if lora.dora else {}
         for name in sizes.keys() - thin.keys():
             thin[name] = np.zeros((lora.rank, sizes[name][1]), target)
             tall[name] = np.zeros((sizes[name][0], lora.rank), target)
-        a, b = [thin[name] for name in sizes], [tall[name] for name in sizes]
-        if len(b) > 1:  # rows of each head side by side
-            b = [np.concatenate([one.reshape(config.n_kv_heads, -1, *shape.b.shape[2:]) for one in b], axis=1)]
-        return LowRank(jnp.asarray(np.stack(a).reshape(shape.a.shape)), jnp.asarray(b[0]))
+            long[name] = np.zeros(sizes[name][0], target)
+
+        def rows_of(parts: Mapping[str, np.ndarray]) -> jax.Array:
+            """As one, rows of each head side by side."""
+            if len(sizes) == 1:
+                return jnp.asarray(next(iter(parts.values())))
+            heads = config.n_kv_heads, -1, config.head_dim
+            return jnp.asarray(
+                np.concatenate([parts[name].reshape(*heads, *parts[name].shape[1:]) for name in sizes], axis=1)
+            )
+
+        a = np.stack([thin[name] for name in sizes]).reshape(shape.a.shape)
+        return LowRank(jnp.asarray(a), rows_of(tall), rows_of(long) if lora.dora else None)
 
     if config.n_layers > len(tensors):
         raise CheckpointError(
@@ -175,20 +198,23 @@ def _read(
     return found
 
 
-def _tensors(config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora) -> list[tuple[str, np.ndarray]]:
-    """Under PEFT's names, layer by layer."""
+def pairs_of(
+    config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora, names: Callable[[str, int], tuple[str, str, str]]
+) -> list[tuple[str, np.ndarray]]:
+    """The tensors of a file, layer by layer, under its names."""
     found: list[tuple[str, np.ndarray]] = []
 
     def put(row: Row, _: LowRank, layer: int) -> None:
         pair, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(blocks[layer])), 0
         for part, (name, share) in enumerate(_shares_at(row)):
-            a, b = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b
+            a, b, magnitude = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b, pair.magnitude
             if share.width:
-                last = first + shape_of(share.width, config)[0]
-                b, first = b[:, first:last], last
+                own = slice(first, first + shape_of(share.width, config)[0])
+                b, magnitude, first = b[:, own], None if magnitude is None else magnitude[:, own], own.stop
             if name in lora.targets:
-                keys = _keys(name, layer)
-                found.extend([(keys[0], a), (keys[1], b.reshape(shape_of(share.axes, config)[0], lora.rank))])
+                arrays = [a, b.reshape(shape_of(share.axes, config)[0], lora.rank)]
+                arrays += [] if magnitude is None else [magnitude.reshape(-1)]
+                found.extend(zip(names(name, layer), arrays, strict=False))
 
     build_adapters(config, lora, put, stacked=False)
     return found
@@ -202,7 +228,7 @@ def _module(target: str, layer: int) -> str:
     return NAMES[BASES[target][1].name].format(layer).removesuffix(".weight")
 
 
-def _keys(target: str, layer: int) -> tuple[str, str]:
-    """The names of A and B."""
+def _keys(target: str, layer: int) -> tuple[str, str, str]:
+    """The names of A, B and the magnitude."""
     stem = f"base_model.model.{_module(target, layer)}"
-    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"
+    return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight", f"{stem}.lora_magnitude_vector"

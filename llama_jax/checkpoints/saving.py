@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
+from llama_jax.checkpoints.adapters import base_of, is_adapter, load_adapter, save_adapter
 from llama_jax.checkpoints.appearing import appearing, check_room
 from llama_jax.checkpoints.beside import files_beside, write_beside
 from llama_jax.checkpoints.layout import Piece
@@ -20,7 +21,7 @@ from llama_jax.checkpoints.memory import from_params
 from llama_jax.checkpoints.quantising import Quantization, check_quantize
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
@@ -89,17 +90,35 @@ def convert(
     format: Format | None = None,
     dtype: Kind | None = None,
     quantize: Quantization | None = None,
+    base: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
 ) -> None:
     """Write the model at `source`, of any format, in another: tensor by tensor, so that it need not fit into memory.
 
+    An adapter is written as an adapter: for PEFT, or as "gguf" for llama.cpp, of PEFT's, of a GGUF or of a run's.
+
     From and to "orbax" it does go through memory. For the arguments and errors see `save`; None for `dtype` keeps each
     tensor's own, and of a GGUF the blocks if another is written; elsewhere those become float32. For `quantize`, which is
     for "orbax" alone, see `load`.
+
+    Args:
+      base: of an adapter, the model that it was trained on, of which only the settings are read; by default what the adapter
+        says.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
+    if is_adapter(source):
+        if format not in ("safetensors", "gguf") or dtype in ("q8_0", "q4_0") or quantize is not None:
+            raise CheckpointError(
+                f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
+            )
+        if (format == "gguf") != (Path(path).suffix.lower() == ".gguf"):
+            raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf, and for PEFT a folder")
+        _convert_adapter(source, path, dtype, base, overwrite)
+        return
+    if base is not None:
+        raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, and {source} is a model; leave it out")
     if quantize is not None and (format != "orbax" or dtype is not None):
         raise CheckpointError(
             f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes dtype='q8_0' or 'q4_0'"
@@ -112,6 +131,24 @@ def convert(
     check_room(Path(path), folder=format in FOLDERS, overwrite=overwrite, sources=[Path(source), opened.path])
     config, params, tokenizer = load(source, quantize=quantize)
     save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
+
+
+def _convert_adapter(
+    source: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    dtype: Kind | None,
+    base: str | os.PathLike[str] | None,
+    overwrite: bool,
+) -> None:
+    said = base_of(source)
+    where = Path(base or said or "")
+    if base is None and (said is None or not where.exists()):
+        whom = "says nothing of its base" if said is None else f"was trained on {shown(said)}, which is not here"
+        raise CheckpointError(f"{source} {whom}; give the base's folder or file as base (--base)")
+    check_room(Path(path), folder=Path(path).suffix.lower() != ".gguf", overwrite=overwrite, sources=[Path(source), where])
+    config = open_checkpoint(where).config
+    adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[KINDS[dtype]])
+    save_adapter(path, config, adapter.params, adapter.lora, base=said or os.fspath(where), overwrite=overwrite)
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llama_jax.cli.options import LoadOptions, SamplingOptions
-from llama_jax.cli.prompts import read_prompts
+from llama_jax.cli.options import AdapterOptions, SamplingOptions
+from llama_jax.cli.prompts import PromptLine, read_lines
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import GenerationError, UserError, shown
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPrompts(LoadOptions, SamplingOptions):
+class BatchPrompts(AdapterOptions, SamplingOptions):
     """Continue every prompt of a .jsonl into another, one object a line as they end. What OUT has already is not done again:
     a batch that was stopped goes on where it was."""
 
     prompts: tyro.conf.Positional[Path]
     """A .jsonl whose lines are objects with a prompt, as in {"prompt": "Once"}; each is sampled from a seed one above that
-    of the line before."""
+    of the line before. With "adapter": NAME a line is continued by the model with that --adapter."""
     out: tyro.conf.Positional[Path]
     """The .jsonl to write: the number of the prompt, its text, tokens, why it ended, and the settings."""
     max_new_tokens: int = 256
@@ -63,9 +63,11 @@ class BatchPrompts(LoadOptions, SamplingOptions):
         )
         if any(not text for text in self.stop):
             raise GenerationError("--stop is empty; give the text at which to end")
-        if self.prompts.suffix.lower() != ".jsonl":
-            raise GenerationError(f"{self.prompts} is no .jsonl, whose lines are objects with a prompt")
-        prompts = read_prompts(None, self.prompts)
+        prompts = read_lines(self.prompts)
+        numbers = {name: number for number, name in enumerate(self.named())}
+        for asked in {line.adapter for line in prompts} - {None, *numbers}:
+            there = ", ".join(numbers) or "none"
+            raise GenerationError(f"{self.prompts} asks for the adapter {shown(asked, 40)}, and --adapter names {there}")
         done = _Output(self.out, prompts)
         seed = self.choose_seed() if self.seed is not None or done.seed is None else done.seed
         self.sampling(seed)
@@ -102,15 +104,20 @@ class BatchPrompts(LoadOptions, SamplingOptions):
             "max_new_tokens": self.max_new_tokens,
             "stop": list(self.stop),
             "ignore_eos": self.ignore_eos,
+            **({"adapter": list(self.adapter)} if self.adapter else {}),
         }
 
-    def _jobs(self, engine: Engine, tokenizer: Tokenizer, prompts: list[str], lines: list[int], seed: int) -> Iterator[Job]:
+    def _jobs(
+        self, engine: Engine, tokenizer: Tokenizer, prompts: list[PromptLine], lines: list[int], seed: int
+    ) -> Iterator[Job]:
         from llama_jax.serving.offline import Job, run_jobs
         from llama_jax.serving.requests import GenerationRequest
         from llama_jax.tokenizers.text import Text
 
+        numbers: dict[str | None, int] = {None: -1} | {name: number for number, name in enumerate(self.named())}
+
         def job(line: int) -> Job:
-            ids = tokenizer.encode(prompts[line - 1])
+            ids = tokenizer.encode(prompts[line - 1].prompt)
             room = engine.context - len(ids)
             if room < 1:
                 raise GenerationError(
@@ -121,6 +128,7 @@ class BatchPrompts(LoadOptions, SamplingOptions):
                 max_new_tokens=min(self.max_new_tokens, room),
                 sampling=self.sampling((seed + line - 1) % 2**32),
                 stop_tokens=() if self.ignore_eos else tokenizer.stop_ids,
+                adapter=numbers[prompts[line - 1].adapter],
             )
             return Job(line, request, Text(tokenizer, self.stop, write=lambda text: None))
 
@@ -135,7 +143,7 @@ class _Output:
       seed: of the batch that began it; None for a new one.
     """
 
-    def __init__(self, path: Path, prompts: list[str]) -> None:
+    def __init__(self, path: Path, prompts: list[PromptLine]) -> None:
         self.path = path
         self._prompts = prompts
         self.lines: set[int] = set()
@@ -155,7 +163,8 @@ class _Output:
         try:
             value = json.loads(line)
             which, settings = value["line"], value["settings"]
-            same = 1 <= which <= len(self._prompts) and value["prompt"] == self._prompts[which - 1]
+            same = 1 <= which <= len(self._prompts)
+            same = same and PromptLine(value["prompt"], value.get("adapter")) == self._prompts[which - 1]
             seed = int(settings["seed"])
         except (ValueError, KeyError, TypeError, RecursionError):
             raise foreign from None
@@ -167,10 +176,11 @@ class _Output:
     def check(self, settings: dict[str, Any]) -> None:
         """Raise UserError where the file was begun with other settings."""
         before = settings if self._settings is None else self._settings
-        for name, value in settings.items():
-            if before.get(name) != value:
+        for name in before | settings:
+            if before.get(name) != settings.get(name):
                 raise UserError(
-                    f"{self.path} was begun with {name}={shown(before.get(name), 40)}, and this is {shown(value, 40)};"
+                    f"{self.path} was begun with {name}={shown(before.get(name), 40)}, and this is"
+                    f" {shown(settings.get(name), 40)};"
                     " give the same, or another file to write"
                 )
 
@@ -186,9 +196,11 @@ class _Output:
                 file.truncate(self._whole)
                 for job in jobs:
                     assert job.text is not None
+                    given = self._prompts[job.number - 1]
                     line = {
                         "line": job.number,
-                        "prompt": self._prompts[job.number - 1],
+                        "prompt": given.prompt,
+                        **({} if given.adapter is None else {"adapter": given.adapter}),
                         "text": job.text.shown,
                         "tokens": len(job.tokens),
                         "finish_reason": "stop" if job.finish == "stop" else "length",

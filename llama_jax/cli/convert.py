@@ -22,10 +22,13 @@ FORMATS = Literal["safetensors", "gguf", "llama2c", "orbax"]
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a model of any readable format in another. Only orbax, read or written, needs the model to fit into memory."""
+    """Write a model of any readable format in another. Only orbax, read or written, needs the model to fit into memory.
+
+    An adapter is written as one: for llama.cpp where the destination ends in .gguf, else a folder for PEFT.
+    """
 
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
-    """A model's folder or file, of any format that is read."""
+    """A model's folder or file, of any format that is read, or an adapter's."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
     format: FORMATS | None = None
@@ -36,6 +39,8 @@ class Convert:
     become float32. q8_0 and q4_0 are for gguf alone."""
     quantize: QUANTIZE = "none"
     """For orbax alone: write the matrices in fewer bits; keep takes what the files have quantised as it is."""
+    base: Path | None = None
+    """Of an adapter: the model that it was trained on, of which only the settings are read; by default what it says."""
     overwrite: bool = False
     """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
 
@@ -54,6 +59,7 @@ class Convert:
                 format=self.format,
                 dtype=dtype,
                 quantize=None if self.quantize == "none" else self.quantize,
+                base=self.base,
                 overwrite=self.overwrite,
                 progress=bar,
             )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
 
 from llama_jax.cli.draft import check_draft, load_draft
 from llama_jax.cli.rope import with_rope
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, shown
 
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
@@ -54,8 +57,6 @@ class LoadOptions:
     quantize: QUANTIZE = "none"
     """Keep the matrices in fewer bits: int8 and fp8 have a factor for each row, int4 for each 128 numbers, nf4 is that of
     QLoRA, q8_0 and q4_0 are blocks of GGUF. keep takes what a quantised file has as it is, of 4, 5, 6 or 8 bits."""
-    adapter: Path | None = None
-    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     rope: str = ""
     """Another rope scaling than the model's own: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also
     lengthens the context; none leaves out the model's own."""
@@ -79,8 +80,14 @@ class LoadOptions:
         make_mesh(sizes)
         return sizes
 
-    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
-        """The model and its vocabulary; GenerationError where there is none, or one that is not the model's."""
+    def load_beside(
+        self, adapter: Path | None = None, adapters: Sequence[Path] = ()
+    ) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model and its vocabulary; GenerationError where there is none, or one that is not the model's.
+
+        Args:
+          adapter, adapters: for all rows, or a table of them, see `checkpoints.load`.
+        """
         import jax.numpy as jnp
 
         import llama_jax
@@ -96,7 +103,8 @@ class LoadOptions:
             dtype,
             quantize=None if self.quantize == "none" else self.quantize,
             tokenizer=self.tokenizer,
-            adapter=self.adapter,
+            adapter=adapter,
+            adapters=adapters,
             mesh=self.mesh_sizes(),
             progress=loading_bar,
         )
@@ -113,6 +121,34 @@ class LoadOptions:
                 " give the model's own"
             )
         return with_rope(config, self.rope), params, tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(LoadOptions):
+    adapter: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """NAME=PATH, a LoRA adapter that a request may ask for by this name: a folder of PEFT's, or of a run that trains one.
+    May be given several times, and costs no copy of the model. A single PATH without a name is for all requests."""
+
+    def for_all(self) -> Path | None:
+        """The adapter without a name."""
+        only = self.adapter[0] if len(self.adapter) == 1 else ""
+        return Path(only) if only and ("=" not in only or Path(only).exists()) else None
+
+    def named(self) -> dict[str, Path]:
+        """The others by name, in the order of their numbers; GenerationError for what is no name or has two."""
+        found: dict[str, Path] = {}
+        for text in () if self.for_all() is not None else self.adapter:
+            name, _, path = text.partition("=")
+            if not name or not path:
+                raise GenerationError(f"adapter={shown(text)} must be NAME=PATH, or a single PATH for all requests")
+            if name in found:
+                raise GenerationError(f"adapter={shown(text)}: {shown(name)} is the name of another; give one of its own")
+            found[name] = Path(path)
+        return found
+
+    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model, with its adapters, and its vocabulary, see `load_beside`."""
+        return self.load_beside(self.for_all(), tuple(self.named().values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +187,8 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions, SamplingOptions, RememberOptions):
+    adapter: Path | None = None
+    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     draft: str = ""
     """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
     them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
@@ -169,4 +207,4 @@ class ModelOptions(LoadOptions, SamplingOptions, RememberOptions):
             from llama_jax.checkpoints.bundled import bundled
 
             check_draft(self.draft, open_checkpoint(bundled() if self.model is None else self.model).config)
-        return super().load()
+        return self.load_beside(self.adapter)

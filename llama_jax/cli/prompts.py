@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, shown
 
 STDIN = "-"
 EXAMPLE = "give some text to continue, such as 'Once upon a time'"
+
+
+class PromptLine(NamedTuple):
+    """A line of a .jsonl: the prompt, and the name of the adapter that it asks for, if any."""
+
+    prompt: str
+    adapter: str | None
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
@@ -29,7 +37,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     if file is not None and str(file) != STDIN:
         where, content = str(file), _content(file)
         if file.suffix.lower() == ".jsonl":
-            return _of_lines(content, where)
+            return [line.prompt for line in _of_lines(content, where)]
     elif file is not None or prompt == STDIN:
         where, content = "stdin", sys.stdin.buffer.read()
     else:
@@ -47,6 +55,13 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     return [text]
 
 
+def read_lines(file: Path) -> list[PromptLine]:
+    """The lines of a .jsonl; GenerationError for another file, or as `read_prompts`."""
+    if file.suffix.lower() != ".jsonl":
+        raise GenerationError(f"{file} is no .jsonl, whose lines are objects with a prompt")
+    return _of_lines(_content(file), str(file))
+
+
 def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
@@ -62,7 +77,7 @@ def _text(content: bytes, where: str) -> str:
         raise GenerationError(f"{where}, line {line} is not valid UTF-8; save the text as UTF-8") from None
 
 
-def _of_lines(content: bytes, where: str) -> list[str]:
+def _of_lines(content: bytes, where: str) -> list[PromptLine]:
     found = []
     for number, line in enumerate(_text(content, where).split("\n"), 1):
         if not line.strip():
@@ -80,7 +95,10 @@ def _of_lines(content: bytes, where: str) -> list[str]:
             raise GenerationError(
                 f"{where}, line {number}: the prompt has half a surrogate pair, which is not text"
             ) from None
-        found.append(prompt)
+        adapter = value.get("adapter")
+        if not (adapter is None or isinstance(adapter, str)):
+            raise GenerationError(f"{where}, line {number}: adapter={shown(adapter, 40)} must be a name, or be left out")
+        found.append(PromptLine(prompt, adapter))
     if not found:
         raise GenerationError(f"{where} holds no prompt; {EXAMPLE}")
     return found

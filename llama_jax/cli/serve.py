@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.draft import lookup_of
-from llama_jax.cli.options import LoadOptions
+from llama_jax.cli.options import AdapterOptions
 from llama_jax.errors import GenerationError, MeshError, UserError
 from llama_jax.tokenizers import Format, reply_ends, resolve_format
 
@@ -38,7 +38,7 @@ OF_A_PROCESS = ("host", "port", "most_connections", "distributed", "coordinator"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(LoadOptions):
+class Serve(AdapterOptions):
     """Serve a model over HTTP, as OpenAI's API does: completions, chat, metrics, and a page for browsers.
 
     It takes requests once all programs are compiled, which it says. SIGTERM and Ctrl-C let running requests end; a second
@@ -198,6 +198,7 @@ class Serve(LoadOptions):
                     " holds its part of the model"
                 )
             asked = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope")}
+            asked["adapters"] = list(self.named())
             joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
         config, params, tokenizer = self.load()
         joined.agree("the model", {"the model": repr(config)})
@@ -231,6 +232,8 @@ class Serve(LoadOptions):
             f"{served.name} · {f'chat by {served.chat}' if served.chat else 'no chat: it completes texts'}"
             f" · context {engine.context} tokens · {self.rows} + {self.long_rows} rows",
         ]
+        if served.adapters:
+            notes.append(f"adapters, chosen as the model: {', '.join(served.adapters)}")
         return engine, served, notes, f"(load {loaded - begun:.1f}, compile {compiled:.1f})"
 
     def _check(self) -> None:
@@ -244,6 +247,8 @@ class Serve(LoadOptions):
                 raise GenerationError(f"{name}={value} must be an integer of at least {least}")
         if not 0 <= self.port < 2**16:
             raise GenerationError(f"port={self.port} must be from 0 to 65535")
+        if self._name() in self.named():
+            raise GenerationError(f"adapter {self._name()!r} has the model's name; give another, or --name")
         if self._key() == "":
             raise GenerationError(f"the API key is empty; give one, or leave --api-key and {KEY} out")
 
@@ -296,15 +301,19 @@ class Serve(LoadOptions):
         """The model as clients see it; GenerationError for a format that was asked for and cannot be."""
         from llama_jax.serving.http.service import Served
 
-        name = self.name or ("stories" if self.model is None else self.model.resolve().name)
+        name, adapters = self._name(), tuple(self.named())
         try:
             chat = resolve_format(tokenizer, self.format)
             reply_ends(tokenizer, chat)  # which finds out whether the vocabulary has what the format needs
         except GenerationError as error:
             if self.format != "auto":
                 raise
-            return Served(name=name, tokenizer=tokenizer, chat=None, no_chat=str(error))
-        return Served(name=name, tokenizer=tokenizer, chat=chat)
+            return Served(name=name, tokenizer=tokenizer, chat=None, no_chat=str(error), adapters=adapters)
+        return Served(name=name, tokenizer=tokenizer, chat=chat, adapters=adapters)
+
+    def _name(self) -> str:
+        """What clients call the model."""
+        return self.name or ("stories" if self.model is None else self.model.resolve().name)
 
 
 def _check_extra() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from llama_jax.errors import ConfigError, shown
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Block, Llama, Row
 from llama_jax.model.trees import build
-from llama_jax.ops.weights import AdaptedWeight, LowRank
+from llama_jax.ops.weights import AdaptedWeight, LowRank, TabledWeight, row_lengths
 
 
 class Target(NamedTuple):
@@ -53,6 +54,7 @@ class Lora:
       targets: the matrices that are changed, by the names of `TARGETS`; all by default, as Schulman et al. 2025 ("LoRA
         without regret") recommend.
       rslora: a change counts alpha / sqrt(R) times, so that high ranks learn as fast as low ones (Kalajdzievski 2023).
+      dora: the length of each row of a changed matrix is learnt too, apart from its direction (Liu et al. 2024).
 
     Raises:
       ConfigError: a value that cannot be, or a target that is no matrix of a Llama.
@@ -62,6 +64,7 @@ class Lora:
     alpha: float = 32.0
     targets: tuple[str, ...] = tuple(TARGETS)
     rslora: bool = False
+    dora: bool = False
 
     def __post_init__(self) -> None:
         require_positive_int("rank", self.rank)
@@ -81,15 +84,34 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
-def init_adapters(config: LlamaConfig, lora: Lora, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
+def init_adapters(
+    config: LlamaConfig,
+    lora: Lora,
+    key: jax.Array,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    base: Llama | None = None,
+) -> Llama:
     """Adapters for stacked blocks that change nothing yet: A uniform within 1 / sqrt(D), B zero, as PEFT starts them.
 
     Where only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a gradient
-    other than zero, and both stay what they are.
+    other than zero, and both stay what they are. So it is with their magnitudes.
+
+    Args:
+      base: with stacked blocks: of DoRA, the model that it begins as, whose rows' lengths are the magnitudes.
 
     Raises:
-      ConfigError: a target that is no single matrix in a model of this configuration.
+      ConfigError: a target that is no single matrix in a model of this configuration; DoRA without a base.
     """
+    if lora.dora and base is None:
+        raise ConfigError("dora=True begins with the lengths of the base's rows; give init_adapters the base")
+
+    def magnitude_of(row: Row) -> jax.Array:
+        lengths = jax.vmap(row_lengths)(attrgetter(row.path)(base)).astype(dtype)
+        own = [name in lora.targets for name in _names_at(row.path)]
+        if len(own) == 1:
+            return lengths
+        groups = config.queries_per_kv_head
+        return lengths * jnp.asarray([own[0]] * groups + own[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
 
     def start(row: Row, shape: LowRank, _: int) -> LowRank:
         layers, *_, rank, columns = shape.a.shape
@@ -102,7 +124,8 @@ def init_adapters(config: LlamaConfig, lora: Lora, key: jax.Array, dtype: jax.ty
             return jax.random.uniform(its_key, (layers, rank, columns), jnp.float32, -bound, bound).astype(dtype)
 
         parts = jnp.stack([draw(name) for name in _names_at(row.path)], axis=1)
-        return LowRank(parts.reshape(shape.a.shape), jnp.zeros(shape.b.shape, dtype))
+        magnitude = magnitude_of(row) if lora.dora else None
+        return LowRank(parts.reshape(shape.a.shape), jnp.zeros(shape.b.shape, dtype), magnitude)
 
     return build_adapters(config, lora, start)
 
@@ -148,7 +171,8 @@ def build_adapters(
             return None
         shape = row.shape_of_all(config) if stacked else row.shape(config)
         a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(row.path, shape, lora.rank, stacked))
-        return pair_of(row, LowRank(a, b), layer)
+        magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
+        return pair_of(row, LowRank(a, b, magnitude), layer)
 
     return build(config, leaf, stacked=stacked)
 
@@ -165,7 +189,7 @@ def adapter_count(config: LlamaConfig, lora: Lora) -> int:
             outputs = math.prod(shape.b.shape[1:-1])
             if name in widths:
                 outputs = outputs // sum(widths.values()) * widths[name]
-            numbers += layers * lora.rank * (columns + outputs)
+            numbers += layers * (lora.rank * (columns + outputs) + lora.dora * outputs)
 
     build_adapters(config, lora, count)
     return numbers
@@ -181,6 +205,38 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     Raises:
       ConfigError: adapters of another form or for another model; the message names the matrix.
     """
+
+    def join(leaf: Any, pair: LowRank) -> AdaptedWeight:
+        if (pair.magnitude is not None) != lora.dora:
+            raise ConfigError(
+                f"dora={lora.dora}, and the adapters have {'a' if pair.magnitude is not None else 'no'} magnitude"
+            )
+        return AdaptedWeight(leaf, pair, lora.scale)
+
+    return beside(params, adapters, lora.rank, join)
+
+
+def settled(params: Llama) -> Llama:
+    """Adapted parameters for inference: what a magnitude makes of each row is computed now, and not for every token.
+
+    Those without DoRA stay as they are, and nothing else is copied.
+    """
+
+    def factor_of(leaf: Any) -> Any:
+        return leaf.settled().factor
+
+    run = jax.jit(jax.vmap(factor_of) if isinstance(params.blocks, Block) else factor_of)
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, AdaptedWeight | TabledWeight) or leaf.low_rank.magnitude is None:
+            return leaf
+        return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=run(leaf))
+
+    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, AdaptedWeight | TabledWeight))
+
+
+def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
+    """The parameters with what a function makes of each matrix and its pair, see `adapted`."""
     stacked = isinstance(params.blocks, Block)
     pairs = {_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
 
@@ -188,14 +244,14 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
         pair = pairs.pop(_name(path), None)
         if pair is None:
             return leaf
-        needed = _shapes(_path(path), tuple(leaf.shape), lora.rank, stacked)
+        needed = _shapes(_path(path), tuple(leaf.shape), rank, stacked)
         found = tuple(pair.a.shape), tuple(pair.b.shape)
         if found != needed:
             raise ConfigError(
-                f"adapter of {_name(path)}: A is {list(found[0])} and B is {list(found[1])}; rank={lora.rank} of a matrix"
+                f"adapter of {_name(path)}: A is {list(found[0])} and B is {list(found[1])}; rank={rank} of a matrix"
                 f" {list(leaf.shape)} needs {list(needed[0])} and {list(needed[1])}; is this the adapter's base?"
             )
-        return AdaptedWeight(leaf, pair, lora.scale)
+        return joined(leaf, pair)
 
     found = jax.tree_util.tree_map_with_path(join, params, is_leaf=lambda leaf: hasattr(leaf, "project"))
     if pairs:

@@ -19,7 +19,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.params import Llama, Row, row_at
-from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, LowRank, QuantizedWeight
+from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, LowRank, QuantizedWeight, TabledWeight
 from llama_jax.parallel.mesh import MeshSizes
 
 LANES = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it
@@ -115,7 +115,7 @@ def unfit(config: LlamaConfig, params: Llama) -> Llama:
 
 def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
     """The parameters with a function applied to each, given its row of the table."""
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | AdaptedWeight | LowRank)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | AdaptedWeight | TabledWeight | LowRank)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(row_at(path), leaf), params, is_leaf=is_weight)
 
 
@@ -126,13 +126,22 @@ def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
 
 def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:
     """`change` of whatever has the rows of a matrix: of one with an adapter itself and B, of an adapter B, of others all."""
-    if isinstance(leaf, AdaptedWeight):
-        return leaf.replace(base=change(leaf.base), low_rank=over_rows_of(leaf.low_rank, change))
-    return leaf.replace(b=change(leaf.b)) if isinstance(leaf, LowRank) else change(leaf)
+    if isinstance(leaf, AdaptedWeight | TabledWeight):
+        factor = None if leaf.factor is None else _changed_vector(leaf.factor, leaf.ndim, change)
+        return leaf.replace(base=change(leaf.base), low_rank=over_rows_of(leaf.low_rank, change), factor=factor)
+    if isinstance(leaf, LowRank):
+        magnitude = None if leaf.magnitude is None else _changed_vector(leaf.magnitude, leaf.ndim, change)
+        return leaf.replace(b=change(leaf.b), magnitude=magnitude)
+    return change(leaf)
+
+
+def _changed_vector(vector: Any, ndim: int, change: Callable[[Any], Any]) -> Any:
+    """`change` of what has a number for each row of a matrix with `ndim` axes, or one for each of some adapters."""
+    return change(vector[..., None])[..., 0] if vector.ndim < ndim else change(vector)
 
 
 def _over_groups(change: Callable[..., Any], row: Row, leaf: Any, heads: int) -> Any:
-    if isinstance(leaf, AdaptedWeight | LowRank):
+    if isinstance(leaf, AdaptedWeight | TabledWeight | LowRank):
         return over_rows_of(leaf, lambda part: _over_groups(change, row, part, heads))
     leading = leaf.ndim - len(row.axes.split())
     if isinstance(leaf, JoinedWeight):

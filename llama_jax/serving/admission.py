@@ -81,6 +81,7 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Req
         ("max_new_tokens", least, 2**31 - 1),
         ("min_new_tokens", 0, request.max_new_tokens),
         ("alternatives", 0, MOST_ALTERNATIVES),
+        ("adapter", -1, model.adapters - 1),
     ):
         value = getattr(request, name)
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= most:

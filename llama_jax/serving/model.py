@@ -14,6 +14,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Reading, Request, State
+from llama_jax.model.adapter_table import adapters_in
 from llama_jax.model.cache import KVCache
 from llama_jax.model.forward import head_of
 from llama_jax.model.options import Compute, Layout, Places
@@ -36,6 +37,7 @@ class ServedModel:
     layout: Layout
     programs: Programs
     native: tuple[str, bool]  # what `ops.native_anyway` asks
+    adapters: int = 0  # in the table beside the parameters
 
     @classmethod
     def of(cls, config: LlamaConfig, params: Llama, cache: CacheOptions, compute: Compute) -> ServedModel:
@@ -50,7 +52,8 @@ class ServedModel:
             check_rows(layout, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
         divided = layout.mesh is not None and layout.mesh.size > 1
-        return cls(config, params, cache, compute, layout, programs_for(device.platform), (device.platform, divided))
+        asks, programs = (device.platform, divided), programs_for(device.platform)
+        return cls(config, params, cache, compute, layout, programs, asks, adapters_in(params))
 
     @property
     def vocab(self) -> int:
@@ -77,14 +80,14 @@ class ServedModel:
             return reading
         return reading._replace(cache=self.programs.enlarge(reading.cache, capacity, self.layout))
 
-    def read(self, reading: Reading, tokens: np.ndarray, places: Places) -> Reading:
-        args = self.config, self.params, reading, tokens, places, self.compute, self.layout
-        return self.programs.read(*args)
+    def read(self, reading: Reading, tokens: np.ndarray, places: Places, adapter: int) -> Reading:
+        args = reading, tokens, places, np.array([adapter], np.int32), self.compute, self.layout
+        return self.programs.read(self.config, self.params, *args)
 
     def score(
-        self, reading: Reading, tokens: np.ndarray, targets: np.ndarray, places: Places, wanted: bool
+        self, reading: Reading, tokens: np.ndarray, targets: np.ndarray, places: Places, adapter: int, wanted: bool
     ) -> tuple[Reading, jax.Array]:
-        args = tokens, targets, places, np.bool_(wanted), self.compute, self.layout
+        args = tokens, targets, places, np.array([adapter], np.int32), np.bool_(wanted), self.compute, self.layout
         return self.programs.score(self.config, self.params, *reading, *args)
 
     def begin(self, reading: Reading, seen: np.ndarray, request: Request, wishes: Wishes) -> tuple[State, jax.Array]:

@@ -90,6 +90,7 @@ def batch(
     max_new_tokens: int | Sequence[int],
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
+    adapters: Sequence[int] = (),
     options: EngineOptions = EngineOptions(),
 ) -> Iterator[tuple[int, Generation]]:
     """Continue any number of prompts, a few at a time: where one ends the next begins, and none waits for a longer one.
@@ -98,6 +99,8 @@ def batch(
 
     Args:
       config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
+      adapters: for each prompt its number in the table of the parameters (`model.adapter_table`), -1 for none; by default
+        all use none.
       options: how many are continued at once, and of what lengths.
 
     Yields:
@@ -111,11 +114,17 @@ def batch(
         return
     limits = checked_limits(max_new_tokens, len(prompts)).tolist()
     each = sampling.per_row(len(prompts))
+    if len(adapters) not in (0, len(prompts)):
+        raise GenerationError(f"adapters are {len(adapters)} numbers for {len(prompts)} prompts; give one for each, or none")
 
     def job(number: int) -> Job:
         own = jax.tree.map(lambda values: values[number].item(), each)
         request = GenerationRequest(
-            prompt=prompts[number], max_new_tokens=limits[number], sampling=own, stop_tokens=stop_tokens
+            prompt=prompts[number],
+            max_new_tokens=limits[number],
+            sampling=own,
+            stop_tokens=stop_tokens,
+            adapter=adapters[number] if len(adapters) else -1,
         )
         return Job(number, request)
 

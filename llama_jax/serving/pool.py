@@ -221,6 +221,7 @@ def write_wishes(wishes: Wishes, at: int, request: GenerationRequest, allowed: n
     wishes.live[at] = True
     wishes.least[at] = request.min_new_tokens
     wishes.alternatives[at] = request.alternatives
+    wishes.adapter[at] = request.adapter
     if allowed is not None:
         wishes.constrained[at] = True
         wishes.allowed[at] = allowed

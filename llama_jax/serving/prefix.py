@@ -60,16 +60,17 @@ class PrefixCache:
         self.held_bytes += size
 
 
-def digests_of(tokens: np.ndarray, piece: int, root: int = 0) -> list[bytes]:
+def digests_of(tokens: np.ndarray, piece: int, roots: tuple[int, ...] = ()) -> list[bytes]:
     """The digest of all tokens up to the end of each whole piece, apart from one that the last token is in.
 
     That piece is always read: the state of the last token is where the continuation begins.
 
     Args:
       tokens: int32[n].
-      root: what else keys and values depend on: the length of the prompt, for a rope scaling that depends on it.
+      roots: what else keys and values depend on: the length of the prompt, for a rope scaling that depends on it, and the
+        adapter.
     """
-    found, digest = [], hashlib.sha256(f"{piece} {root}".encode())
+    found, digest = [], hashlib.sha256(f"{piece} {roots}".encode())
     for end in range(piece, len(tokens), piece):
         digest.update(tokens[end - piece : end].tobytes())
         found.append(digest.copy().digest())

@@ -33,6 +33,7 @@ from llama_jax.inference.state import (
     logits_of,
     read,
 )
+from llama_jax.model.adapter_table import choose_adapters
 from llama_jax.model.cache import KVCache, over_buffers
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Layout, Places
@@ -49,6 +50,7 @@ class Wishes(NamedTuple):
       alternatives: int32[B], how many are wanted beside each token.
       constrained: bool[B], whether `allowed` says anything of the row.
       allowed: uint32[B, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
+      adapter: int32[B], which of the model's adapters the row uses, -1 for none.
     """
 
     live: Any
@@ -56,14 +58,14 @@ class Wishes(NamedTuple):
     alternatives: Any
     constrained: Any
     allowed: Any
+    adapter: Any
 
     @classmethod
     def none(cls, rows: int, vocab: int) -> Wishes:
         """Of rows that wish for nothing, and are not live."""
         numbers = np.zeros(rows, np.int32)
-        return cls(
-            np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), np.zeros((rows, -(-vocab // 32)), "u4")
-        )
+        allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
+        return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
 
 
 class Choice(NamedTuple):
@@ -87,6 +89,7 @@ def take_turn(
     config: LlamaConfig, params: Llama, state: State, wishes: Wishes, compute: Compute, layout: Layout
 ) -> tuple[State, jax.Array]:
     """One more token of every live row; and the packed `Choice`."""
+    params = choose_adapters(params, wishes.adapter)
     state = state.replace(done=state.done | ~wishes.live)
     state, (_, packed, _) = advance(config, params, state, compute, layout, partial(_choose, wishes))
     return _seen_by_host(state, layout), packed
@@ -105,6 +108,7 @@ def take_drafts(
 
     Each row must have K + 1 slots, also one that is not live: what is read is written there.
     """
+    params = choose_adapters(params, wishes.adapter)
     state = state.replace(done=state.done | ~wishes.live)
     state, found = verify(Model(params, config, compute, layout), state, drafts, partial(_choose, wishes))
     return _seen_by_host(state, layout), layout.constrain(found.logprobs, "everywhere")
@@ -180,6 +184,20 @@ def most_probable(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.
     return lax.cond(wanted, find, skip)
 
 
+def read_piece(
+    config: LlamaConfig,
+    params: Llama,
+    reading: Reading,
+    tokens: jax.Array,
+    places: Places,
+    adapter: jax.Array,
+    compute: Compute,
+    layout: Layout,
+) -> Reading:
+    """`read` a piece of a prompt by the model with an adapter, int32[1]."""
+    return read(config, choose_adapters(params, adapter), reading, tokens, places, compute, layout)
+
+
 def score(
     config: LlamaConfig,
     params: Llama,
@@ -188,6 +206,7 @@ def score(
     tokens: jax.Array,
     targets: jax.Array,
     places: Places,
+    adapter: jax.Array,
     wanted: jax.Array,
     compute: Compute,
     layout: Layout,
@@ -198,6 +217,7 @@ def score(
       targets: int32[C], the tokens that follow.
       wanted: bool[], whether alternatives are.
     """
+    params = choose_adapters(params, adapter)
     new, cache = forward(config, params, tokens, cache, places=places, compute=compute, layout=layout)
     last = jnp.take_along_axis(new, (places.lengths - 1)[:, None, None], axis=1)[:, 0]
     with layout.context():
@@ -312,8 +332,8 @@ def programs_for(platform: str) -> Programs:
         take_turn=jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
         take_drafts=jax.jit(take_drafts, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
         begin=jax.jit(begin, static_argnums=(0, 7), donate_argnums=2),
-        read=jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2),
-        score=jax.jit(score, static_argnums=(0, 8, 9), donate_argnums=2),
+        read=jax.jit(read_piece, static_argnums=(0, 6, 7), donate_argnums=2),
+        score=jax.jit(score, static_argnums=(0, 9, 10), donate_argnums=2),
         empty_reading=jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5)),
         empty_state=jax.jit(empty_state, static_argnums=(0, 4)),
         enlarge=jax.jit(enlarge, static_argnums=(1, 2)),

@@ -39,8 +39,8 @@ class PromptReading:
         self._capacities = capacities
         self._reading: Reading | None = None
         # The program that scores is another one, so what it reads is neither kept nor found.
-        root = model.rope_root(len(self.tokens))
-        self._digests = [] if request.score_prompt else digests_of(self.tokens, piece, root)
+        roots = model.rope_root(len(self.tokens)), request.adapter
+        self._digests = [] if request.score_prompt else digests_of(self.tokens, piece, roots)
 
     @property
     def left(self) -> int:
@@ -65,10 +65,11 @@ class PromptReading:
             targets = np.zeros(width, np.int32)
             following = self.tokens[self.at + 1 : self.at + 1 + size]
             targets[: len(following)] = following
-            self._reading, packed = self._model.score(reading, tokens, targets, places, self.request.alternatives > 0)
+            wanted = self.request.alternatives > 0
+            self._reading, packed = self._model.score(reading, tokens, targets, places, self.request.adapter, wanted)
             self.scores.append(packed)
         else:
-            self._reading = self._model.read(reading, tokens, places)
+            self._reading = self._model.read(reading, tokens, places, self.request.adapter)
             number = self.at // self._piece
             if number < len(self._digests) and self._digests[number] not in prefixes:
                 prefixes.keep(self._digests[number], self._model.cut(self._reading.cache, self.at, self._piece))

@@ -59,6 +59,7 @@ class GenerationRequest:
       alternatives: how many of the most probable tokens are reported for each position, up to 20.
       score_prompt: report the log-probability of each token of the prompt as well.
       constraint: what may be generated; such a request's row waits for the host after every token.
+      adapter: number in the table of the model's adapters; -1 for the model alone.
       deadline: by `time.monotonic`, when the request ends as "timeout" wherever it is; None for never.
     """
 
@@ -70,6 +71,7 @@ class GenerationRequest:
     alternatives: int = 0
     score_prompt: bool = False
     constraint: Constraint | None = None
+    adapter: int = -1
     deadline: float | None = None
 
 

@@ -68,11 +68,11 @@ class _Prompts:
         return reading
 
     def read(self, capacity: int, width: int) -> Reading:
-        return self.model.read(self.reading(capacity), np.zeros((1, width), np.int32), _places(width))
+        return self.model.read(self.reading(capacity), np.zeros((1, width), np.int32), _places(width), -1)
 
     def score(self, capacity: int) -> Any:
         tokens = np.zeros((1, self.piece), np.int32)
-        return self.model.score(self.reading(capacity), tokens, tokens[0], _places(self.piece), False)
+        return self.model.score(self.reading(capacity), tokens, tokens[0], _places(self.piece), -1, False)
 
     def paste(self, capacity: int) -> Any:
         piece = self.model.cut(self.reading(capacity).cache, 0, self.piece)

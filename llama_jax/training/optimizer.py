@@ -28,6 +28,8 @@ class OptimizerSettings:
       decay_share: of all steps, at the end of "wsd"; at most those after the warm-up.
       final_share: of the learning rate, at the last step.
       b1, b2, eps: of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
+      lora_plus: times the learning rate for B and the magnitudes of adapters; 16 is usual, with a lower rate for A (Hayou et
+        al. 2024), and 1 is the same rate for all.
       momentum: of Muon.
       weight_decay: times the learning rate, for matrices, the embedding among them, and not for normalisations.
       clip_norm: see `train_step`, which does it.
@@ -45,6 +47,7 @@ class OptimizerSettings:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    lora_plus: float = 1.0
     momentum: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0
@@ -54,7 +57,7 @@ class OptimizerSettings:
             value = getattr(self, field)
             if value not in get_args(known):
                 raise ConfigError(f"{field}={value!r} must be one of {', '.join(get_args(known))}")
-        for field in ("learning_rate", "eps"):
+        for field in ("learning_rate", "eps", "lora_plus"):
             if not 0 < getattr(self, field) < float("inf"):
                 raise ConfigError(f"{field}={getattr(self, field)} must be positive")
         for field in ("weight_decay", "clip_norm", "warmup_steps"):
@@ -100,6 +103,8 @@ def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTra
     """The optimizer of a run of so many steps: AdamW, or Muon."""
     s, rates = settings, learning_rates(settings, steps)
     rule = adamw(rates, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
+    if s.lora_plus != 1:  # of what AdamW makes of a gradient, so of its weight decay too: as with a learning rate of its own
+        rule = optax.chain(rule, optax.masked(optax.scale(s.lora_plus), _is_after_a))
     return rule if s.name == "adamw" else optax.partition({"muon": _muon(s, rates), "adamw": rule}, _rule_of)
 
 
@@ -144,6 +149,22 @@ def _rule_of(params: Llama) -> Llama:
         return "adamw" if row_at(path).outputs is None else "muon"
 
     return jax.tree_util.tree_map_with_path(rule, params)
+
+
+def _is_after_a(params: Llama) -> Llama:
+    """Of adapters B and the magnitude.
+
+    Raises:
+      ConfigError: the parameters are no adapters.
+    """
+
+    def after(path: tuple[Any, ...], _: Any) -> bool:
+        return isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("b", "magnitude")
+
+    found = jax.tree_util.tree_map_with_path(after, params)
+    if not any(jax.tree.leaves(found)):
+        raise ConfigError("lora_plus is a learning rate for B of adapters, and these parameters are none; leave it at 1")
+    return found
 
 
 def _is_matrix(params: Llama) -> Llama:

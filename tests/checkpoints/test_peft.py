@@ -48,7 +48,13 @@ def change_tensors(folder, **changes):
 
 
 @pytest.mark.parametrize(
-    "lora", [LORA, Lora(rank=2, targets=("q_proj", "v_proj", "down_proj"), rslora=True)], ids=["all", "some"]
+    "lora",
+    [
+        LORA,
+        Lora(rank=2, targets=("q_proj", "v_proj", "down_proj"), rslora=True),
+        Lora(rank=2, targets=("q_proj", "k_proj", "up_proj"), dora=True),
+    ],
+    ids=["all", "some", "dora"],
 )
 @pytest.mark.parametrize("stacked", [True, False])
 def test_what_is_written_is_read_again(lora, stacked, tmp_path):
@@ -109,7 +115,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
     ("settings", "message"),
     [
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported; adapters are read of the type LORA"),
-        ({"use_dora": True}, "'use_dora'=True is not supported"),
+        ({"use_dora": True}, "layers.0.self_attn.q_proj.lora_magnitude_vector' is missing"),
         ({"modules_to_save": ["lm_head"]}, r"'modules_to_save'=\['lm_head'\] is not supported"),
         ({"rank_pattern": {"q_proj": 4}}, "'rank_pattern'={'q_proj': 4} is not supported"),
         ({"alpha_pattern": {"q_proj": 4}}, "'alpha_pattern'=.* is not supported"),

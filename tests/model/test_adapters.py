@@ -9,7 +9,8 @@ from conftest import jit_dequantize, jit_init, jit_logits, jit_unstack
 
 import llama_jax
 from llama_jax.errors import ConfigError
-from llama_jax.model.adapters import TARGETS, Lora, adapted, adapter_count, adapter_shapes, init_adapters, merge
+from llama_jax.model.adapter_table import adapter_table, choose_adapters
+from llama_jax.model.adapters import TARGETS, Lora, adapted, adapter_count, adapter_shapes, init_adapters, merge, settled
 from llama_jax.model.trees import bytes_in_memory, count, quantize
 
 TOKENS = jnp.asarray([[1, 5, 9, 2, 7, 30], [3, 3, 8, 1, 4, 11]])
@@ -193,3 +194,86 @@ def test_one_adapter_after_another(gqa):
     both = merge(merge(params, adapters, LORA), second, LORA)
     found = jit_logits(config, adapted(joined, second, LORA), TOKENS)
     np.testing.assert_allclose(found, jit_logits(config, both, TOKENS), rtol=1e-4, atol=2e-5)
+
+
+DORA = Lora(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"), dora=True)
+
+
+@pytest.fixture(scope="module")
+def dora(models):
+    config, params = models["gqa"]
+    adapters = random_adapters(config, DORA)
+    return config, params, adapters, adapted(params, adapters, DORA)
+
+
+class TestMagnitudes:
+    def test_each_row_is_as_long_as_its_magnitude(self, dora):
+        config, params, adapters, _ = dora
+        merged = merge(params, adapters, DORA)
+        for layer in range(config.n_layers):
+            up, pair = merged.blocks[layer].feed_forward.up, adapters.blocks[layer].feed_forward.up
+            np.testing.assert_allclose(np.linalg.norm(up, axis=-1), pair.magnitude, rtol=1e-5)
+            changed = np.asarray(params.blocks[layer].feed_forward.up) + DORA.scale * np.asarray(pair.b) @ np.asarray(pair.a)
+            wanted = changed / np.linalg.norm(changed, axis=-1, keepdims=True) * np.asarray(pair.magnitude)[:, None]
+            np.testing.assert_allclose(up, wanted, rtol=1e-4, atol=1e-6)
+            before, after = (tree.blocks[layer].attention.qkv for tree in (params, merged))
+            groups = config.queries_per_kv_head
+            np.testing.assert_array_equal(before[:, groups], after[:, groups])  # the keys, which are no target
+            assert float(jnp.abs(before[:, groups + 1] - after[:, groups + 1]).max()) > 0.1
+
+    def test_merged_is_unmerged_and_settled(self, dora):
+        config, params, adapters, joined = dora
+        wanted = jit_logits(config, merge(params, adapters, DORA), TOKENS)
+        assert float(jnp.abs(wanted - jit_logits(config, params, TOKENS)).max()) > 0.1
+        np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, atol=2e-5)
+        once = settled(joined)
+        assert once.blocks[0].attention.out.low_rank.magnitude is None
+        assert once.blocks[0].attention.out.base is params.blocks[0].attention.out
+        np.testing.assert_allclose(jit_logits(config, once, TOKENS), wanted, atol=2e-5)
+        stacked = settled(adapted(llama_jax.stack(params), llama_jax.stack(adapters), DORA))
+        np.testing.assert_allclose(jit_logits(config, stacked, TOKENS), wanted, atol=2e-5)
+
+    def test_what_was_just_made_changes_nothing(self, models):
+        config, params = models["gqa"]
+        base = llama_jax.stack(params)
+        adapters = init_adapters(config, DORA, jax.random.key(0), base=base)
+        shapes = adapter_shapes(config, DORA)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), adapters) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
+        keys = adapters.blocks.attention.qkv.magnitude[:, :, config.queries_per_kv_head]
+        assert not keys.any()
+        found = jit_logits(config, adapted(base, adapters, DORA), TOKENS)
+        np.testing.assert_allclose(found, jit_logits(config, base, TOKENS), atol=1e-5)
+        with pytest.raises(
+            ConfigError, match="dora=True begins with the lengths of the base's rows; give init_adapters the"
+        ):
+            init_adapters(config, DORA, jax.random.key(0))
+
+    def test_the_numbers_that_are_learnt(self, models):
+        config, _ = models["gqa"]
+        plain, rows = replace(DORA, dora=False), 4 * 8 + 2 * 8 + config.dim + config.hidden_dim
+        assert adapter_count(config, DORA) == adapter_count(config, plain) + config.n_layers * rows
+
+    def test_of_a_quantised_base(self):
+        config = llama_jax.LlamaConfig(
+            vocab_size=40, dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=32, norm_eps=1e-5,
+            rope_theta=10_000.0, tie_embeddings=True,
+        )  # fmt: skip
+        base = quantize(jit_unstack(jit_init(config, jax.random.key(1))), "nf4")
+        joined = adapted(base, random_adapters(config, DORA), DORA)
+        wanted = jit_logits(config, merge(base, random_adapters(config, DORA), DORA), TOKENS)
+        np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, atol=0.02 * float(jnp.abs(wanted).max()))
+
+    def test_adapters_without_any(self, dora):
+        _, params, adapters, _ = dora
+        with pytest.raises(ConfigError, match="dora=False, and the adapters have a magnitude"):
+            adapted(params, adapters, replace(DORA, dora=False))
+
+    def test_in_a_table_beside_one_without(self, dora):
+        config, params, adapters, joined = dora
+        plain = random_adapters(config, seed=1)
+        table = adapter_table(config, params, [(plain, LORA), (adapters, DORA)])
+        tokens = jnp.concatenate([TOKENS, TOKENS[:1]])
+        found = jit_logits(config, choose_adapters(table, [1, 0, -1]), tokens)
+        own = joined, adapted(params, plain, LORA), params
+        wanted = [jit_logits(config, one, tokens)[i] for i, one in enumerate(own)]
+        np.testing.assert_allclose(found, np.stack(wanted), atol=2e-5)

@@ -13,8 +13,9 @@ from test_strategies import CONFIG, LENGTH, OPTIMIZER, ROWS
 from training_options import step_options
 
 import llama_jax
+from llama_jax.model.adapter_table import adapter_table, choose_adapters
 from llama_jax.model.adapters import adapted, with_base
-from llama_jax.parallel.fit import fit, fitted
+from llama_jax.parallel.fit import fit, fitted, unfit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import (
     adapter_specs,
@@ -95,6 +96,21 @@ def test_an_adapted_model_is_fitted_as_a_plain_one_is():
     apart = adapted(fit(CONFIG, sizes, params), fit(CONFIG, sizes, adapters), LORA)
     jax.tree.map(np.testing.assert_array_equal, joined, apart)
     np.testing.assert_allclose(jit_logits(fitted(CONFIG, sizes), joined, tokens)[..., :250], wanted, atol=1e-5)
+
+
+def test_so_are_magnitudes_and_a_table():
+    params, dora = jit_unstack(jit_init(CONFIG, jax.random.key(0))), replace(LORA, targets=("q_proj", "up_proj"), dora=True)
+    adapters = [(random_adapters(CONFIG), LORA), (random_adapters(CONFIG, dora, seed=1), dora)]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 9), np.int32))
+    table = adapter_table(CONFIG, params, adapters)
+    sizes = MeshSizes(tensor=8)
+    held = fit(CONFIG, sizes, table)
+    wanted = jit_logits(CONFIG, choose_adapters(table, [1, 0]), tokens)
+    found = jit_logits(fitted(CONFIG, sizes), choose_adapters(held, [1, 0]), tokens)[..., :250]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    alone = jit_logits(CONFIG, adapted(params, *adapters[1]), tokens)
+    np.testing.assert_allclose(wanted[0], alone[0], atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, unfit(CONFIG, held), table)
 
 
 def test_it_generates_over_tensor():

@@ -128,3 +128,19 @@ def test_a_quantised_base_learns():
         state, metrics = step(base, state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.parametrize("kind", [None, pytest.param("nf4", marks=pytest.mark.slow)])
+def test_magnitudes_learn_too(base, kind):
+    """Those of targets; that their gradients are PEFT's is in `test_adapter_parity`."""
+    lora = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "up_proj"), dora=True)
+    frozen = base if kind is None else llama_jax.stack(quantize(jit_unstack(base), kind))
+    start = init_adapters(CONFIG, lora, jax.random.key(1), base=frozen)
+    state, step, losses = init_state(OPTIMIZER, start), adapter_step(step_options(chunk=8, remat="full"), lora), []
+    for _ in range(6):
+        state, metrics = step(frozen, state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.05
+    qkv = state.params.blocks.attention.qkv.magnitude
+    assert not qkv[:, :, 2].any()  # the key's, which are no target
+    assert jnp.abs(qkv - start.blocks.attention.qkv.magnitude)[:, :, 3].max() > 1e-3

@@ -1,13 +1,16 @@
 from functools import partial
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from adapters import random_adapters
 from conftest import jit_init
 
 import llama_jax
+from llama_jax.model.adapters import Lora
 from llama_jax.training.optimizer import OptimizerSettings, adamw, learning_rates, make_optimizer
 
 CONFIG = llama_jax.preset("stories-260k")
@@ -141,3 +144,37 @@ def test_muon_decays_matrices_only(params):
     near(updates.embedding, -0.05 * params.embedding)
     near(updates.blocks.attention.out, -0.05 * params.blocks.attention.out)
     near(updates.blocks.attention_norm, 0)
+
+
+class TestLoraPlus:
+    """B of adapters by a learning rate of its own (Hayou et al. 2024)."""
+
+    def test_it_is_another_rate_for_b_and_magnitudes_and_their_decay(self):
+        lora = Lora(rank=2, targets=("q_proj", "up_proj"), dora=True)
+        adapters = random_adapters(CONFIG, lora, stacked=True)
+        gradients = random_adapters(CONFIG, lora, stacked=True, seed=1)
+
+        def after(settings, steps=3):
+            optimizer = make_optimizer(settings, STEPS)
+            params, state = adapters, optimizer.init(adapters)
+            for _ in range(steps):
+                updates, state = optimizer.update(gradients, state, params)
+                params = optax.apply_updates(params, updates)
+            return params.blocks
+
+        usual = {"learning_rate": 1e-3, "schedule": "constant", "weight_decay": 0.2}
+        found = after(OptimizerSettings(**usual, lora_plus=16.0))
+        slow, fast = after(OptimizerSettings(**usual)), after(OptimizerSettings(**usual | {"learning_rate": 16e-3}))
+        for place in ("attention.qkv", "feed_forward.up"):
+            pair, one, other = (attrgetter(place)(blocks) for blocks in (found, slow, fast))
+            np.testing.assert_allclose(pair.a, one.a, rtol=1e-6)
+            np.testing.assert_allclose(pair.b, other.b, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(pair.magnitude, other.magnitude, rtol=1e-5, atol=1e-7)
+        assert not np.allclose(found.feed_forward.up.b, slow.feed_forward.up.b, atol=1e-3)
+
+    def test_parameters_that_are_no_adapters(self, params):
+        optimizer = make_optimizer(OptimizerSettings(lora_plus=4.0), STEPS)
+        with pytest.raises(llama_jax.ConfigError, match="lora_plus is a learning rate for B of adapters, and these"):
+            optimizer.init(params)
+        with pytest.raises(llama_jax.ConfigError, match=r"lora_plus=0\.0 must be positive"):
+            OptimizerSettings(lora_plus=0.0)

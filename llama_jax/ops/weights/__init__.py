@@ -1,8 +1,9 @@
 """Leaves of `Llama` in the place of matrices: weights in fewer bits than floats have, and weights with an adapter."""
 
-from llama_jax.ops.weights.adapted import AdaptedWeight, LowRank
+from llama_jax.ops.weights.adapted import AdaptedWeight, LowRank, row_lengths
 from llama_jax.ops.weights.kinds import KINDS, Name, fitting
 from llama_jax.ops.weights.planes import Kind, Plane
+from llama_jax.ops.weights.tabled import TabledWeight
 from llama_jax.ops.weights.weight import JoinedWeight, QuantizedWeight, quantized, shardings_of_planes
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "Name",
     "Plane",
     "QuantizedWeight",
+    "TabledWeight",
     "fitting",
     "quantized",
+    "row_lengths",
     "shardings_of_planes",
 ]

@@ -86,21 +86,23 @@ class Routes:
         return Answer(service, work, self._format(ChatFormat, "chatcmpl", work))  # type: ignore[return-value]
 
     def _format(self, kind: type[Format], prefix: str, work: Work) -> Format:
-        fixed = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._service.served.name}
         asked = work.asked
+        name = asked.model or self._service.served.name
+        fixed = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         return kind(fixed, self._service.names, scored=asked.alternatives is not None, usage=asked.usage is not None)
 
     async def models(self, request: Request) -> Response:
         service = self._service
         model = {
-            "id": service.served.name,
             "object": "model",
             "created": service.created,
             "owned_by": "llama_jax",
             "max_model_len": service.limits.context,
             "chat": service.served.chat is not None,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+        base, *adapters = service.served.names
+        data = [{"id": base, **model, "parent": None}, *({"id": name, **model, "parent": base} for name in adapters)]
+        return JSONResponse({"object": "list", "data": data})
 
     async def tokenize(self, request: Request) -> Response:
         service = self._service

@@ -100,7 +100,7 @@ def _common(limits: Limits, *, fewest: int) -> dict[str, Field]:
     seed = "Start of the random stream, modulo 2**32; choice i has seed + i. Left out, it is drawn."
     below = f"Divides the logits; below {LEAST_TEMPERATURE:g} the most probable token is taken."
     return {
-        "model": f.text(longest=1000, about="The served model's name, or nothing."),
+        "model": f.text(longest=1000, about="The served model's name, or that of an adapter, or nothing."),
         "n": f.integer(1, limits.most_choices, 1),
         "max_tokens": f.integer(fewest, limits.context),
         "temperature": f.number(0, 100, 1.0, below),

@@ -46,6 +46,7 @@ class Metrics(Collector):
 
     Attributes:
       first_token, between_tokens, whole: seconds of requests that were answered.
+      asked: requests that the engine took, by the model that they asked for.
       answered: HTTP responses by path and status; 499 where the client left before.
     """
 
@@ -53,6 +54,7 @@ class Metrics(Collector):
         self.first_token = Histogram(FIRST_TOKEN)
         self.between_tokens = Histogram(BETWEEN_TOKENS)
         self.whole = Histogram(WHOLE)
+        self.asked: Counter[str] = Counter()
         self.answered: Counter[tuple[str, int]] = Counter()
         self._stats = stats
         self._registry = CollectorRegistry()
@@ -97,6 +99,10 @@ class Metrics(Collector):
         for reason, value in now.finished.items():
             finished.add_metric([reason], value)
         yield finished
+        asked = CounterMetricFamily(PREFIX + "model_requests", "Requests by the model asked for.", labels=["model_name"])
+        for name, value in sorted(self.asked.items()):
+            asked.add_metric([name], value)
+        yield asked
         answered = CounterMetricFamily(PREFIX + "http_responses", "HTTP responses.", labels=["path", "status"])
         for (path, status), value in sorted(self.answered.items()):
             answered.add_metric([path, str(status)], value)

@@ -134,6 +134,7 @@ def _schemas() -> Schema:
                     owned_by=TEXT,
                     max_model_len=COUNT,
                     chat={"type": "boolean"},
+                    parent=_or_null(TEXT),
                 )
             ),
         ),

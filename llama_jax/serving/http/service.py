@@ -43,12 +43,19 @@ class Served:
       tokenizer: its vocabulary.
       chat: how messages are put together; None where it is no chat model.
       no_chat: why not.
+      adapters: what requests call the model with each of its adapters, by their numbers.
     """
 
     name: str
     tokenizer: Tokenizer
     chat: Format | None
     no_chat: str = ""
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the model, and of it with each adapter."""
+        return (self.name, *self.adapters)
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served."""
-        if name not in (None, self.served.name):
-            message = f"model={name!r} is not served here; {self.served.name!r} is, or leave it out"
+        if name not in (None, *self.served.names):
+            verb = "is" if len(self.served.names) == 1 else "are"
+            message = f"model={name!r} is not served here; {', '.join(map(repr, self.served.names))} {verb}, or leave it out"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
@@ -162,6 +170,8 @@ class Service:
         tools: Sequence[str] = (),
     ) -> Work:
         requests, choices, constraints = [], [], []
+        name = asked.model or self.served.name
+        adapter = self.served.names.index(name) - 1
         for i, prompt in enumerate(prompts):
             limit = self._limit(asked, len(prompt), usual)
             at_start = not any(map(self._shows, prompt))
@@ -178,6 +188,7 @@ class Service:
                         alternatives=asked.alternatives or 0,
                         score_prompt=scores,
                         constraint=constraints[-1] if constraints else None,
+                        adapter=adapter,
                         deadline=arrived + self.seconds if self.seconds else None,
                     )
                 )
@@ -191,6 +202,7 @@ class Service:
             self._busy_since = time.monotonic()
         with _as_api_errors():
             exchange = self.switchboard.submit(requests)
+        self.metrics.asked[name] += len(requests)
         return Work(asked, prompts, choices, constraints, exchange, arrived)
 
     def _shows(self, token: int) -> bool:

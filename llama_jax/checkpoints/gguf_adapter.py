@@ -1,0 +1,129 @@
+"""Adapters in GGUF, which llama.cpp applies beside a model (--lora): one file with their settings and tensors.
+
+Source: ggml-org/llama.cpp, convert_lora_to_gguf.py and src/llama-adapter.cpp. A and B of ``blk.0.attn_q.weight`` are
+``blk.0.attn_q.weight.lora_a`` and ``.lora_b``; a change counts alpha / R times; rows of B are in the order that those of the
+weight have, so of q and k in the interleaved rotary layout. A magnitude has no place there.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from llama_jax.checkpoints.fill import check
+from llama_jax.checkpoints.gguf import ARCHITECTURES, INTERLEAVED, NAMES
+from llama_jax.checkpoints.gguf_file import is_gguf, read_file
+from llama_jax.checkpoints.layout import Turned
+from llama_jax.checkpoints.memory import Held
+from llama_jax.checkpoints.peft import BASES, Names, pairs_of, read_pairs
+from llama_jax.checkpoints.tensors import Tensor, kind_of
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.model.adapters import TARGETS, Lora
+from llama_jax.model.params import Block, Llama
+from llama_jax.model.trees import unstack
+from llama_jax.parallel.fit import unfit
+
+TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.alpha", "general.base_model.0.name"
+
+
+def recognises(path: Path) -> bool:
+    """Whether it is a GGUF that says it is an adapter."""
+    return path.is_file() and is_gguf(path) and read_file(path)[0].get(TYPE) == "adapter"
+
+
+def base_in(path: Path) -> str | None:
+    """What a file says of the model that it was trained on."""
+    return read_file(path)[0].get(BASE)
+
+
+def read(path: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
+    """The adapter in a file: its settings, its numbers, and what it says of its base; see `adapters.load_adapter`."""
+    fields, tensors = read_file(path)
+    wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": ARCHITECTURES[config.kind]}
+    for key, value in wanted.items():
+        if fields.get(key) != value:
+            raise CheckpointError(f"{path}: {key}={shown(fields.get(key), 40)}, and an adapter of this base has {value!r}")
+    targets = tuple(name for name in TARGETS if _keys(name, 0)[0] in tensors)
+    if not targets:
+        raise CheckpointError(
+            f"{path} has no tensor {_keys('q_proj', 0)[0]!r}, nor another of layer 0; is it a LoRA of a Llama?"
+        )
+    rank, alpha = tensors[_keys(targets[0], 0)[0]].shape[0], fields.get(ALPHA)
+    try:
+        lora = Lora(rank=rank, alpha=alpha or float(rank), targets=targets)  # of 0 llama.cpp takes a change as it is
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    base = fields.get(BASE)
+    names = Names(_keys, base)
+    return lora, read_pairs(path, config, lora, _turned(tensors, config, interleave=False), dtype, names), base
+
+
+def write(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
+    """Write adapters into a file; see `adapters.save_adapter`.
+
+    Raises:
+      CheckpointError: adapters with magnitudes.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    if lora.dora:
+        raise CheckpointError(
+            "dora=True: llama.cpp knows no magnitudes; merge the adapter into its model, or write it for PEFT"
+        )
+    blocks = unfit(config, unstack(adapters)).blocks
+    assert isinstance(blocks, tuple)
+    tensors = _as_file(config, blocks, lora)
+    writer = GGUFWriter(path, ARCHITECTURES[config.kind])
+    try:
+        writer.add_type("adapter")
+        writer.add_string(ADAPTER_TYPE, "lora")
+        writer.add_float32(ALPHA, lora.scale * lora.rank)
+        if base is not None:
+            writer.add_base_model_count(1)
+            writer.add_base_model_name(0, base)
+        for name, array in tensors.items():
+            raw = GGMLQuantizationType[kind_of(array.dtype)]
+            shape = quants.quant_shape_to_byte_shape(array.shape, raw)
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, array in tensors.items():
+            check(array, array.dtype, f"adapter's tensor {name!r}")
+            writer.write_tensor_data(np.ascontiguousarray(array).view(np.uint8))
+    finally:
+        writer.close()
+
+
+def _as_file(config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora) -> dict[str, np.ndarray]:
+    held: dict[str, Any] = {name: Held(np.ascontiguousarray(array)) for name, array in pairs_of(config, blocks, lora, _keys)}
+    turned = _turned(held, config, interleave=True)
+    return {name: tensor.read(0, tensor.shape[0]) for name, tensor in turned.items()}
+
+
+def _turned(tensors: dict[str, Tensor], config: LlamaConfig, *, interleave: bool) -> dict[str, Tensor]:
+    """The same with the rows of B of queries and keys in the other rotary layout, where the architecture has that."""
+    if ARCHITECTURES[config.kind] not in INTERLEAVED:
+        return tensors
+    rotary = [name for name, (_, share) in BASES.items() if share.rotary]
+    those = {_keys(name, layer)[1] for name in rotary for layer in range(config.n_layers)} & tensors.keys()
+    return {
+        name: Turned(tensor, config.head_dim, interleave) if name in those and _is_whole(tensor, config) else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _is_whole(tensor: Tensor, config: LlamaConfig) -> bool:
+    """Whether its rows are those of heads; what is not is refused by its shape."""
+    return len(tensor.shape) == 2 and tensor.shape[0] % config.head_dim == 0
+
+
+def _keys(target: str, layer: int) -> tuple[str, str, str]:
+    """The names of A and B; there is none of a magnitude."""
+    name = NAMES[BASES[target][1].name].format(layer)
+    return f"{name}.lora_a", f"{name}.lora_b", ""

@@ -1,0 +1,143 @@
+"""Several adapters beside one model, of which each row of a batch uses its own, or none.
+
+`adapter_table` puts them there once; `choose_adapters` says of a batch who uses which. What comes out are parameters, for
+every function of a model: `generate`, `forward`, `logits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError, shown
+from llama_jax.model.adapters import TARGETS, Lora, beside, build_adapters, settled
+from llama_jax.model.params import BLOCKS, Block, Llama, Row
+from llama_jax.model.trees import stack, unstack
+from llama_jax.ops.weights import LowRank, TabledWeight
+
+
+class SideBySide(NamedTuple):
+    """Several adapters as one of all their ranks.
+
+    Attributes:
+      params: a `Llama` of `LowRank`, see `TabledWeight`.
+      lora: its rank, n times the largest, and all targets.
+      scales: of each adapter.
+    """
+
+    params: Llama
+    lora: Lora
+    scales: tuple[float, ...]
+
+
+def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[Llama, Lora]]) -> Llama:
+    """The model with several adapters beside it, numbered from 0: to be given to `choose_adapters`.
+
+    The adapters may have different ranks and targets; of all of them there is one copy, in the dtype of the model's
+    computation. The base is not copied.
+
+    Args:
+      params: dense or quantised, on one device (`load(adapters=...)` reads a table over a mesh).
+      adapters: each with its settings, as `load_adapter` gives them; stacked or not.
+
+    Raises:
+      ConfigError: no adapter, or one of another model; the message names the matrix.
+    """
+    stacked = isinstance(params.blocks, Block)
+    return tabled(params, side_by_side(config, adapters, params.embedding.dtype, stacked=stacked))
+
+
+def side_by_side(
+    config: LlamaConfig, adapters: Sequence[tuple[Llama, Lora]], dtype: jax.typing.DTypeLike, *, stacked: bool
+) -> SideBySide:
+    """Adapters of one model as a single one: beside each other in A and B, of lower ranks filled up with zeros.
+
+    Raises:
+      ConfigError: none, or a target that the model has not.
+    """
+    if not adapters:
+        raise ConfigError("a table of adapters has one at least; give some, or leave the table out")
+    rank, count = max(lora.rank for _, lora in adapters), len(adapters)
+    used = {name for _, lora in adapters for name in lora.targets}
+    dora = any(lora.dora for _, lora in adapters)
+    whole = Lora(rank=count * rank, targets=tuple(name for name in TARGETS if name in used), dora=dora)
+    trees = [stack(params) if stacked else unstack(params) for params, _ in adapters]
+
+    def join(row: Row, shape: LowRank, layer: int) -> LowRank:
+        a = np.zeros((*shape.a.shape[:-2], count, rank, shape.a.shape[-1]), jnp.dtype(dtype))
+        b = np.zeros((*shape.b.shape[:-1], count, rank), jnp.dtype(dtype))
+        magnitude = np.zeros((*shape.b.shape[:-1], count), np.float32) if dora else None
+        for i, tree in enumerate(trees):
+            block = tree.blocks[layer] if isinstance(tree.blocks, tuple) else tree.blocks
+            pair = attrgetter(row.path.removeprefix(BLOCKS))(block)
+            if pair is None:
+                continue
+            own, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
+            if wanted != (shape.a.shape[:-2], shape.a.shape[-1], shape.b.shape[:-1]):
+                raise ConfigError(
+                    f"adapter {i} of {row.path}: A is {list(pair.a.shape)} and B is {list(pair.b.shape)}, which are not of a"
+                    " matrix of this model; is it the adapter's base?"
+                )
+            a[..., i, :own, :] = pair.a
+            b[..., i, :own] = pair.b
+            if magnitude is not None and pair.magnitude is not None:
+                magnitude[..., i] = pair.magnitude
+        a, b = a.reshape(shape.a.shape), b.reshape(shape.b.shape)
+        return LowRank(jnp.asarray(a), jnp.asarray(b), None if magnitude is None else jnp.asarray(magnitude))
+
+    return SideBySide(build_adapters(config, whole, join, stacked=stacked), whole, tuple(lora.scale for _, lora in adapters))
+
+
+def tabled(params: Llama, table: SideBySide) -> Llama:
+    """The parameters with a table beside them; its arrays lie where those of one adapter would, of as high a rank.
+
+    Raises:
+      ConfigError: as `adapted`.
+    """
+    join = lambda leaf, pair: TabledWeight(leaf, pair, table.scales)
+    return settled(beside(params, table.params, table.lora.rank, join))
+
+
+def choose_adapters(params: Llama, rows: jax.Array | Sequence[int]) -> Llama:
+    """The parameters for a batch whose rows use these adapters: nothing is copied, and every choice has one program.
+
+    Args:
+      params: as `adapter_table` gave them; those of a model without a table stay as they are where no row asks for one.
+      rows: int32[B], the number of an adapter or -1 for none, for each row of the batch.
+
+    Raises:
+      ConfigError: a number that no adapter has, where the numbers are known.
+    """
+    numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
+    if not isinstance(numbers, jax.core.Tracer):
+        check_choice(params, np.asarray(numbers).tolist())
+    stacked = isinstance(params.blocks, Block)
+
+    def choose(leaf: Any) -> Any:
+        if not isinstance(leaf, TabledWeight):
+            return leaf
+        layers = (leaf.shape[0],) if stacked else ()
+        return leaf.replace(rows=jnp.broadcast_to(jnp.asarray(numbers, jnp.int32), (*layers, len(numbers))))
+
+    return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, TabledWeight))
+
+
+def check_choice(params: Llama, rows: Sequence[int]) -> None:
+    """Raise ConfigError for a number of an adapter that the parameters have not."""
+    count = adapters_in(params)
+    for number in rows:
+        if not -1 <= number < count:
+            there = f"0 to {count - 1}" if count else "none"
+            raise ConfigError(f"adapter={shown(number, 40)}: the model has {there}; give one of those, or -1 to use none")
+
+
+def adapters_in(params: Llama) -> int:
+    """How many adapters lie beside the parameters in a table."""
+    leaves = jax.tree.leaves(params.blocks, is_leaf=lambda leaf: isinstance(leaf, TabledWeight))
+    return max((len(leaf.scales) for leaf in leaves if isinstance(leaf, TabledWeight)), default=0)

@@ -1,0 +1,280 @@
+"""Adapters in the engine and over HTTP: every request gets what `generate` gives it with its own."""
+
+import json
+import random
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from adapters import random_adapters
+from commands import run_here
+from fakes import FakeEngine, served
+from test_api import ask, error_of
+from test_engine import SMALL, Client, exhaust, some_request
+
+import llama_jax
+from llama_jax.checkpoints import save_adapter
+from llama_jax.cli.serve import Serve
+from llama_jax.errors import CheckpointError, GenerationError
+from llama_jax.model.adapter_table import adapter_table, choose_adapters
+from llama_jax.model.adapters import Lora, adapted
+from llama_jax.model.trees import quantize
+from llama_jax.parallel.mesh import parse_mesh
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.http.metrics import PREFIX
+
+LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
+TINY = llama_jax.EngineOptions(rows=2, long_rows=1, short=32, context=32, piece=16, smallest_capacity=32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """(configuration, base, adapters) with sharp logits, as in `test_engine`."""
+    config = replace(llama_jax.preset("stories-260k"), n_layers=2)
+    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    adapters = [(random_adapters(config, lora, seed=i), lora) for i, lora in enumerate(LORAS)]
+    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params), adapters
+
+
+@pytest.fixture(scope="module")
+def tabled(model):
+    config, params, adapters = model
+    return config, adapter_table(config, params, adapters)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """What `generate` gives a request with its adapter alone, in no table."""
+    config, params, adapters = model
+    each = [*(adapted(params, *one) for one in adapters), params]
+
+    def generate(request, **options):
+        return llama_jax.generate(
+            config,
+            each[request.adapter],
+            [request.prompt],
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            stop_tokens=request.stop_tokens,
+            **options,
+        )[0]
+
+    return generate
+
+
+def test_requests_with_different_adapters_are_neighbours(tabled, alone):
+    engine = Engine(*tabled, TINY)
+    clients = [Client(engine, prompt=[1, 5, 9], max_new_tokens=8, adapter=adapter) for adapter in (0, -1, 2, 1)]
+    exhaust(engine)
+    found = [client.ids for client in clients]
+    assert found == [alone(client.request).tokens for client in clients]
+    assert len(set(map(tuple, found))) == 4
+
+
+def test_what_one_adapter_has_read_is_nothing_for_another(tabled, alone):
+    """Keys and values are an adapter's own."""
+    engine = Engine(*tabled, TINY)
+    prompt = [1, *range(20, 40)]
+    for adapter, cached in ((0, 0), (1, 0), (-1, 0), (0, 16), (-1, 16), (1, 16)):
+        client = Client(engine, prompt=prompt, max_new_tokens=4, adapter=adapter)
+        exhaust(engine)
+        assert client.updates[0].cached == cached
+        assert client.ids == alone(client.request).tokens
+
+
+def test_an_adapter_that_there_is_not(tabled, model):
+    engine = Engine(*tabled, TINY)
+    with pytest.raises(GenerationError, match="adapter=3 must be an integer from -1 to 2"):
+        Client(engine, prompt=[1], max_new_tokens=1, adapter=3)
+    with pytest.raises(GenerationError, match="adapter=0 must be an integer from -1 to -1"):
+        Client(Engine(*model[:2], TINY), prompt=[1], max_new_tokens=1, adapter=0)
+    with pytest.raises(GenerationError, match="adapters are 1 numbers for 2 prompts"):
+        list(llama_jax.batch(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
+
+
+def test_batch(tabled, alone):
+    prompts, adapters = [[1, 5 + i] for i in range(5)], [2, 0, -1, 1, 0]
+    found = dict(llama_jax.batch(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))
+    table = choose_adapters(tabled[1], adapters)
+    wanted = llama_jax.generate(tabled[0], table, prompts, max_new_tokens=5)
+    assert [found[i].tokens for i in range(5)] == [row.tokens for row in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_among_others_that_come_and_go(tabled, alone, seed):
+    rng, engine, clients, cancelled = random.Random(seed), Engine(*tabled, SMALL), [], set()
+    wanted = [some_request(rng) | {"adapter": rng.randrange(-1, 3)} for _ in range(24)]
+    while wanted or engine.busy:
+        for _ in range(rng.randrange(3)):
+            if wanted:
+                clients.append(Client(engine, **wanted.pop()))
+        if rng.random() < 0.05 and clients:
+            cancelled.add(gone := rng.randrange(len(clients)))
+            clients[gone].ticket.cancel()
+        engine.turn()
+    for i, client in enumerate(clients):
+        expected = alone(client.request)
+        if i in cancelled:
+            assert client.ids == expected.tokens[: len(client.ids)]
+        else:
+            assert (client.ids, client.finish) == (expected.tokens, expected.finish_reason)
+            np.testing.assert_allclose(client.logprobs, expected.logprobs, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monkeypatch):
+    from llama_jax.serving.drafting import Drafting
+
+    rng = random.Random(3)
+    monkeypatch.setattr(Drafting, "is_worth_it", lambda self, shape, rows: any(rows) and rng.random() < 0.5)
+    engine = Engine(*tabled, replace(SMALL, draft=llama_jax.PromptLookup(tokens=4)))
+    engine.warm()
+    clients = []
+    for _ in range(30):
+        fields = some_request(rng) | {"adapter": rng.randrange(-1, 3), "score_prompt": rng.random() < 0.2}
+        clients.append(Client(engine, **fields))
+        engine.turn()
+    exhaust(engine)
+    stats = engine.stats()
+    engine.close()
+    assert stats.compilations_after_ready == 0
+    assert stats.drafted > 0
+    for client in clients:
+        assert client.ids == alone(client.request).tokens
+        if client.request.score_prompt:
+            assert len(client.updates[0].prompt) == len(client.request.prompt)
+
+
+@pytest.mark.slow
+def test_over_a_mesh_and_quantised(model, alone, tmp_path):
+    config, params, adapters = model
+    llama_jax.save(tmp_path / "model", config, params)
+    for i, one in enumerate(adapters):
+        save_adapter(tmp_path / str(i), config, *one)
+    folders = [tmp_path / str(i) for i in range(3)]
+    on_mesh = llama_jax.load(tmp_path / "model", adapters=folders, mesh=parse_mesh("tensor=4"))[:2]
+    assert len(on_mesh[1].blocks[0].attention.qkv.low_rank.b.sharding.device_set) == 4
+    engine = Engine(*on_mesh, TINY)
+    clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=8, adapter=adapter) for i, adapter in enumerate((1, -1, 2))]
+    exhaust(engine)
+    assert [client.ids for client in clients] == [alone(client.request).tokens for client in clients]
+
+    base = quantize(params, "int8")
+    engine = Engine(config, adapter_table(config, base, adapters), TINY)
+    clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=8, adapter=adapter) for i, adapter in enumerate((0, -1, 1))]
+    exhaust(engine)
+    for client in clients:
+        number = client.request.adapter
+        one = base if number < 0 else adapted(base, *adapters[number])
+        assert client.ids == llama_jax.generate(config, one, [client.request.prompt], max_new_tokens=8)[0].tokens
+
+
+def test_a_table_is_loaded(model, tmp_path):
+    config, params, adapters = model
+    llama_jax.save(tmp_path / "model", config, params)
+    save_adapter(tmp_path / "a", config, *adapters[0])
+    _, found, _ = llama_jax.load(tmp_path / "model", adapters=[tmp_path / "a"])
+    jax.tree.map(np.testing.assert_array_equal, found, adapter_table(config, params, adapters[:1]))
+    with pytest.raises(CheckpointError, match="adapter is for all rows, and adapters are a table to choose from"):
+        llama_jax.load(tmp_path / "model", adapter=tmp_path / "a", adapters=[tmp_path / "a"])
+
+
+SHOWN = replace(served(), adapters=("pirate", "poet"))
+
+
+def test_the_model_of_a_request_chooses():
+    engine = FakeEngine()
+    answers = ask(
+        engine,
+        lambda c: c.complete("a", model="poet"),
+        lambda c: c.chat("a", model="pirate", n=2),
+        lambda c: c.complete("a", model="fake"),
+        lambda c: c.complete("a"),
+        lambda c: c.post("/tokenize", {"prompt": "a", "model": "poet"}),
+        lambda c: c.get("/metrics"),
+        shown=SHOWN,
+    )
+    assert [answer.json["model"] for answer in answers[:4]] == ["poet", "pirate", "fake", "fake"]
+    assert [request.adapter for request in engine.admitted] == [1, 0, 0, -1, -1]
+    assert answers[4].status == 200
+    for name, requests in (("poet", 1), ("pirate", 2), ("fake", 2)):
+        line = f'{PREFIX}model_requests_total{{model_name="{name}"}} {requests:.1f}'
+        assert line in answers[5].body.decode().splitlines()
+
+
+def test_what_is_served_is_listed_and_nothing_else_is_there():
+    models, unknown, stream = ask(
+        FakeEngine(),
+        lambda c: c.get("/v1/models"),
+        lambda c: c.complete("a", model="painter"),
+        lambda c: c.complete("a", model="poet", stream=True),
+        shown=SHOWN,
+    )
+    assert [(one["id"], one["parent"]) for one in models.json["data"]] == [
+        ("fake", None), ("pirate", "fake"), ("poet", "fake")
+    ]  # fmt: skip
+    error = error_of(unknown, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"] == "model='painter' is not served here; 'fake', 'pirate', 'poet' are, or leave it out"
+    assert {event["model"] for event in stream.events[:-1]} == {"poet"}
+
+
+class TestNames:
+    def test_they_are_numbered_in_their_order(self, tmp_path):
+        options = Serve(adapter=(f"b={tmp_path}", "a=x/y=z"))
+        assert list(options.named().items()) == [("b", tmp_path), ("a", tmp_path.__class__("x/y=z"))]
+        assert options.for_all() is None
+
+    def test_one_without_a_name_is_for_all(self, tmp_path):
+        assert Serve(adapter=("some/folder",)).for_all() == tmp_path.__class__("some/folder")
+        (odd := tmp_path / "rank=3").mkdir()
+        assert Serve(adapter=(str(odd),)).for_all() == odd
+        assert Serve(adapter=(str(odd),)).named() == {}
+        assert Serve().for_all() is None
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            (("a", "b=c"), "adapter='a' must be NAME=PATH, or a single PATH for all requests"),
+            (("=c",), "adapter='=c' must be NAME=PATH"),
+            (("a=",), "adapter='a=' must be NAME=PATH"),
+            (("a=b", "a=c"), "adapter='a=c': 'a' is the name of another"),
+        ],
+    )
+    def test_those_that_cannot_be(self, given, said):
+        with pytest.raises(GenerationError, match=said):
+            Serve(adapter=given).named()
+
+    def test_the_models_own(self):
+        with pytest.raises(GenerationError, match="adapter 'llama' has the model's name; give another, or --name"):
+            Serve(adapter=("llama=x",), name="llama")._check()
+
+
+@pytest.mark.slow
+def test_the_command_batch(stories_folder, stories, tmp_path):
+    config, _, tokenizer = stories
+    folders = []
+    for i, lora in enumerate(LORAS[:2]):
+        adapters = jax.tree.map(lambda array: 0.7 * array, random_adapters(config, lora, seed=i))
+        save_adapter(tmp_path / str(i), config, adapters, lora)
+        folders.append(tmp_path / str(i))
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    asked = [{"prompt": "Once"}, {"prompt": "Once", "adapter": "two"}, {"prompt": "Once", "adapter": "one"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    usual = "--model", stories_folder, "--temperature", 0, "--max-new-tokens", 6, "--rows", 2, "--seed", 1
+    named = "--adapter", f"one={folders[0]}", "--adapter", f"two={folders[1]}"
+    done = run_here("batch", prompts, out, *usual, *named)
+    assert done.returncode == 0, done.stderr
+    found = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda line: line["line"])
+    assert [line.get("adapter") for line in found] == [None, "two", "one"]
+    ids = tokenizer.encode("Once")
+    for line, folder in zip(found, (None, folders[1], folders[0]), strict=True):
+        one = llama_jax.load(stories_folder, adapter=folder).params
+        tokens = llama_jax.generate(config, one, [ids], max_new_tokens=6, stop_tokens=tokenizer.stop_ids)[0].tokens
+        assert line["text"] == tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)) :]
+    assert run_here("batch", prompts, out, *usual, *named).returncode == 0  # nothing is left
+    refused = run_here("batch", prompts, tmp_path / "other.jsonl", *usual, *named[:2])
+    assert refused.returncode == 2
+    assert "asks for the adapter 'two', and --adapter names one" in refused.stderr
