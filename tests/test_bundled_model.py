@@ -77,6 +77,7 @@ def test_the_card_tells_how_it_was_made(model, card):
     assert "CDLA-Sharing-1.0" in card
 
 
+@pytest.mark.slow
 def test_the_first_validation_stories_give_the_figure_of_the_card(card, text, tmp_path):
     """Written with float32 sums over bfloat16 weights; another processor may round the activations otherwise."""
     found = experiment.measured(bundled(), text, tmp_path, experiment.FIRST)

@@ -120,6 +120,7 @@ def test_a_target_outside_the_vocabulary_is_no_loss(models):
         assert np.isnan(loss(config, params, llama_jax.Batch(np.array([[1, 2, target]]))))
 
 
+@pytest.mark.slow
 def test_float64_parameters_generate(models):
     """In a process that has it switched on; what is drawn is drawn in float32."""
     config, params = models["gqa"]

@@ -29,7 +29,8 @@ def from_bytes(function, *arguments):
     return export.deserialize(data).call
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "int8"])
 def test_reading_and_decoding_from_bytes(models, dtype):
     config, params = models["gqa"]
     tokens, lengths, request = prepare(config, [[1, 2, 3], [4, 5]], 8, Sampling(temperature=[0.0, 0.7], seed=[0, 1]), [7])

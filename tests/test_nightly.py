@@ -12,6 +12,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="waits for pipes")
 
 
+@pytest.mark.slow
 def test_some_cases(tmp_path):
     found = nightly.run(60, seed=1, workers=1, keep=str(tmp_path))
     assert found["failures"] == []

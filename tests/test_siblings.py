@@ -48,6 +48,11 @@ SIBLINGS = {
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 jit_forward, jit_logits = jax.jit(forward, static_argnums=0), jax.jit(llama_jax.logits, static_argnums=0)
 each = pytest.mark.parametrize("kind", SIBLINGS)
+# What compiles for a second or more: the sibling with the most parts without -m slow.
+MOST = "mixtral"
+long_each = pytest.mark.parametrize(
+    "kind", [kind if kind == MOST else pytest.param(kind, marks=pytest.mark.slow) for kind in SIBLINGS]
+)
 
 
 def random_params(config, seed=0):
@@ -97,7 +102,7 @@ def test_each_differs_from_a_llama(models, kind):
         assert np.abs(jit_logits(config, changed, TOKENS) - logits).max() > 1e-3
 
 
-@each
+@long_each
 @pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_cache_and_pieces_give_the_same(models, kind, stacked):
     config, params = models[kind]
@@ -121,7 +126,7 @@ def test_a_ring_of_the_models_own_window_gives_the_same(models):
     np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
 
 
-@each
+@long_each
 def test_packed_rows_give_the_same(models, kind):
     config, params = models[kind]
     apart = [jit_logits(config, params, TOKENS[:1, :8]), jit_logits(config, params, TOKENS[:1, 8:])]
@@ -131,7 +136,7 @@ def test_packed_rows_give_the_same(models, kind):
     np.testing.assert_allclose(unembed(config, params, hidden), np.concatenate(apart, axis=1), atol=2e-4)
 
 
-@each
+@long_each
 def test_generation_is_greedy_of_the_logits(models, kind):
     config, params = models[kind]
     prompt = TOKENS[0, :7].tolist()
@@ -141,7 +146,7 @@ def test_generation_is_greedy_of_the_logits(models, kind):
 
 
 @each
-@pytest.mark.parametrize("format", ["safetensors", "gguf", "orbax"])
+@pytest.mark.parametrize("format", ["safetensors", "gguf", pytest.param("orbax", marks=pytest.mark.slow)])
 def test_what_is_written_comes_back(models, kind, format, tmp_path):
     config, params = models[kind]
     for form in (params, stack(params)):
@@ -173,8 +178,10 @@ def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
         llama_jax.save(tmp_path / "model.bin", *models[kind], format="llama2c")
 
 
-@each
-@pytest.mark.parametrize("sizes", [MeshSizes(fsdp=2, tensor=2), MeshSizes(tensor=4)], ids=str)
+@long_each
+@pytest.mark.parametrize(
+    "sizes", [MeshSizes(fsdp=2, tensor=2), pytest.param(MeshSizes(tensor=4), marks=pytest.mark.slow)], ids=str
+)
 def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
     """With heads that are copied, and a padded vocabulary, read from a file and fitted in memory."""
     config, params = models[kind]
@@ -189,7 +196,13 @@ def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "optimizer"),
-    [("mistral", "adamw"), ("qwen2", "muon"), ("qwen3", "adamw"), ("mixtral", "adamw"), ("mixtral", "muon")],
+    [
+        (MOST, "adamw"),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in [("mistral", "adamw"), ("qwen2", "muon"), ("qwen3", "adamw"), (MOST, "muon")]
+        ),
+    ],
 )
 def test_training_lowers_the_loss(kind, optimizer):
     config = SIBLINGS[kind]

@@ -80,6 +80,7 @@ def test_rematerialisation_saves_memory(train):
     assert program.memory().total > 1.2 * train["data=1"].total
 
 
+@pytest.mark.slow
 def test_generating_by_its_parts(decoding):
     for mesh, parts in (("data=1", 1), ("fsdp=2,tensor=2", 4)):
         found = decoding[mesh]
@@ -97,7 +98,7 @@ def test_generating_by_its_parts(decoding):
         assert found["prefill"].scratch in (0, scores)
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", [kind if kind == "int4" else pytest.param(kind, marks=pytest.mark.slow) for kind in MADE])
 def test_quantised_weights_count_as_they_lie_in_memory(kind):
     """Planes of every kind, on one device and on two that divide rows; what is planned for is what `quantize` makes."""
     config = replace(

@@ -257,7 +257,7 @@ def test_a_pickle_that_calls(protocol, tmp_path):
         pytest.param(b"\x80\x02}q\x00h\x00h\x00s.", id="dictionary as its own key"),
         pytest.param(b"\x80\x02]q\x00h\x00a.", id="list in itself"),
         pytest.param(b"\x80\x02" + b"(" * 100_000 + b".", id="marks"),
-        pytest.param(b"\x80\x02)" + b"\x85" * 300_000 + b".", id="deep tuple"),
+        pytest.param(b"\x80\x02)" + b"\x85" * 300_000 + b".", id="deep tuple", marks=pytest.mark.slow),
         pytest.param(b"\x80\x02}N\x85" + b"2\x86" * 200 + b"Ns.", id="tuple of tuples as a key"),
         pytest.param(b"\x80\x02r\xff\xff\xff\xff.", id="memo without a value"),
         pytest.param(b"\x80\x02Nr\xff\xff\xff\xff.", id="memo far away"),

@@ -35,6 +35,7 @@ def old(tmp_path):
     return unpacked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["saved", *OPTIMIZERS])
 def test_the_model_is_the_same(old, expected, name):
     folder = old(name)
@@ -50,8 +51,8 @@ def test_a_seed_gives_the_same_model(expected):
     np.testing.assert_allclose(logits[:, ::6], expected["saved.logits"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [MeshSizes(), MeshSizes(fsdp=2, tensor=2)], ids=str)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", [pytest.param(MeshSizes(), marks=pytest.mark.slow), MeshSizes(fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_a_run_goes_on(old, expected, tmp_path, optimizer, mesh):
     """With all that the optimizer kept: without it the parameters would be other ones."""
     log = Log(io.StringIO())

@@ -21,6 +21,8 @@ from llama_jax.parallel.mesh import MeshSizes
 
 KEPT = [name for name, (*_, kinds) in writers.FOLDERS.items() if kinds]
 TOKENS = jnp.asarray([[1, 5, 9, 40]])
+# These compile programs of their own; each is a variant of one that is always tested.
+LONGER = {"nf4", "float8 by tensor", "float8 by blocks", "int4 by 32, asymmetric", "gptq, asymmetric", "gptq_v2"}
 
 
 def same(a, b):
@@ -47,7 +49,7 @@ def test_numbers_are_those_that_the_packages_themselves_decode(kind, tmp_path, m
         same(half(jit_dequantize(llama_jax.load(tmp_path, quantize="keep").params)), half(dense))
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in KEPT])
 def test_kept_as_they_are(kind, tmp_path):
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, kind, files=3))
     config, params, _ = llama_jax.load(tmp_path, quantize="keep")
@@ -60,10 +62,8 @@ def test_kept_as_they_are(kind, tmp_path):
     np.testing.assert_allclose(jit_logits(config, params, TOKENS), wanted, atol=1e-3 * float(jnp.abs(wanted).max()))
 
 
-ON_MESHES = [kind if kind in ("int4", "nf4 twice") else pytest.param(kind, marks=pytest.mark.slow) for kind in KEPT]
-
-
-@pytest.mark.parametrize("kind", ON_MESHES)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KEPT)
 def test_kept_over_a_mesh(kind, tmp_path):
     """Heads are copied, the vocabulary is padded, and groups that no device would hold whole become smaller ones."""
     config = replace(writers.CONFIG, hidden_dim=1536)

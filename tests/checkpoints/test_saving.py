@@ -249,7 +249,9 @@ def test_a_disk_that_is_full_for_orbax(tmp_path, monkeypatch, models):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c", "orbax"])
+@pytest.mark.parametrize(
+    "format", ["safetensors", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gguf", "llama2c", "orbax"))]
+)
 def test_files_that_may_not_become_large(format, tmp_path, models):
     """For a child: every format names what it could not write and why, says it in one line, and leaves nothing."""
     code = f"""

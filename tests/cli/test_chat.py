@@ -218,7 +218,14 @@ def test_any_model_goes_on_with_plain_text(chat):
     assert len(done.stdout) > len(alone.stdout)
 
 
-@pytest.mark.parametrize(("end", "code"), [(b"/exit\n", 0), (b"\x04", 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        pytest.param(b"/exit\n", 0, marks=pytest.mark.slow),
+        pytest.param(b"\x04", 0, marks=pytest.mark.slow),
+        (signal.SIGINT, 130),
+    ],
+)
 def test_in_a_terminal(environment, model, end, code):
     ours, theirs = pty.openpty()
     arguments = [*PROGRAM, "--model", str(model), "--max-new-tokens", "3"]

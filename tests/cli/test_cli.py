@@ -243,7 +243,7 @@ def test_a_damaged_model_is_one_line_and_exit_code_2(run, tmp_path, spoil, setti
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("platform", ["no_such_device", "cuda"])
+@pytest.mark.parametrize("platform", [pytest.param("no_such_device", marks=pytest.mark.slow), "cuda"])
 def test_a_missing_backend_is_one_line(platform, process, stories_folder, environment, monkeypatch):
     monkeypatch.setitem(environment, "JAX_PLATFORMS", platform)
     done = process("generate", "Once", "--model", stories_folder)
@@ -252,6 +252,7 @@ def test_a_missing_backend_is_one_line(platform, process, stories_folder, enviro
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_terminal_that_cannot_show_a_character(process, environment, monkeypatch):
     monkeypatch.setitem(environment, "PYTHONIOENCODING", "ascii")
     done = process("estimate", "stories-260k", "--batch", 1, "--length", 8)
@@ -296,7 +297,7 @@ def test_wrong_usage_exits_with_2_and_no_traceback(run, arguments):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("end", ["interrupt", "closed pipe"])
+@pytest.mark.parametrize("end", ["interrupt", pytest.param("closed pipe", marks=pytest.mark.slow)])
 def test_ctrl_c_and_a_closed_pipe_end_cleanly(stories_folder, environment, end):
     arguments = ["generate", "Once upon a time", "--model", str(stories_folder), "--max-new-tokens", "500"]
     with subprocess.Popen(
@@ -317,8 +318,8 @@ def test_ctrl_c_and_a_closed_pipe_end_cleanly(stories_folder, environment, end):
 @pytest.mark.parametrize(
     ("closed", "code", "said"),
     [
-        (">&-", 0, ""),
-        (">&- <&-", 0, ""),
+        pytest.param(">&-", 0, "", marks=pytest.mark.slow),
+        pytest.param(">&- <&-", 0, "", marks=pytest.mark.slow),
         ("> /dev/full", 2, "llama-jax: error: stdout cannot be written (No space left on device); the disk is full"),
     ],
 )

@@ -76,7 +76,7 @@ INTERRUPT = (
 )
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", *(pytest.param(x, marks=pytest.mark.slow) for x in ("SIGTERM", "SIGHUP"))])
 def test_nothing_is_left_when_it_is_stopped(name, tmp_path):
     program = START + INTERRUPT.format(name) + "main()"
     command = [sys.executable, "-c", program, "convert", FORMATS / "meta-1", tmp_path / "out", "--format", "safetensors"]

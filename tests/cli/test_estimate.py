@@ -57,11 +57,13 @@ def test_training_as_a_table(process):
     assert "H200" not in done.stdout
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_named(run):
     out = run("stories-260k", "--batch", 1, "--length", 64, "--quantize", "int8").stdout
     assert out.startswith("stories-260k · decode · batch 1 x 64 · float32 · weights int8 · data=1")
 
 
+@pytest.mark.slow
 def test_adapters_take_no_state_of_the_model(run):
     """Beside bfloat16 weights, AdamW's two numbers and the gradients of what is learnt alone."""
     shape = "stories-260k", "--batch", 2, "--length", 32, "--mode", "train", "--dtype", "bfloat16", "--json"
@@ -89,6 +91,7 @@ def test_rows_that_are_divided_by_tokens(run, mode):
     assert "Where rows are divided over context" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_is_exchanged_stands_beside_the_least(run):
     done = run("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "data=4")
     assert done.returncode == 0, done.stderr
@@ -105,6 +108,7 @@ def test_what_is_exchanged_stands_beside_the_least(run):
     assert least[-2] == "1"
 
 
+@pytest.mark.slow
 def test_attention_changes_the_plan(run):
     totals = {}
     for way in ("reference", "blockwise"):
@@ -186,6 +190,7 @@ def test_decoding_as_json(run):
     assert found["peak_of_mesh"] == 4 * found["peak_per_device"]
 
 
+@pytest.mark.slow
 def test_a_config_is_enough(run, tmp_path):
     """No weights, in the folder or beside the file that is named."""
     (tmp_path / "config.json").write_text(json.dumps(config_to_dict(CONFIG)))

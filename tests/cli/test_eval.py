@@ -218,6 +218,7 @@ def test_mistakes_by_length(run, model, text, monkeypatch, arguments, message):
         run(model, "--data", text, *arguments)
 
 
+@pytest.mark.slow
 def test_attention_is_chosen_and_said(run, model, text):
     found = {}
     for way in ("auto", "reference", "blockwise"):

@@ -52,13 +52,21 @@ def test_one_run_is_drawn_into_its_folder(run, folders):
     assert is_png(folders[0] / "curves.png")
 
 
+@pytest.mark.slow
 def test_several_runs_are_drawn_here(run, folders, tmp_path):
     out, _ = run(*folders, "--by", "tokens", "--log", "--smoothing", 0.5)
     assert out == "curves.png\n"
     assert is_png(tmp_path / "curves.png")
 
 
-@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.PDF", b"%PDF"), ("a.svg", b"<?xml")])
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("a.png", b"\x89PNG"),
+        pytest.param("a.PDF", b"%PDF", marks=pytest.mark.slow),
+        pytest.param("a.svg", b"<?xml", marks=pytest.mark.slow),
+    ],
+)
 def test_output(run, folders, tmp_path, name, start):
     assert run(folders[0], "--output", tmp_path / name).out == f"{tmp_path / name}\n"
     assert (tmp_path / name).read_bytes().startswith(start)

@@ -21,7 +21,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", *(pytest.param(x, marks=pytest.mark.slow) for x in ("SIGTERM", "SIGHUP"))])
 def test_what_was_being_written_is_removed(name, tmp_path):
     command = [sys.executable, "-c", PROGRAM.format(name), tmp_path / "file"]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False)

@@ -178,6 +178,7 @@ def test_resume_of_an_ended_run_changes_nothing(run, ended, tmp_path):
     assert before == {path: path.read_bytes() for path in (folder / "checkpoints").rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_changes_anywhere_pmap_and_a_profile(run, tmp_path):
     code, out, err = run(
         *(SMALL, "steps=3", "--workdir", tmp_path, "optimizer.b2=0.9", "--data", "text.txt", "--backend", "pmap"),
@@ -343,6 +344,7 @@ def test_a_full_disk_under_the_metrics(tmp_path):
     metrics.close()
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_end_the_run(run, tmp_path):
     code, _, err = run(
         SMALL,

@@ -120,6 +120,7 @@ def test_a_quantised_model_beside_itself(run):
     assert lines[-1].endswith("nats, hardly to be noticed")
 
 
+@pytest.mark.slow
 def test_a_quantised_model_beside_itself_as_json(run, tmp_path, stories):
     store_path = tmp_path / "orbax"
     store_path.mkdir()

@@ -67,6 +67,7 @@ def test_requests_served_in_two_rows_get_what_generate_gives(model, programs):
     assert found == [result.tokens for result in wanted]
 
 
+@pytest.mark.slow
 def test_the_stop_tokens_of_a_row_are_not_those_of_the_next_one(model, programs):
     """Of the one before, with five, the fifth stood beyond the four places of the one after, and ended it."""
     alone = [result.tokens for result in llama_jax.generate(*model, PROMPTS[:2], max_new_tokens=NEW)]

@@ -199,6 +199,7 @@ def test_under_x64_the_tokens_are_the_same(model):
     assert got[0].tokens == want[0].tokens
 
 
+@pytest.mark.slow
 def test_the_last_slot_of_the_context_is_usable(model):
     result = llama_jax.generate(*model, [[1] * 509], max_new_tokens=3)[0]
     assert result.tokens == plain_greedy(*model, [1] * 509, 3)

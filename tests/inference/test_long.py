@@ -27,6 +27,7 @@ def tokens_of(results):
     return [result.tokens for result in results]
 
 
+@pytest.mark.slow
 def test_a_window_as_long_as_the_text_changes_nothing(model):
     config, params = model
     run = partial(llama_jax.generate, config, params, PROMPTS, max_new_tokens=20)

@@ -24,6 +24,9 @@ NEW = 24
 DRAFTED = 5
 PROMPTS = [[1, 5, 7], [1], list(range(40, 62)), [9] * 17]
 CACHES = {"plain": CacheOptions(), "int8": CacheOptions(dtype="int8"), "window": CacheOptions(window=8, sinks=2)}
+each_cache = pytest.mark.parametrize(
+    "cache", ["plain", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "window"))]
+)
 SAMPLING = Sampling(
     temperature=[0.0, 1.0, 2.0, 0.7],
     top_k=[0, 0, 40, 0],
@@ -53,7 +56,7 @@ def same(found, expected):
 
 
 class TestTheTokensAreThoseOfPlainGeneration:
-    @pytest.mark.parametrize("cache", CACHES)
+    @each_cache
     def test_whatever_is_drafted(self, model, cache):
         run = partial(llama_jax.generate, *model, PROMPTS, sampling=SAMPLING, cache=CACHES[cache])
         free = run(max_new_tokens=NEW)
@@ -75,7 +78,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
 
         check()
 
-    @pytest.mark.parametrize("cache", CACHES)
+    @each_cache
     def test_by_lookup_and_by_a_model(self, model, cache, force):
         config, params = model
         force(DRAFTED, 0, DRAFTED, DRAFTED)
@@ -185,7 +188,7 @@ class TestFewerPasses:
         assert ended[0].finish_reason == "stop"
         assert ended[0].counts.passes == 1
 
-    @pytest.mark.parametrize("cache", CACHES)
+    @each_cache
     def test_the_same_model_as_draft_is_always_right(self, model, cache, force):
         """Sampled too, for it draws the same numbers; and after tokens that came without it, which it then reads."""
         force(0, DRAFTED, 0, 0, DRAFTED)

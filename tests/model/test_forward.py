@@ -42,7 +42,9 @@ def test_logits_equal_transformers(kind, models, goldens):
     np.testing.assert_allclose(jit_logits(config, params, TOKENS), goldens[kind], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [x if x in ("gqa", "tied", "llama3", "head_dim") else pytest.param(x, marks=pytest.mark.slow) for x in KINDS]
+)
 def test_logits_through_the_cache_equal_transformers(kind, models, goldens):
     config, params = models[kind]
     got = cached_logits(config, params, TOKENS, [19, 1, 1, 19])
@@ -56,8 +58,8 @@ def test_goldens_can_fail(models, goldens):
         assert np.abs(jit_logits(wrong, params, TOKENS) - goldens["gqa"]).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["gqa", "tied", "llama3"])
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kind", ["gqa", "tied", pytest.param("llama3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
     config, params = models[kind]
     stacked = llama_jax.stack(params)
@@ -79,7 +81,7 @@ def test_any_split_into_chunks_gives_the_same_logits(models, pieces, batch):
     np.testing.assert_allclose(cached_logits(config, params, tokens, pieces, capacity=32), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models, stacked):
     config, params = models["gqa"]
     params = llama_jax.stack(params) if stacked else params

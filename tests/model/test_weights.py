@@ -108,6 +108,7 @@ def test_gradients_of_the_parts_are_the_chain_rule_of_the_whole(adapted):
         np.testing.assert_allclose(ours.down, up.reshape(-1, 2).T @ rows, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_head_of_a_loss_may_have_an_adapter(models):
     config, params = models["gqa"]
     rng = np.random.default_rng(0)
@@ -129,7 +130,7 @@ def test_the_head_of_a_loss_may_have_an_adapter(models):
     np.testing.assert_allclose(ours.lm_head.up, wanted.lm_head @ params.lm_head.down.T, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_the_gradient_goes_through_a_frozen_quantised_model(kind):
     config = llama_jax.LlamaConfig(
         vocab_size=40, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,

@@ -151,6 +151,7 @@ def test_int8(model, tokens, stacked):
     assert 0 < error < 0.02  # a random model of two layers; what it does to a trained one is measured in tests/inference
 
 
+@pytest.mark.slow
 def test_int8_in_a_ring(model, tokens):
     config, params = model
     cache = init_cache(config, 2, SINKS + WINDOW + 4, jnp.int8, window=WINDOW, sinks=SINKS)

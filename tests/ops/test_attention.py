@@ -97,7 +97,7 @@ def some_segments(batch, length, seed=0):
 
 
 class TestEveryBackendIsTheReference:
-    @pytest.mark.parametrize("window", [None, 1, 7])
+    @pytest.mark.parametrize("window", [*(pytest.param(x, marks=pytest.mark.slow) for x in (None, 1)), 7])
     @given(packed_ragged_rows(), st.integers(0, 99))
     def test_packed_ragged_rows(self, window, seen, seed):
         self.check(window, seen, seed)
@@ -113,7 +113,7 @@ class TestEveryBackendIsTheReference:
         for backend in ("rows", "blockwise"):
             assert_near(value_and_gradients(arrays, seen, backend, window), expected)
 
-    @pytest.mark.parametrize("window", [None, 1, 7, 100])
+    @pytest.mark.parametrize("window", [None, 7, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 100))])
     @pytest.mark.parametrize("packed", [False, True])
     @pytest.mark.parametrize("backend", ["rows", "blockwise"])
     def test_whole_rows(self, backend, packed, window):
@@ -200,8 +200,8 @@ class TestViews:
         found = ops.attend(queries, stacked, Seen.whole(LENGTH), scale=0.5)
         np.testing.assert_array_equal(found, ops.attend(queries, View.of(keys, values), Seen.whole(LENGTH), scale=0.5))
 
-    @pytest.mark.parametrize(("new", "groups"), [pytest.param(1, 1, marks=pytest.mark.slow), (1, 3), (7, 3)])
-    @pytest.mark.parametrize("backend", ["rows", "blockwise"])
+    @pytest.mark.parametrize(("new", "groups"), [*(pytest.param(1, x, marks=pytest.mark.slow) for x in (1, 3)), (7, 3)])
+    @pytest.mark.parametrize("backend", ["rows", pytest.param("blockwise", marks=pytest.mark.slow)])
     def test_quantized_keys_cost_no_more_than_their_own_rounding(self, backend, new, groups):
         """Beside attention to the same rounded keys and values in full: queries are not rounded, on a CPU to 16 bits."""
         queries, _, _ = operands(0, (2, 2, new, groups, 32))
@@ -247,7 +247,7 @@ def _whole_and_joined(queries, keys, values, seen):
 
 
 class TestPerDevice:
-    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_long_rows_under_a_shard_map_that_checks_what_varies(self, packed, monkeypatch):
         """Whose loops must begin with what varies over the devices as their results do."""
         monkeypatch.setattr(blockwise, "_side", lambda *_: 256)
@@ -295,6 +295,7 @@ class TestMemory:
         kept = 8 * 16_384 * 64 * 4 * 4  # the gradients are summed in float32, and so is the mixture
         assert longer - shorter < 1.3 * kept
 
+    @pytest.mark.slow
     def test_training_without_rematerialisation_keeps_what_is_mixed_and_no_block(self):
         """Under `jax.checkpoint` with everything kept: linear memory, and no block of the forward pass is made again."""
         policy = jax.checkpoint_policies.save_anything_except_these_names("weight")
@@ -456,7 +457,7 @@ def piece_over_a_cache(batch, new, slots):
 
 class TestKernels:
     @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 100])
-    @pytest.mark.parametrize("packed", [False, True])
+    @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_cudnn_is_given_what_it_means(self, packed, window, monkeypatch):
         """Computed by XLA in cuDNN's place: layout, scale, mask, window and blocks are those of the reference."""
         monkeypatch.setattr("llama_jax.ops.attention.kernels.FEWEST_MASKED", 64)
@@ -469,6 +470,7 @@ class TestKernels:
         assert len(given_as) == (4 if packed else 1)
         assert all(("mask" in told) == packed for told in given_as)
 
+    @pytest.mark.slow
     def test_cudnn_reads_a_cache(self, monkeypatch):
         self.by_xla(monkeypatch)
         (queries, *_), (_, keys, values) = operands(0, (2, 2, 16, 3, 8)), operands(1, (2, 2, 64, 3, 8))
@@ -497,7 +499,7 @@ class TestKernels:
         expected = value_and_gradients(jax.tree.map(lambda x: x.astype(jnp.float32), arrays), seen, "reference", window)
         assert_close(value_and_gradients(arrays, seen, "cudnn", window), expected, 0.02)
 
-    @pytest.mark.parametrize(("window", "packed"), [(None, True), (100, False)])
+    @pytest.mark.parametrize(("window", "packed"), [pytest.param(None, True, marks=pytest.mark.slow), (100, False)])
     def test_splash_interpreted(self, window, packed):
         """The kernel itself, run step by step on the CPU, with its gradients."""
         arrays = operands(0, (2, 2, 256, 2, 64))
@@ -506,6 +508,7 @@ class TestKernels:
         found = jax.jit(partial(value_and_gradients_of, lambda q, view: kernel(q, *view.read())))(arrays)
         assert_near(found, value_and_gradients(arrays, seen, "reference", window), rtol=1e-4, atol=2e-5)
 
+    @pytest.mark.slow
     def test_splash_divided_over_devices(self):
         """Rows over two devices, heads over two: each interprets the kernel for its own."""
         arrays = operands(0, (2, 2, 128, 2, 64))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import sharp
 
 import llama_jax
 from llama_jax.model.trees import quantize
@@ -36,8 +37,8 @@ def natively(*arguments):
 
 SIZES = [  # rows, heads, tokens, groups, width, slots
     (1, 12, 1, 1, 64, 200),  # as one token of a model is decoded
-    (3, 4, 1, 1, 48, 40),
-    (2, 2, 5, 6, 128, 70),  # four queries at a time, and the rest
+    pytest.param((3, 4, 1, 1, 48, 40), marks=pytest.mark.slow),
+    pytest.param((2, 2, 5, 6, 128, 70), marks=pytest.mark.slow),  # four queries at a time, and the rest
     (2, 3, 3, 8, 20, 33),  # heads that are no whole vectors
     (1, 1, 1, 1, 8, 1),
 ]
@@ -100,7 +101,7 @@ def program(params, dtype=jnp.float32, new=1, **options):
 
 
 def test_it_is_taken_beside_native_matmuls_where_it_can_be(monkeypatch):
-    dense = llama_jax.unstack(llama_jax.init(CONFIG, jax.random.key(0)))
+    dense = sharp(CONFIG, jax.random.key(0))
     params = quantize(dense, "int8")
     assert native.ATTENTION in program(params)
     assert native.ATTENTION in program(params, new=cpu.MOST_QUERIES)
@@ -116,6 +117,7 @@ def test_it_is_taken_beside_native_matmuls_where_it_can_be(monkeypatch):
     assert native.ATTENTION not in program(params)
 
 
+@pytest.mark.slow
 def test_tokens_and_their_probabilities_are_those_without_it(monkeypatch):
     """Of a ragged batch; matmuls are native both times."""
     params = quantize(llama_jax.unstack(llama_jax.init(CONFIG, jax.random.key(1))), "q8_0")

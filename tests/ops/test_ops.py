@@ -306,8 +306,8 @@ class TestAttention:
         assert [g.dtype for g in found] == [dtype] * 3
         assert_close(found, precise_gradients(plain, q, k, v), share)
 
-    @pytest.mark.parametrize("packed", [False, True])
-    @pytest.mark.parametrize("length", [3, 131, 600])
+    @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("length", [3, pytest.param(131, marks=pytest.mark.slow), 600])
     def test_without_positions_each_query_is_at_its_own_slot(self, packed, length):
         """Computed in blocks: of 1, 2 and 8 queries' worth here, of unequal lengths."""
         shapes = (2, 3, length, 2, 4), (2, 3, length, 4), (2, 3, length, 4)

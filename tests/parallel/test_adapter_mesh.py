@@ -69,13 +69,14 @@ def alone():
     return run(MeshSizes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [
         MeshSizes(fsdp=2, tensor=4),
-        pytest.param(MeshSizes(tensor=8), marks=pytest.mark.slow),
-        pytest.param(MeshSizes(2, 2, 2), marks=pytest.mark.slow),
-        pytest.param(MeshSizes(1, 2, 2, 2), marks=pytest.mark.slow),
+        MeshSizes(tensor=8),
+        MeshSizes(2, 2, 2),
+        MeshSizes(1, 2, 2, 2),
     ],
     ids=str,
 )
@@ -113,6 +114,7 @@ def test_so_are_magnitudes_and_a_table():
     jax.tree.map(np.testing.assert_array_equal, unfit(CONFIG, held), table)
 
 
+@pytest.mark.slow
 def test_it_generates_over_tensor():
     config = replace(CONFIG, vocab_size=256)
     params, adapters = jit_unstack(jit_init(config, jax.random.key(0))), random_adapters(config)

@@ -90,13 +90,8 @@ def test_what_is_said_to_do_does(name, tensor):
             assert divided % tensor == 0
 
 
-@pytest.mark.parametrize(
-    ("tied", "stacked"),
-    [
-        (False, True),
-        *(pytest.param(*both, marks=pytest.mark.slow) for both in [(True, False), (False, False), (True, True)]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "stacked"), [(False, True), (True, False), (False, False), (True, True)])
 def test_the_fitted_model_is_the_same_function(tied, stacked):
     config = replace(CONFIG, tie_embeddings=tied)
     params = jit_init(config, jax.random.key(0))

@@ -40,6 +40,7 @@ def alone():
     return params, jax.jit(partial(answers, CONFIG, Layout()))(params, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [MeshSizes(2, 2, 2)])
 def test_devices_together_find_what_one_finds(alone, sizes):
     params, ((loss, rows), gradients) = alone

@@ -105,7 +105,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
-        "tensor=8",
+        pytest.param("tensor=8", marks=slow),
         "data=2,fsdp=2,tensor=2",
         pytest.param("data=8", marks=slow),
         pytest.param("fsdp=8", marks=slow),
@@ -179,6 +179,7 @@ def test_decoding_over_tensor_sums_and_gathers_nothing(load):
     assert {shape for _, shape in found} <= {"f32[3,32]", "f32[3,1,32]", "f32[3,1]", "f32[3]", "s32[3]"}
 
 
+@pytest.mark.slow
 def test_decoding_over_data_exchanges_nothing_but_what_the_host_reads(load):
     """The tokens at the end, 16 places each, and whether all rows are done or any is sampled or filtered."""
     found = collectives(*load("data=8"), 8)
@@ -215,7 +216,7 @@ def test_every_device_holds_its_share_and_no_more(load):
 
 
 @pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c", "orbax"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=slow)])
 def test_every_format_is_read_into_its_shares(tmp_path, params, format, tied):
     config = replace(CONFIG, tie_embeddings=tied)
     params = params.replace(lm_head=None) if tied else params
@@ -273,6 +274,7 @@ def test_fitting_what_orbax_read_takes_one_array_more(params, monkeypatch):
     assert share < max(peak) <= share + largest
 
 
+@pytest.mark.slow
 def test_what_was_padded_and_copied_is_written_as_it_was(load, params, tmp_path):
     for format in ("safetensors", "orbax"):
         llama_jax.save(tmp_path / "again", CONFIG, load("tensor=8")[1], format=format, overwrite=True)
@@ -340,6 +342,7 @@ def on_all(params):
     return pmap_generate(CONFIG, jax.devices()), replicate(params, jax.devices())
 
 
+@pytest.mark.slow
 def test_pmap_generates_what_one_device_does(on_all, alone):
     run, params = on_all
     same(run(params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)

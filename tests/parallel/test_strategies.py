@@ -190,6 +190,7 @@ def test_tensor_parallel_sums_twice_per_layer_forward(exchanged):
     assert all(c.sliced == stream for c in collectives if c.kind == "all-reduce")
 
 
+@pytest.mark.slow
 def test_context_sends_keys_and_values_around_and_shares_weights_as_fsdp(exchanged):
     """Of an eighth of each row; what else travels in a layer are the weights, once for each pass."""
     collectives = exchanged(MeshSizes(context=8))
@@ -235,7 +236,7 @@ def test_a_device_computes_its_share_of_scores_and_logits():
     ("heads", "sizes"),
     [
         (8, MeshSizes(2, 2, 2)),
-        (2, MeshSizes(2, 1, 4)),
+        pytest.param(2, MeshSizes(2, 1, 4), marks=pytest.mark.slow),
         pytest.param(2, MeshSizes(1, 1, 4, 2), marks=pytest.mark.slow),
         pytest.param(8, MeshSizes(1, 2, 2, 2), marks=pytest.mark.slow),
     ],

@@ -7,6 +7,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from conftest import jit_init
 from mortal_run import recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
@@ -55,6 +56,7 @@ def whole(text, base, tmp_path_factory):
     return folder, train(with_prompts, folder, [text], weights=base, log=log), log.said
 
 
+@pytest.mark.slow
 def test_adapters_learn_and_the_base_stays(whole, base):
     folder, result, said = whole
     losses = [line["loss"] for line in lines(folder, "validation")]
@@ -66,6 +68,7 @@ def test_adapters_learn_and_the_base_stays(whole, base):
     assert sum(leaf.size for leaf in jax.tree.leaves(result.state.params)) == learnt
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_adapters_alone(whole, base):
     folder, result, _ = whole
     config, params, _ = llama_jax.load(base)
@@ -81,6 +84,7 @@ def test_checkpoints_hold_the_adapters_alone(whole, base):
         load_adapter(folder, replace(config, n_layers=3))
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, base, text, tmp_path):
     stopped = train(RECIPE, tmp_path, [text], weights=base, log=StopAt("step 4/"))
     assert 4 <= stopped.step < 8
@@ -88,6 +92,7 @@ def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, base, text, tmp_pat
     same(resumed.state, whole[1].state)
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(whole, base, text, tmp_path):
     folder, log = whole[0], StopAt()
     config, params, tokenizer = llama_jax.load(base)
@@ -116,6 +121,7 @@ def test_other_devices_go_on_with_the_same_run(whole, base, text, tmp_path):
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_base_may_be_quantised(base, text, tmp_path):
     short = replace(RECIPE, steps=3, quantize="int8", ema_decay=0.0)
     log = StopAt()
@@ -141,6 +147,7 @@ def test_on_the_command_line():
     assert override(changed, ["lora=none"]).lora is None
 
 
+@pytest.mark.slow
 def test_pmap_is_refused(base, text, tmp_path):
     with pytest.raises(TrainingError, match="pmap trains whole models; train adapters with the backend jit"):
         train(RECIPE, tmp_path, [text], weights=base, backend="pmap", log=StopAt())
@@ -148,9 +155,9 @@ def test_pmap_is_refused(base, text, tmp_path):
 
 def test_a_digest_sees_every_bit_and_no_device():
     config = RECIPE.model
-    params = llama_jax.init(config, jax.random.key(0))
+    params = jit_init(config, jax.random.key(0))
     found = digest(params)
-    assert digest(llama_jax.init(config, jax.random.key(0))) == found
+    assert digest(jit_init(config, jax.random.key(0))) == found
     table = params.embedding
     for other in (
         table.at[5, 7].add(1e-9),

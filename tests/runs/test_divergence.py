@@ -90,6 +90,7 @@ def test_another_vocabulary_is_refused(pair):
         divergence(CONFIG, *pair, corpus_of([40]), reference_config=other)
 
 
+@pytest.mark.slow
 def test_what_quantising_the_bundled_model_costs():
     """As the issue asks it: nats of divergence, products with tokens included, on a story that the model writes itself."""
     config, params, tokenizer = llama_jax.load(dtype="float32")

@@ -82,7 +82,9 @@ def measure():
     return jax.jit(partial(token_nats, CONFIG, chunk=7))
 
 
-@pytest.mark.parametrize(("length", "stride", "batch"), [(64, 32, 3), (64, 64, 3), (13, 5, 2), (1, 1, 4)])
+@pytest.mark.parametrize(
+    ("length", "stride", "batch"), [(64, 32, 3), (64, 64, 3), (13, 5, 2), pytest.param(1, 1, 4, marks=pytest.mark.slow)]
+)
 def test_it_is_the_definition(models, measure, plain, length, stride, batch):
     corpus = corpus_of(LENGTHS)
     nats = strided(corpus, length, stride, plain)

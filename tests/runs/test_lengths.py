@@ -64,7 +64,11 @@ def in_pieces(monkeypatch):
     monkeypatch.setattr(room, "LARGEST_PREFILL", 5)
 
 
-@pytest.mark.parametrize(("config", "lengths"), [(CONFIG, (8, 24)), (DYNAMIC, (12,))], ids=["plain", "rope by length"])
+@pytest.mark.parametrize(
+    ("config", "lengths"),
+    [(CONFIG, (8, 24)), pytest.param(DYNAMIC, (12,), marks=pytest.mark.slow)],
+    ids=["plain", "rope by length"],
+)
 def test_it_is_the_definition(models, in_pieces, config, lengths):
     """Stacked blocks, several windows at once, of which the last batch is not full; and beyond the model's context."""
     corpus = corpus_of([60, 24, 25, 40, 1])

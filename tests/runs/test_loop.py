@@ -130,7 +130,7 @@ def test_the_folder_is_a_model(whole):
     assert len(continued.tokens) == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, number):
     log = StopAt("step 4/", number)
     stopped = train(RECIPE, tmp_path, [text], log=log)
@@ -143,13 +143,14 @@ def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, num
     assert lines(tmp_path, "train")[-1]["tokens"] == lines(whole[0], "train")[-1]["tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "backend"),
     [
-        pytest.param(MeshSizes(data=8), "jit", id="data", marks=pytest.mark.slow),
+        pytest.param(MeshSizes(data=8), "jit", id="data"),
         pytest.param(MeshSizes(fsdp=4, tensor=2), "jit", id="fsdp-tensor"),
-        pytest.param(MeshSizes(data=2, context=4), "jit", id="context", marks=pytest.mark.slow),
-        pytest.param(MeshSizes(data=8), "pmap", id="pmap", marks=pytest.mark.slow),
+        pytest.param(MeshSizes(data=2, context=4), "jit", id="context"),
+        pytest.param(MeshSizes(data=8), "pmap", id="pmap"),
     ],
 )
 def test_other_devices_go_on_with_the_same_run(whole, text, tmp_path, mesh, backend):
@@ -196,6 +197,7 @@ def test_a_run_is_prolonged_where_its_learning_rate_went_the_same(text, tmp_path
         train(dataclasses.replace(RECIPE, steps=9, optimizer=decaying), tmp_path, [text], resume=True, log=StopAt())
 
 
+@pytest.mark.slow
 def test_a_path_alone_a_recipe_by_name_and_nothing_printed(text, tmp_path, capfd):
     """As a first script has it: no list around the path, and no line that nobody asked for."""
     (tmp_path / "mine.py").write_text(
@@ -279,6 +281,7 @@ def test_another_rope_scaling_on_resume(whole, text):
         train(dataclasses.replace(RECIPE, model=model), whole[0], [text], resume=True, log=StopAt())
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_rope_scaling(text, tmp_path):
     model = dataclasses.replace(CONFIG, rope_scaling=llama_jax.RopeScaling("by_parts", 2.0, original_max_seq_len=32))
     train(dataclasses.replace(RECIPE, model=model, steps=1, optimizer=OptimizerSettings()), tmp_path, [text], log=StopAt())
@@ -294,6 +297,7 @@ def test_going_on_from_weights(whole, text, tmp_path):
     assert lines(tmp_path, "train")[0]["loss"] == pytest.approx(whole[1].validation.loss, rel=0.1)
 
 
+@pytest.mark.slow
 def test_weights_are_extended_by_a_recipe_that_differs_in_that_alone(whole, text, tmp_path):
     """Its rope scaling and context are the recipe's, and the first loss shows that the parameters came along."""
     scaling = llama_jax.RopeScaling("yarn", 2.0, original_max_seq_len=CONFIG.max_seq_len)

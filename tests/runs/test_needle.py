@@ -127,7 +127,7 @@ def by_definition(of_row, trial, keys, length, depth):
     return np.array(scores), greedy
 
 
-@pytest.mark.parametrize("config", [CONFIG, DYNAMIC], ids=["plain", "rope by length"])
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(DYNAMIC, marks=pytest.mark.slow)], ids=["plain", "rope by length"])
 def test_it_is_the_definition(params, in_pieces, config):
     """Beyond the context, in pieces, and with batches of which the last is not full."""
     given = SHORT | {"lengths": [37], "depths": (0.5, 0.0), "trials": 2, "seed": 3}

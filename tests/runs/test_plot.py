@@ -108,7 +108,9 @@ def test_lines_of_another_kind(tmp_path, line):
     assert run.unreadable == (2,)
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "low", 10**400])
+@pytest.mark.parametrize(
+    "value", [float("nan"), *(pytest.param(x, marks=pytest.mark.slow) for x in (None, float("inf"), "low", 10**400))]
+)
 def test_a_value_that_is_no_number_is_a_gap(tmp_path, value):
     run = read_run(write(tmp_path, [train(1), train(2, loss=value), train(3)]))
     np.testing.assert_array_equal(run.train["loss"], [5, np.nan, 5 / 3])
@@ -328,6 +330,7 @@ def test_a_heat_map_of_depth_over_length():
         assert not curves(draw_needle(needle_test([128, 512], [0.5]), context=context), 0)
 
 
+@pytest.mark.slow
 def test_heat_maps_that_are_large_or_of_no_numbers():
     figure = draw_needle(needle_test(range(1, 15), [i / 9 for i in range(10)]))
     assert png(figure)

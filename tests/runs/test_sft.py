@@ -77,6 +77,7 @@ def test_answers_are_learnt_and_questions_are_not(whole, chats):
     assert everything > 1.0
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_path):
     first = train(RECIPE, tmp_path, chats, log=Interrupted("step 40/"))
     assert first.stopped == "SIGTERM"
@@ -87,6 +88,7 @@ def test_a_run_that_is_interrupted_ends_with_the_same_bits(whole, chats, tmp_pat
         train(replace(RECIPE, chats=ChatReading(too_long="drop")), tmp_path, chats, resume=True)
 
 
+@pytest.mark.slow
 def test_a_model_is_taught_further(whole, chats, tmp_path):
     changed = tmp_path / "chats.jsonl"
     changed.write_text(chats.read_text().replace("yes", "no!"))
@@ -95,6 +97,7 @@ def test_a_model_is_taught_further(whole, chats, tmp_path):
     assert result.validation.loss < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "backend"), [(MeshSizes(2, 2), "jit"), (MeshSizes(2), "pmap")])
 def test_over_devices_the_same_is_learnt(chats, tmp_path, mesh, backend):
     short = replace(RECIPE, steps=3, evaluate_every=0, log_every=1)

@@ -99,7 +99,15 @@ def test_what_is_saved_comes_back_to_the_bit(kept, ema):
     assert note["versions"]["jax"] == jax.__version__
 
 
-@pytest.mark.parametrize(("before", "after"), [((8, -1), (8, -1)), ((8, -1), (1, 0)), ((1, 0), (8, 1)), ((8, 0), (4, -1))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param((8, -1), (8, -1), marks=pytest.mark.slow),
+        ((8, -1), (1, 0)),
+        pytest.param((1, 0), (8, 1), marks=pytest.mark.slow),
+        pytest.param((8, 0), (4, -1), marks=pytest.mark.slow),
+    ],
+)
 def test_any_number_of_devices_restores_what_another_saved(kept, before, after):
     state = state_of(2, over(*before), ema=True)
     kept.save(1, state, NOTE, CONFIG, None)
@@ -110,7 +118,7 @@ def test_any_number_of_devices_restores_what_another_saved(kept, before, after):
         assert array.sharding.is_equivalent_to(wanted.sharding, array.ndim)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_a_state_may_be_donated_at_once(kept, monkeypatch, devices):
     import tensorstore
 
@@ -171,6 +179,7 @@ def died(saved_run, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "steps", "newest"),
     [
@@ -194,6 +203,7 @@ def test_a_killed_save_leaves_whole_checkpoints(died, case, steps, newest):
         assert same(kept.restore(shapes_of(), 40)[0], state_of(40))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_good_checkpoint(died):
     message = (died / "full disk.message").read_text()
     assert re.search(
@@ -229,7 +239,11 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda step: os.truncate(largest(step / "rest"), 1000), r"checkpoints/20/rest/.* is not what was saved"),
+        pytest.param(
+            lambda step: os.truncate(largest(step / "rest"), 1000),
+            r"checkpoints/20/rest/.* is not what was saved",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             lambda step: largest(step / "params").unlink(), r"checkpoints/20/params/.* is missing", marks=pytest.mark.slow
         ),
@@ -239,7 +253,11 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
             marks=pytest.mark.slow,
         ),
         pytest.param(lambda step: shutil.rmtree(step / "rest"), "checkpoints/20/rest/.* is missing", marks=pytest.mark.slow),
-        (lambda step: (step / "about/note.json").write_text("{"), "checkpoints/20/about/note.json is not what was saved"),
+        pytest.param(
+            lambda step: (step / "about/note.json").write_text("{"),
+            "checkpoints/20/about/note.json is not what was saved",
+            marks=pytest.mark.slow,
+        ),
         (lambda step: flip(largest(step / "rest")), r"checkpoints/20/rest/.* is not what was saved"),
         pytest.param(lambda step: (step / "_CHECKPOINT_METADATA").unlink(), "checkpoints/20", marks=pytest.mark.slow),
     ],
@@ -296,7 +314,7 @@ def test_one_bit_of_an_array_is_noticed_by_all_that_read_it(run):
     ],
     ids=["memory", "device's memory", "disk", "mount", "disk, in words"],
 )
-@pytest.mark.parametrize("sums", [True, False], ids=["sums", "none"])
+@pytest.mark.parametrize("sums", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sums", "none"])
 def test_what_says_nothing_about_the_files_advises_no_deletion(error, sums, run, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 
@@ -409,6 +427,7 @@ def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
     assert len(removed) == steps + 1, "a step that was named is no other"
 
 
+@pytest.mark.slow
 def test_a_run_is_read_while_it_saves(tmp_path):
     """In a thread a run saves and keeps the newest step alone; whatever is read is one of its steps, whole.
 

@@ -38,6 +38,7 @@ def foresight(model, monkeypatch):  # noqa: F811
     return expect
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_every_request_gets_what_it_gets_alone(model, foresight, seed):  # noqa: F811
     rng, engine, clients, answers = random.Random(seed), Engine(*model, DRAFTING), [], []

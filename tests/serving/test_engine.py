@@ -91,7 +91,7 @@ def some_request(rng, vocab=512, context=128):
 
 
 class TestEveryRequestGetsWhatItGetsAlone:
-    @pytest.mark.parametrize("seed", range(3))
+    @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
     def test_among_others_that_come_and_go(self, model, warm_engine, seed):
         rng, engine, clients, cancelled = random.Random(seed), Engine(*model, SMALL), [], set()
         wanted = [some_request(rng) for _ in range(24)]
@@ -139,6 +139,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         for client in clients:
             assert client.ids == alone(model, client.request).tokens
 
+    @pytest.mark.slow
     def test_on_a_mesh(self, model, tmp_path):
         llama_jax.save(tmp_path / "model", *model)
         engine = Engine(*llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2], SMALL)

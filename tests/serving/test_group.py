@@ -84,6 +84,7 @@ class First:
         return found
 
 
+@pytest.mark.slow
 def test_followers_make_the_same_calls_and_keep_no_more(model):
     first = First(model)
     answers = first.serve(0, 12)

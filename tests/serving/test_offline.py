@@ -58,6 +58,7 @@ USUAL = ("--max-new-tokens", 12, "--seed", 5, "--rows", 2)
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_it_goes_on_where_it_was_stopped(self, files):
         prompts, out = files
         done = run_here("batch", prompts, out, *USUAL)

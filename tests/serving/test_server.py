@@ -76,7 +76,7 @@ def until_draining(address):
     assert "shutting down" in text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_running_requests_end(number):
     with process() as running:
         assert ready(running.address)[0] == 200
@@ -94,6 +94,7 @@ def test_a_signal_lets_running_requests_end(number):
         assert running.stdout.read() == "ended\n"
 
 
+@pytest.mark.slow
 def test_what_does_not_end_in_time_is_told_so():
     with process(drain=0.3) as running:
         stream = completion(running.address, "for ever", stream=True)

@@ -42,7 +42,7 @@ def test_metadata_holds_the_whole_vocabulary(pairs, text):
         assert to_metadata(again) == to_metadata(tokenizer), kind
 
 
-@pytest.mark.parametrize("kind", ["llama2", "llama3"])
+@pytest.mark.parametrize("kind", ["llama2", pytest.param("llama3", marks=pytest.mark.slow)])
 def test_ids_equal_llama_cpps_vectors(kind):
     tokenizer, vectors = vocabularies.published(kind)
     inside = from_metadata(to_metadata(tokenizer), "x.gguf")

@@ -122,7 +122,7 @@ ENDLESS = {
 
 
 # Each is rendered by a process that spends its whole budget; a part of them without -m slow.
-LONGER = {"macros", "lists of lists", "dictionaries", "dict", "squares", "block", "join", "sum of lists", "method"}
+LONGER = {"macros", "lists of lists", "dictionaries", "dict", "squares", "block", "join", "sum of lists", "method", "loops"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in LONGER else x for x in ENDLESS])
@@ -152,8 +152,12 @@ UNCOUNTED = {
 }
 
 
+# Which take all of their time; without -m slow the test of one renderer after another has one of them.
+TWO_SECONDS = {"division", "divisibility", "search", "slices"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems limit a process's time alone")
-@pytest.mark.parametrize("name", UNCOUNTED)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in TWO_SECONDS else x for x in UNCOUNTED])
 def test_what_the_budget_does_not_know_the_process_ends_at(name, monkeypatch):
     monkeypatch.setattr("llama_jax.tokenizers.template.SECONDS", 2)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -45,7 +45,7 @@ def adapter_step(options, lora=LORA, config=CONFIG):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize("kind", ["gqa", "tied"])
+@pytest.mark.parametrize("kind", ["gqa", pytest.param("tied", marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(models, kind):
     config, params = models[kind]
     with jax.enable_x64(True):
@@ -69,7 +69,11 @@ MATRICES = [(2 * 4 * 16, 64), (64, 64), (128, 64), (96, 64)]  # qkv, out, those 
 GRADIENTS = [{rows * columns, rows * (columns + 1)} for rows, columns in MATRICES]
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": "full"}, {"dtype": "bfloat16", "remat": "dots"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({"remat": "full"}, {"dtype": "bfloat16", "remat": "dots"}))],
+    ids=str,
+)
 def test_no_gradient_of_a_frozen_weight_is_computed(base, options):
     told = step_options(chunk=8, **options)
     state = init_state(OPTIMIZER, init_adapters(CONFIG, LORA, jax.random.key(1)))
@@ -115,6 +119,7 @@ def test_the_step_is_that_of_the_merged_model(base):
     jax.tree.map(np.testing.assert_array_equal, after.params, adapters)
 
 
+@pytest.mark.slow
 def test_a_quantised_base_learns():
     config = llama_jax.LlamaConfig(
         vocab_size=64, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,

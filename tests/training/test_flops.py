@@ -53,7 +53,7 @@ def test_packed_rows_count_the_documents_only():
     assert uneven == pytest.approx(step_flops(config, 1, 2) + step_flops(config, 1, 6))
 
 
-@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize("tie_embeddings", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_compiled_step_does_what_is_counted(tie_embeddings):
     """XLA counts a loop's body once, so nothing is scanned here; and all scores, for this step computes the masked ones too.
 

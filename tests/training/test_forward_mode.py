@@ -30,6 +30,7 @@ def problem(models):
         yield jax.jit(lambda flat: loss_of(unravel(flat))), flat, direction / jnp.linalg.norm(direction)
 
 
+@pytest.mark.slow
 def test_a_directional_derivative_is_the_difference(problem):
     loss, at, along = problem
     step = 1e-5
@@ -54,6 +55,7 @@ def test_a_hessian_vector_product_is_the_difference_of_gradients(problem):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7 * np.abs(found).max() + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_hessian_is_that_of_finite_differences(problem):
     """Of the loss in a few directions, which is a small matrix; symmetric, as a Hessian is."""
     loss, at, _ = problem

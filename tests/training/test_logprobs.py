@@ -29,7 +29,9 @@ def batch_of(config, seed=0):
     return Batch(tokens, mask=rng.random(tokens.shape) < 0.6)
 
 
-@pytest.mark.parametrize(("kind", "temperature", "chunk"), [("gqa", 1.0, 4), ("tied", 0.7, 100)])
+@pytest.mark.parametrize(
+    ("kind", "temperature", "chunk"), [("gqa", 1.0, 4), pytest.param("tied", 0.7, 100, marks=pytest.mark.slow)]
+)
 def test_values_and_gradients_are_those_of_the_definition(models, kind, temperature, chunk):
     config, params = models[kind]
     batch = batch_of(config)

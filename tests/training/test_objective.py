@@ -42,8 +42,8 @@ def defined(models):
     [
         ("gqa", 3, "none", True),
         ("gqa", 4, "full", False),
-        ("tied", 100, "full", True),
-        ("gqa", 11, "dots", True),
+        pytest.param("tied", 100, "full", True, marks=pytest.mark.slow),
+        pytest.param("gqa", 11, "dots", True, marks=pytest.mark.slow),
         ("tied", 5, "offload", True),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_warmup_longer_than_the_run():
 def test_weight_decay_is_for_matrices_only(params):
     """Without a gradient a matrix shrinks by learning rate times decay, and the weight of a normalisation stays."""
     optimizer = adamw(0.5, weight_decay=0.1)
-    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
     after = optax.apply_updates(params, updates)
     for found, old in (
         (after.embedding, params.embedding),
@@ -96,7 +96,7 @@ def test_weight_decay_is_for_matrices_only(params):
 
 def test_adamw_has_the_betas_of_llama(params):
     optimizer = adamw(3e-3)
-    _, (adam, *_) = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
+    _, (adam, *_) = jax.jit(optimizer.update)(jax.tree.map(jnp.ones_like, params), optimizer.init(params), params)
     np.testing.assert_allclose(adam.mu.final_norm, 0.1, rtol=1e-6)
     np.testing.assert_allclose(adam.nu.final_norm, 0.05, rtol=1e-6)
 

@@ -43,7 +43,7 @@ def both(corpus):
     return packed, alone
 
 
-@pytest.mark.parametrize("kind", ["gqa", "tied"])
+@pytest.mark.parametrize("kind", ["gqa", pytest.param("tied", marks=pytest.mark.slow)])
 def test_loss_and_gradients_are_those_of_rows_of_their_own(models, kind):
     """What shares a row is not seen, and no target is lost or added."""
     config, params = models[kind]

@@ -66,7 +66,7 @@ def test_a_step_is_the_optimizers_update_of_the_gradient(step):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), after.opt_state, opt_state)
 
 
-@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("stored", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_weights_of_16_bits_are_trained_in_float32(stored):
     """Of bfloat16 parameters updates of 1e-5 would change one in seven within twelve steps."""
     optimizer = adamw(1e-5)
@@ -124,7 +124,7 @@ def ragged():
     return Batch(TOKENS, segments, positions.astype(np.int32))
 
 
-@pytest.mark.parametrize("accumulate", [2, 8])
+@pytest.mark.parametrize("accumulate", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_accumulated_parts_are_the_whole_batch(ragged, accumulate):
     """To 1e-6 of each array's largest entry, whatever the number of labels in a part."""
 
@@ -219,7 +219,7 @@ def test_rematerialisation_trades_memory():
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
+@pytest.mark.parametrize("clip_norm", [1e-3, pytest.param(1e3, marks=pytest.mark.slow)])
 def test_clipping_scales_all_gradients_together(clip_norm):
     """With a step size of one the update is the clipped gradient."""
     optimizer = optax.sgd(1.0)
@@ -246,6 +246,7 @@ def test_skipping_costs_no_memory():
     assert plan.alias_size_in_bytes > 2.9 * gradients
 
 
+@pytest.mark.slow
 def test_parts_are_accumulated_in_float64_too():
     with jax.enable_x64(True):
         state = start(jnp.float64)
@@ -255,6 +256,7 @@ def test_parts_are_accumulated_in_float64_too():
         assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype(jnp.float64)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_under_shard_map_that_checks_what_varies(accumulate):
     """`check_vma=True` is the default of `jax.shard_map`: sums over devices are then taken exactly once."""

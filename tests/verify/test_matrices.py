@@ -20,7 +20,7 @@ def stories_model():
     return llama_jax.load(dtype="float32")
 
 
-@pytest.mark.parametrize("kind", ["int8", "q4_0"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_errors_are_those_of_the_numbers(kind, stories_model, monkeypatch):
     monkeypatch.setattr(matrices, "RUN", 1 << 14)  # several runs
     config, params, _ = stories_model
