@@ -232,6 +232,7 @@ def test_layers_run_in_loops_of_as_many_trips(steps):
     assert all(c.group == {"fsdp": 4, "tensor": 2}[c.axes[0]] for c in found if len(c.axes) == 1)
 
 
+@pytest.mark.slow
 def test_decoding_turns_an_unknown_number_of_times():
     mesh = make_mesh(parse_mesh("tensor=4"))
     decode = decode_programs(CONFIG, mesh, 4, 64)[-1]

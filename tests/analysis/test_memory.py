@@ -131,6 +131,7 @@ def test_weights_that_a_program_does_not_read_are_alive_all_the_same():
     assert memory.temporaries >= 4 * CONFIG.n_heads * 256 * 256 * 4
 
 
+@pytest.mark.slow
 def test_heads_that_a_mesh_copies_and_a_padded_vocabulary_count():
     few = replace(CONFIG, n_kv_heads=2, vocab_size=500, tie_embeddings=False)  # held as 4 heads, and 512 tokens
     decode = decode_programs(few, make_mesh(parse_mesh("tensor=4")), 4, 256)[-1]

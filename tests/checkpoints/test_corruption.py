@@ -208,7 +208,7 @@ unasked = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWa
 @unasked
 @pytest.mark.parametrize("name", COUNTS)
 def test_some_corruptions(name, tmp_path):
-    attack(name, 3 if name == "orbax" else 40, tmp_path, seed=1)
+    attack(name, 2 if name == "orbax" else 20, tmp_path, seed=1)
 
 
 # Ten thousand others are loaded in processes with limits by every run of the slow tests, see tests/test_nightly.py.

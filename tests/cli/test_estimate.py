@@ -171,6 +171,7 @@ def test_decoding_on_hardware_is_bound_by_the_token(process):
     assert "one turn is counted" in done.stdout
 
 
+@pytest.mark.slow
 def test_decoding_as_json(run):
     done = run("stories-260k", "--batch", 4, "--length", 300, "--mesh", "fsdp=2,tensor=2", "--json", "--dtype", "bfloat16")
     assert done.returncode == 0, done.stderr

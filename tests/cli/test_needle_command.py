@@ -40,6 +40,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_page_and_a_picture_beyond_the_context(run, model, text, tmp_path):
     picture = tmp_path / "needle.png"
     out, err = run(model, "--data", text, "--lengths", 48, "--depths", "0.5,0", "--plot", picture, *SHORT)

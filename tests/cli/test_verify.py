@@ -77,6 +77,7 @@ def test_a_model_alone(run, stories_folder):
     assert out.splitlines()[-1].startswith("whole, and it speaks; this is an indication")
 
 
+@pytest.mark.slow
 def test_a_model_alone_that_does_not_speak(run, stories_folder, stories, tmp_path):
     noise_of = lambda a: jax.random.normal(jax.random.key(0), a.shape, a.dtype) * a.std()
     noise = jax.jit(lambda params: jax.tree.map(noise_of, params))(stories.params)

@@ -55,6 +55,7 @@ def test_arrays_are_taken_wherever_lists_are(model, kind):
     assert [r.tokens for r in llama_jax.generate(*model, [kind(prompts[0])], max_new_tokens=kind(3))] == [want[0].tokens]
 
 
+@pytest.mark.slow
 def test_stacked_blocks_generate_the_same(model):
     config, params = model
     want = llama_jax.generate(config, params, PROMPTS[:2], max_new_tokens=NEW)

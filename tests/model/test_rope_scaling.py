@@ -217,6 +217,7 @@ def test_a_decoding_row_goes_by_its_length_so_far(by_length):
     assert np.abs(step - other).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_generation_reads_a_long_prompt_by_its_whole_length(monkeypatch):
     config = replace(ROPES["dynamic"], n_layers=1, hidden_dim=16)
     params = params_of(config, make_goldens.random_tensors(config))

@@ -78,7 +78,9 @@ def tokens(model):
 
 
 @pytest.mark.parametrize("sinks", [0, SINKS])
-@pytest.mark.parametrize("pieces", [[1] * LENGTH, [5] * 6, [5, 5, 5, 1, 5, 1, 1, 1, 1, 5]])
+@pytest.mark.parametrize(
+    "pieces", [pytest.param([1] * LENGTH, marks=pytest.mark.slow), [5] * 6, [5, 5, 5, 1, 5, 1, 1, 1, 1, 5]]
+)
 def test_a_ring_of_slots_is_the_definition(model, tokens, sinks, pieces):
     """However the tokens come, through five turns of the ring."""
     config, params = model

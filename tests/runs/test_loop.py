@@ -262,6 +262,7 @@ def test_checkpoints_that_no_run_saved_are_refused(text, tmp_path):
         train(RECIPE, tmp_path, text, resume=True)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
     read, write = os.pipe()
     os.close(read)

@@ -349,6 +349,7 @@ def test_a_disk_that_fails_under_the_checksums_is_no_damage(run, monkeypatch):
                 read()
 
 
+@pytest.mark.slow
 def test_a_step_without_checksums_is_never_called_damaged(run):
     """As versions before these saved it, or whose checksums are not what they were themselves."""
     for spoil in (lambda path: flip(path), lambda path: path.unlink()):

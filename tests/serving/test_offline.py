@@ -73,6 +73,7 @@ class TestCommand:
         assert run_here("batch", prompts, out, *USUAL).returncode == 0  # nothing left to do
         assert sorted(out.read_bytes().splitlines(keepends=True)) == sorted(whole)
 
+    @pytest.mark.slow
     def test_each_is_what_generate_prints(self, files):
         prompts, out = files
         run_here("batch", prompts, out, *USUAL, "--stop", "the")

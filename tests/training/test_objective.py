@@ -171,6 +171,7 @@ def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments):
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_z_loss_adds_the_square_of_the_normalizer(defined):
     config, params, tokens, _ = defined["gqa"]
 

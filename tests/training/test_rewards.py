@@ -97,6 +97,7 @@ def test_what_lies_outside_the_answers_changes_nothing():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_parts_of_a_batch_are_the_batch():
     for options in OPTIONS:
         whole = policy_loss(*(arguments := given(options, slice(None)))[:4], options, arguments[4])
