@@ -80,8 +80,7 @@ class Eval(TextOptions, RememberOptions):
         subject = self.open(self.path)
         config = subject.config
         kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
-        if kind != "text" and (lengths or self.rope):
-            raise UserError(f"--lengths and --rope are for texts, and the data are {kind}; leave them out")
+        self._check_kind(kind)
         if kind == "preferences":
             return self._preferences(subject)
         counts = None
@@ -127,6 +126,16 @@ class Eval(TextOptions, RememberOptions):
             name = f"{self.path} {self.rope}".strip()
             save_picture(draw_lengths(found, context=config.max_seq_len, title=name), self.plot)
 
+    def _check_kind(self, kind: str) -> None:
+        """UserError for options that this kind of data does not read."""
+        texts = ("lengths", "separator", "longest", "token_type")
+        answers = ("format", "too_long")
+        unread = answers if kind == "text" else (*texts, "stride")
+        for name in unread:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                raise UserError(f"{name}={shown(value, 40)} is not for {kind}, which the data are; leave it out")
+
     def _length(self, config: LlamaConfig) -> int:
         """Predicted tokens of a row of whole examples."""
         from llama_jax.runs.evaluate import LONGEST
@@ -143,8 +152,6 @@ class Eval(TextOptions, RememberOptions):
         from llama_jax.runs.preferring import log_answers, prefer
 
         config, length, batch = subject.config, self._length(subject.config), self.batch or 1
-        if self.stride is not None:
-            raise UserError(f"stride={self.stride} is of windows of text, and preferences are read whole; leave it out")
         against = None if self.against is None else self._reference_config(self.against, subject)
         shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
         if not 1 <= length <= shortest:
@@ -338,6 +345,8 @@ def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | Non
         ["read", f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents"],
         ["window", f"{facts['length']:,} tokens, stride {facts['stride']:,}"],
     ]
+    if "examples" in facts:
+        rows.append(["chats", "{kept:,} of {read:,} examples, {cut:,} of them cut".format(**facts["examples"])])
     if facts["unknown_tokens"]:
         share = f"{facts['unknown_tokens'] / found.tokens:.2%}"
         rows.append(["unknown", f"{share} of the tokens are <unk>: what they stand for is not predicted, only that it is"])

@@ -15,6 +15,7 @@ from llama_jax.checkpoints import load
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
+from llama_jax.ops.weights import Kept
 from llama_jax.ops.weights.planes import INT4
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.serving import param_shardings
@@ -62,7 +63,7 @@ def load_weights(
 
 
 def load_frozen(
-    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: str
+    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept
 ) -> tuple[Llama, dict[str, str]]:
     """A model that a run reads and does not change, its blocks stacked, where `param_specs` says; its path and digest.
 

@@ -13,6 +13,7 @@ from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.model.adapters import Lora, adapter_shapes
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
+from llama_jax.ops.weights import Kept
 from llama_jax.runs.errors import TrainingError
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.objective import CHUNK
@@ -22,7 +23,6 @@ from llama_jax.training.step import Loss
 
 RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
-Kept = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"]
 # What may change when a run is resumed: what it shows and keeps, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from llama_jax.model.forward import forward, head_of
 from llama_jax.model.options import Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.ops.divergence import DivergenceOptions, Logits, token_divergence
+from llama_jax.ops.weights import Kept
 from llama_jax.training.batch import Batch, shift
 from llama_jax.training.objective import LossOptions, TaskSums
 
@@ -43,12 +44,14 @@ class DistillOptions:
     weight: float = 1.0
     temperature: float = 1.0
     top_k: int = 0
-    quantize: str = "none"
+    quantize: Kept = "none"
 
     def __post_init__(self) -> None:
         require_number("temperature", self.temperature, above=0)
         if not 0 < self.weight <= 1:
             raise ConfigError(f"weight={self.weight} must be above 0 and at most 1: the likelihood has what is left of 1")
+        if self.quantize not in get_args(Kept):
+            raise ConfigError(f"quantize={self.quantize!r} must be one of {', '.join(get_args(Kept))}")
         if not isinstance(self.top_k, int) or self.top_k < 0:
             raise ConfigError(f"top_k={self.top_k!r} must be at least 0; 0 compares whole distributions")
 

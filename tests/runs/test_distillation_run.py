@@ -127,7 +127,7 @@ def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
 
 
 def test_the_command(teacher, text, tmp_path):
-    changes = "steps=2 batch=4 length=24 optimizer.warmup_steps=1 distill.top_k=8 reading.longest=60"
+    changes = "steps=2 batch=8 length=24 optimizer.warmup_steps=1 distill.top_k=8 reading.longest=60"
     shape = "model.vocab_size=320 model.dim=16 model.n_layers=1 model.hidden_dim=32 model.n_heads=4 model.n_kv_heads=2"
     given = "--workdir", tmp_path / "run", "--data", text, "--teacher", teacher
     done = run_here("train", "distill", *given, *changes.split(), *shape.split())

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
+import mortal_run
 import numpy as np
 import pytest
 from commands import run_here
-from mortal_run import recipe, write_words
+from mortal_run import environment_of, preferring, recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 import llama_jax
 from llama_jax.checkpoints import load_adapter
-from llama_jax.data import ChatReading
 from llama_jax.errors import CheckpointError
 from llama_jax.model.adapters import Lora
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
-from llama_jax.training.optimizer import OptimizerSettings
 from llama_jax.training.preferences import PreferenceOptions
 
-FULL = replace(
-    recipe(),
-    steps=8,
-    batch=4,
-    length=40,
-    optimizer=OptimizerSettings(learning_rate=3e-3, warmup_steps=1),
-    chats=ChatReading(),
-    preference=PreferenceOptions(beta=0.5),
-    evaluate_every=4,
-    save_every=4,
-    log_every=1,
-    ema_decay=0.0,
-)
+FULL = preferring()
 ADAPTERS = replace(FULL, lora=Lora(rank=2, alpha=16.0), vocabulary="given")
 KTO = replace(FULL, preference=PreferenceOptions("kto", beta=0.5))
 
@@ -115,6 +106,34 @@ def test_an_interrupted_run_ends_with_the_same_bits(whole, base, pairs, tmp_path
     assert found == expected
 
 
+def test_a_killed_run_ends_with_the_same_bits(base, pairs, tmp_path):
+    """Once before anything but the reference is saved, and once after the first checkpoint."""
+    program = Path(mortal_run.__file__)
+
+    def live(folder, left=1000):
+        given = f"{program}:preferring", "--workdir", folder, "--data", pairs, "--weights", base, "--resume"
+        command = [sys.executable, program, "-", "0", "train", *given, "--mesh", "data=1"]
+        environment = environment_of(tmp_path / "cache")
+        with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                left -= line.startswith("step ") and " · " in line
+                if left == 0:
+                    process.kill()
+        return process.returncode
+
+    assert live(tmp_path / "whole") == 0
+    for left in (2, 6):
+        assert live(tmp_path / "run", left) == -signal.SIGKILL
+        assert (tmp_path / "run" / "reference.npz").exists()
+    assert live(tmp_path / "run") == 0
+    # Read where the runs have ended, which changes nothing.
+    ended = [train(FULL, tmp_path / name, pairs, weights=base, resume=True, log=StopAt()) for name in ("run", "whole")]
+    assert ended[0].step == 8
+    same(*(one.state for one in ended))
+    assert lines(tmp_path / "run", "validation")[-1] == lines(tmp_path / "whole", "validation")[-1]
+
+
 def test_checkpoints_hold_the_adapters_alone_and_another_base_is_refused(whole, base, pairs, tmp_path):
     folder, result, _ = whole["adapters"]
     config, params, tokenizer = llama_jax.load(base)
@@ -136,7 +155,7 @@ def test_the_cached_reference_belongs_to_the_run(whole, base, pairs, tmp_path):
     np.savez(folder / "reference.npz", **held | {"train": held["train"] + 1e-3})
     with pytest.raises(TrainingError, match=r"reference\.npz is not of this run: its numbers are others; copy it"):
         train(FULL, folder, pairs, weights=base, resume=True)
-    (folder / "reference.npz").unlink()
+    (folder / "reference.npz").write_bytes(b"PK\3\4")
     with pytest.raises(TrainingError, match=r"reference\.npz, .* began with, cannot be read .* copy it from where"):
         train(FULL, folder, pairs, weights=base, resume=True)
     other = replace(FULL, preference=PreferenceOptions(beta=0.1))
@@ -191,13 +210,13 @@ def test_answers_with_a_label(base, pairs, judged, tmp_path):
 
 def test_the_command(base, pairs, tmp_path):
     given = ("train", "dpo", "--workdir", tmp_path / "run", "--data", pairs, "--weights", base)
-    changes = "steps=2 batch=4 length=40 dtype=float32 remat=none optimizer.warmup_steps=1 lora.rank=2 preference.kind=ipo"
+    changes = "steps=2 batch=8 length=40 dtype=float32 remat=none optimizer.warmup_steps=1 lora.rank=2 preference.kind=ipo"
     done = run_here(*given, *changes.split())
     assert done.returncode == 0, done.stderr
     assert "preferences: 60 of 60 examples" in done.stdout
     assert json.loads((tmp_path / "run" / "recipe.json").read_text())["preference"]["kind"] == "ipo"
     bad = tmp_path / "bad.jsonl"
     bad.write_text(pairs.read_text() + '{"prompt": "a", "chosen": "b"}\n')
-    done = run_here("train", "dpo", "--workdir", tmp_path / "other", "--data", bad, "--weights", base)
+    done = run_here("train", "dpo", "length=40", "--workdir", tmp_path / "other", "--data", bad, "--weights", base)
     assert done.returncode == 2
     assert f"{bad}, line 61: rejected is missing; give prompt, chosen and rejected" in done.stderr

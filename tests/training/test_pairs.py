@@ -31,7 +31,7 @@ from llama_jax.training.preferences import FREE, Pair, PreferenceOptions
 from llama_jax.training.step import StepOptions, init_state, train_step
 
 LENGTH, BATCH = 23, 2
-SIZES = [(3, 4, 2), (2, 5, 9), (4, 1, 1), (1, 6, 3), (5, 2, 7), (2, 3, 3)]  # of a prompt and its two answers
+SIZES = [(3, 4, 2), (2, 5, 9), (4, 1, 1), (1, 6, 3), (5, 2, 7), (2, 3, 3), (6, 9, 8)]  # of a prompt and its two answers
 
 
 def corpus_of(texts, vocab_size):
@@ -56,7 +56,7 @@ def drawn(config, seed=0):
 
 def judged(config):
     pairs = drawn(config)
-    return Pairs(pairs.first, mismatched(pairs.first, LENGTH), np.array([True, False, True, True, False, False]))
+    return Pairs(pairs.first, mismatched(pairs.first, LENGTH), np.array([True, False, True, True, False, False, True]))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,7 @@ def test_the_loss_is_that_of_every_answer_read_alone(read, options):
     np.testing.assert_allclose(sum(float(one.more["chosen_logprob"]) for one in found), chosen.chosen.sum(), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_divergence_of_kto_is_of_the_whole_batch(models, alone):
     """In parts as at once, and as the formula has it of single answers."""
     config, params = models["gqa"]

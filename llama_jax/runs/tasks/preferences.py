@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import jax
 import numpy as np
@@ -100,9 +101,6 @@ def open_task(recipe: Recipe, given: Given) -> Task:
         train, held = split_pairs(read(given.data), recipe.validation, seed=recipe.seed)
     check_vocabulary(recipe, train.first.vocab_size)
     digests = {"train": train.digest, "validation": held.digest}
-    if recipe.evaluate_tokens:
-        chosen = 1 + int(np.searchsorted(np.cumsum(2 * held.sizes), recipe.evaluate_tokens))
-        held = held.select(np.arange(min(chosen, held.count)))
     rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed)
     what = "answers" if options.kind == "kto" else "pairs"
     fact = (
@@ -195,7 +193,7 @@ class PreferenceFeed:
     """Rows of pairs, epoch after epoch; see `task.Feed`."""
 
     def __init__(self, recipe: Recipe, train: Pairs, held: Pairs, beginning: Beginning) -> None:
-        self._options, self._held = options_of(recipe), held
+        self._options, self._held = options_of(recipe), shortened(held, recipe.evaluate_tokens)
         program = beginning.program
         self._measure = Measure(recipe, program)
         place = beginning.place or {"next_batch": 0}
@@ -204,10 +202,10 @@ class PreferenceFeed:
         self._of_held: np.ndarray | None = None
         if needs_reference(self._options):
             if beginning.base is not None:  # the adapters switched off; of the training data each step asks anew
-                self._of_held = self._measure(beginning.base, held).logprobs
+                self._of_held = np.asarray(self._measure(beginning.base, self._held).logprobs)
             else:
                 found, digest = self._cached(beginning, {"train": train, "validation": held})
-                cached, self._of_held = found["train"], found["validation"]
+                cached, self._of_held = found["train"], found["validation"][: self._held.count]
                 self._reference = {"reference": digest}
         share, shares = program.share
         rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, reference=cached)
@@ -219,15 +217,15 @@ class PreferenceFeed:
         if beginning.place is None:
             params, hidden = beginning.state.params, True if beginning.log.quiet else None
             bar = partial(tqdm, desc="reference", unit=" batches", leave=False, delay=1.0, disable=hidden)
-            found = {name: self._measure(params, pairs, bar).logprobs for name, pairs in parts.items()}
+            made = {name: np.asarray(self._measure(params, pairs, bar).logprobs) for name, pairs in parts.items()}
             if beginning.processes.index == 0:
-                with appearing(path, raises=TrainingError) as target, target.open("wb") as file:
-                    np.savez(file, **found)
-            return found, digest_of(found)
+                with appearing(path, raises=TrainingError) as target, target.open("wb") as written:
+                    np.savez(written, train=made["train"], validation=made["validation"])
+            return made, digest_of(made)
         try:
-            with np.load(path) as file:
-                found = {name: file[name] for name in parts}
-        except (OSError, ValueError, KeyError, EOFError) as error:
+            with path.open("rb") as file, np.load(file) as arrays:
+                found: dict[str, np.ndarray] = {name: arrays[name] for name in parts}
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
             raise TrainingError(
                 f"{path}, the log-probabilities of the model that the run began with, cannot be read ({error}); copy it from"
                 " where the run was, or begin anew in another --workdir"
@@ -256,6 +254,14 @@ class PreferenceFeed:
 
     def close(self) -> None:
         self._batches.close()
+
+
+def shortened(held: Pairs, limit: int) -> Pairs:
+    """The first pairs of about `limit` tokens, where that is not 0."""
+    if not limit:
+        return held
+    chosen = 1 + int(np.searchsorted(np.cumsum(2 * held.sizes), limit))
+    return held.select(np.arange(min(chosen, held.count)))
 
 
 class Measure:
@@ -296,8 +302,8 @@ def read_all(
     found = np.zeros((2, pairs.count, 2), np.float32)
     numbers = range(len(rows))
     for number in progress(numbers) if progress else numbers:
-        for kind, numbers in enumerate(read(rows[number])):
-            array = np.asarray(numbers)
+        for kind, part in enumerate(read(rows[number])):
+            array = np.asarray(part)
             for at in range(batch):
                 members = whole.row(number, at)
                 found[kind, members] = array[at, :, : len(members)].T
