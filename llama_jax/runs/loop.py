@@ -145,6 +145,9 @@ def train(
             processes.wait("text tokenised")
         preparing.describe(log, recipe, task.facts)
         preparing.agree(processes, folder, recipe, mesh, backend, task.digests, note)
+        if task.load is not None:
+            task = task.load()
+            preparing.check_data(note, task.digests)
         start, base = load_weights(recipe, weights, mesh, note)
         frozen = None if base is None else base.params
         program = make_program(recipe, task.objective, mesh, backend, frozen)

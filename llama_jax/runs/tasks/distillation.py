@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,18 +104,25 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     corpora = text.read_data(recipe, given.data, given.validation_data, given.tokenizer, given.log)
     task = text.task_of(recipe, corpora)
     held = text.shortened(corpora, recipe.evaluate_tokens)
-    params, found = load_frozen(options.teacher, config, given.mesh, recipe.dtype, options.quantize)
     teacher = partial(_laid_out, config, given.mesh)
-    objective = replace(task.objective, loss=lambda frozen: _loss(options, teacher, frozen), frozen=params)
-    return replace(
+    task = replace(
         task,
-        objective=objective,
-        digests={**task.digests, "teacher": found["digest"]},
-        facts=(*task.facts, f"teacher: {os.fspath(options.teacher)}"),
+        objective=replace(task.objective, loss=lambda frozen: _loss(options, teacher, frozen)),
+        facts=(*task.facts, f"teacher: {options.teacher}"),
         flops=task.flops + step_flops(config, recipe.batch, recipe.length) / 3,
-        begin=partial(DistillationFeed, recipe, held, (config, params)),
         shown=("kl",),
     )
+
+    def load() -> Task:
+        params, found = load_frozen(options.teacher, config, given.mesh, recipe.dtype, options.quantize)
+        return replace(
+            task,
+            objective=replace(task.objective, frozen=params),
+            digests={**task.digests, "teacher": found["digest"]},
+            begin=partial(DistillationFeed, recipe, held, (config, params)),
+        )
+
+    return replace(task, load=load)
 
 
 KIND = Kind("a teacher's predictions", open_task, check, tokenizer=tokenizer_of)

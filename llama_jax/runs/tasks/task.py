@@ -132,6 +132,8 @@ class Task:
       tokens: that a step reads, padding included: for tokens per second.
       flops: of a step, for MFU.
       begin: the feed, once everything is compiled.
+      load: reads what all processes must read together, as the weights of a teacher; None where there is nothing. It comes
+        when the data of all are known to be the same, and gives the task with it.
       shown: names of `Feed.report` that the log's line has; the others are in metrics.jsonl alone.
     """
 
@@ -141,6 +143,7 @@ class Task:
     tokens: int
     flops: float
     begin: Callable[[Beginning], Feed]
+    load: Callable[[], Task] | None = None
     shown: tuple[str, ...] = ()
 
 
