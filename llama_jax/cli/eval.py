@@ -1,4 +1,4 @@
-"""``llama-jax eval``: how well a model predicts a text."""
+"""``llama-jax eval``: how well a model predicts a text, or what an assistant says, or which answer is preferred."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -36,12 +36,21 @@ class Eval(TextOptions, RememberOptions):
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
     --against PATH itself, what quantising costs.
 
+    Of chats in .jsonl: the same of what the assistant says. Of preferences: how often the chosen answer is the more probable
+    one, against a reference where --against or --adapter gives one (then PATH without the adapter).
+
     With --lengths: the loss of the same text in windows of each length, and by position in them; then --cache, --window and
     --sinks say how the model remembers what it has read.
     """
 
     path: tyro.conf.Positional[Path]
     """A model's folder or file, of any format that is read."""
+    kind: Literal["auto", "text", "chats", "preferences"] = "auto"
+    """What the data are; auto looks at the first line of a .jsonl, which is text where it has --field."""
+    format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
+    """Of chats and preferences: the chat format; auto is the model's own template, or Llama 3's for its vocabulary."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """Of chats and preferences: what is done with an example of more than --length tokens."""
     against: Path | None = None
     """A reference: divergence, ratio of perplexities, and how often the most probable token is the same. It may be PATH;
     --quantize and --rope are for PATH alone, --dtype is for both. Both are in memory at once."""
@@ -64,12 +73,23 @@ class Eval(TextOptions, RememberOptions):
 
     def run(self) -> None:
         lengths = self._check()
+        from llama_jax.cli.eval_answers import Reading, kind_of_lines
         from llama_jax.ops.attention import observed
 
         # What is quick comes first: no mistake shall be found after minutes of loading.
         subject = self.open(self.path)
         config = subject.config
-        corpus = self.corpus(subject.tokenizer, lengths)
+        kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
+        self._check_kind(kind)
+        if kind == "preferences":
+            return self._preferences(subject)
+        counts = None
+        if kind == "chats":
+            corpus, counts = Reading(self.format, self.too_long, self.max_documents).chats(
+                self.data, subject.tokenizer, self._length(config)
+            )
+        else:
+            corpus = self.corpus(subject.tokenizer, lengths)
         reference = None if self.against is None else self._reference_config(self.against, subject)
         shorter = min([config] if reference is None else [config, reference], key=lambda one: one.max_seq_len)
         sizes = self._sizes(shorter, corpus, lengths)
@@ -95,6 +115,8 @@ class Eval(TextOptions, RememberOptions):
             **sizes,
             "unknown_tokens": _unknown(subject.tokenizer, corpus),
             "attention": " and ".join(attention),
+            "kind": kind,
+            **({} if counts is None else {"examples": asdict(counts)}),
         }
         self.show(facts, page_of_lengths(found, facts) if isinstance(found, tuple) else as_page(found, facts, compared))
         if self.plot is not None and isinstance(found, tuple):
@@ -103,6 +125,63 @@ class Eval(TextOptions, RememberOptions):
             # Last, so that what was measured is not lost where there is no room for a picture.
             name = f"{self.path} {self.rope}".strip()
             save_picture(draw_lengths(found, context=config.max_seq_len, title=name), self.plot)
+
+    def _check_kind(self, kind: str) -> None:
+        """UserError for options that this kind of data does not read."""
+        texts = ("lengths", "separator", "longest", "token_type")
+        answers = ("format", "too_long")
+        unread = answers if kind == "text" else (*texts, "stride")
+        for name in unread:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
+                raise UserError(f"{name}={shown(value, 40)} is not for {kind}, which the data are; leave it out")
+
+    def _length(self, config: LlamaConfig) -> int:
+        """Predicted tokens of a row of whole examples."""
+        from llama_jax.runs.evaluate import LONGEST
+
+        return min(config.max_seq_len, LONGEST) if self.length is None else self.length
+
+    def _preferences(self, subject: Subject) -> None:
+        """Accuracy and margin on pairs."""
+        from tqdm import tqdm
+
+        from llama_jax.cli.eval_answers import Reading, page_of_preferences
+        from llama_jax.model.adapters import base_of
+        from llama_jax.model.options import Compute
+        from llama_jax.runs.preferring import log_answers, prefer
+
+        config, length, batch = subject.config, self._length(subject.config), self.batch or 1
+        against = None if self.against is None else self._reference_config(self.against, subject)
+        shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
+        if not 1 <= length <= shortest:
+            raise UserError(f"length={length} must be at least 1 and within the context of {shortest}")
+        reading = Reading(self.format, self.too_long, self.max_documents)
+        pairs, counts = reading.preferences(self.data, subject.tokenizer, length)
+        params = self.load(subject)
+        seconds = subject.stopwatch()
+        bar = partial(tqdm, desc="evaluating", unit=" batches", leave=False, disable=None)
+        measure = partial(
+            log_answers, pairs=pairs, length=length, batch=batch, compute=Compute(attention=self.attention), progress=bar
+        )
+        own, reference, name = measure(config, params), None, None
+        if self.against is not None and against is not None:
+            name, reference = str(self.against), measure(against, self.load_dense(self.against))
+        elif self.adapter is not None:
+            name, reference = f"{self.path} without the adapter", measure(config, base_of(params))
+        found = prefer(own, reference)
+        if not math.isfinite(found.margin):
+            raise self.not_finite("margin", found.margin)
+        facts = {
+            **self.facts(subject, params, found.tokens, seconds()),
+            **asdict(found),
+            "kind": "preferences",
+            "against": name,
+            "examples": asdict(counts),
+            "length": length,
+            "batch": batch,
+        }
+        self.show(facts, page_of_preferences(found, facts, counts))
 
     def _check(self) -> tuple[int, ...]:
         """The lengths, or none; UserError for options that do not go together."""
@@ -266,6 +345,8 @@ def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | Non
         ["read", f"{found.tokens:,} tokens, {found.bytes:,} bytes, {found.documents:,} documents"],
         ["window", f"{facts['length']:,} tokens, stride {facts['stride']:,}"],
     ]
+    if "examples" in facts:
+        rows.append(["chats", "{kept:,} of {read:,} examples, {cut:,} of them cut".format(**facts["examples"])])
     if facts["unknown_tokens"]:
         share = f"{facts['unknown_tokens'] / found.tokens:.2%}"
         rows.append(["unknown", f"{share} of the tokens are <unk>: what they stand for is not predicted, only that it is"])

@@ -28,8 +28,9 @@ class Train:
     processes each runs the same command, with --distributed or a --process-id of its own; the first one speaks for all."""
 
     recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
-    """tiny, shakespeare, stories15m or tinyllama; sft, which teaches the model of --weights by chats (see `data show`); or
-    FILE.py:FUNCTION, a function that returns a Recipe."""
+    """tiny, shakespeare, stories15m or tinyllama; sft and dpo, which teach the model of --weights by chats and by
+    preferences (see `data show`); distill, by the predictions of --teacher; or FILE.py:FUNCTION, a function that returns a
+    Recipe."""
     changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
     """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
     settings are those of llama_jax.Recipe."""
@@ -44,6 +45,9 @@ class Train:
     weights: Path | None = None
     """A model to go on training (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend it,
     change model.max_seq_len and model.rope_scaling.kind, .factor and what else that kind reads."""
+    teacher: Path | None = None
+    """A model of the same vocabulary, of any format, whose predictions are learnt, by the recipe distill or any of text or
+    chats: as the change distill.teacher=PATH."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder, where there is one."""
     mesh: str = ""
@@ -116,11 +120,12 @@ class Train:
 
         check_weights(self.recipe, given=self.weights is not None)
         recipe = find(self.recipe)
+        changes = [*self.changes, *([] if self.teacher is None else [f"distill.teacher={self.teacher}"])]
         if self.weights is None:
-            return override(recipe, self.changes)
+            return override(recipe, changes)
         # The length is set together with the changes: before them it may not fit the context, nor the context it.
         started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
-        return override(started, [f"length={recipe.length}", *self.changes])
+        return override(started, [f"length={recipe.length}", *changes])
 
 
 def _steps(text: str) -> range | None:

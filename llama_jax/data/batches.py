@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,17 +18,28 @@ ENDLESS = 1 << 62
 AHEAD = 8  # batches that are made before they are asked for
 
 
-class Batches(Iterator[Batch]):
+Made = TypeVar("Made", covariant=True)
+
+
+class Numbered(Protocol[Made]):
+    """Batches by number, as grain takes a source of data."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> Made: ...
+
+
+class Batches(Iterator[Made], Generic[Made]):
     """Batches one by one, the next ones made meanwhile. The whole state is the number of the next batch."""
 
-    def __init__(self, rows: Rows, start: int) -> None:
+    def __init__(self, rows: Numbered[Made], start: int) -> None:
         import grain
 
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
         self._batches: Any = iter(grain.MapDataset.source(rows)[start:].to_iter_dataset(options))
         self._next = start
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Made:
         batch = next(self._batches)
         self._next += 1
         return batch
@@ -44,7 +55,7 @@ class Batches(Iterator[Batch]):
 
 
 class Rows:
-    """The batches of one host by number, as grain takes a source of data."""
+    """The batches of one host by number."""
 
     def __init__(self, corpus: Corpus, batch: int, length: int, seed: int | None, host: int, hosts: int) -> None:
         """With a seed, epoch after epoch; with None one pass in the order of the corpus.
@@ -95,7 +106,7 @@ class Rows:
 
 def training_batches(
     corpus: Corpus, batch: int, length: int, *, seed: int, host: int = 0, hosts: int = 1, start: int = 0
-) -> Batches:
+) -> Batches[Batch]:
     """Batches without end, every epoch in another order.
 
     Documents of a corpus with `targets` are packed whole: none is in two rows, and the batch's mask says what is predicted.
@@ -115,7 +126,7 @@ def training_batches(
     return Batches(Rows(corpus, batch, length, seed, host, hosts), start)
 
 
-def validation_batches(corpus: Corpus, batch: int, length: int, *, host: int = 0, hosts: int = 1) -> Batches:
+def validation_batches(corpus: Corpus, batch: int, length: int, *, host: int = 0, hosts: int = 1) -> Batches[Batch]:
     """The corpus once and in its order; the last batch is filled up with padding, of which the segment is 0.
 
     For the arguments and errors see `training_batches`.

@@ -33,6 +33,7 @@ class Example(NamedTuple):
       tools: functions that the model may call.
       line: the number of the line.
       read: bytes of the file that have been read so far.
+      desirable: whether a single answer is a good one, where that is said.
     """
 
     prompt: Said
@@ -40,6 +41,7 @@ class Example(NamedTuple):
     tools: tuple[dict[str, Any], ...]
     line: int
     read: int
+    desirable: bool | None = None
 
 
 def read_chats(path: Path) -> Iterator[Example]:
@@ -66,10 +68,7 @@ def read_chats(path: Path) -> Iterator[Example]:
             if answer and answer[0]["role"] != "system":
                 answer = (*at.system(), *answer)
         elif "prompt" in found and "completion" in found:
-            prompt, answer = at.said("prompt"), at.said("completion")
-            at.same_kind("prompt", prompt, "completion", answer)
-            if not isinstance(prompt, str) and prompt and prompt[0]["role"] != "system":
-                prompt = (*at.system(), *prompt)
+            prompt, answer = at.completed()
         elif "instruction" in found and "output" in found:
             given = "\n\n".join(filter(None, (at.text("instruction"), at.text("input", optional=True))))
             prompt = (*at.system(), {"role": "user", "content": given})
@@ -110,6 +109,26 @@ def read_preferences(path: Path) -> Iterator[Example]:
         yield Example(prompt, (chosen, rejected), () if isinstance(chosen, str) else at.tools(), line, read)
 
 
+def read_judged(path: Path) -> Iterator[Example]:
+    """Single answers of which each is said to be good or bad: `prompt` and `completion` as in `read_chats`, and `label`,
+    which is true or false.
+
+    Raises:
+      DataError: a line with something else, by its file, line and field.
+    """
+    for found, line, read in jsonl_objects(path):
+        at = _Line(f"{path}, line {line}", found)
+        for name in ("prompt", "completion", "label"):
+            if name not in found:
+                raise at.wrong(f"{name} is missing; give prompt, completion and label; the fields are {at.fields()}")
+        prompt, answer = at.completed()
+        if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
+            raise at.wrong("completion has no message of the role 'assistant'; leave the line out")
+        if not isinstance(found["label"], bool):
+            raise at.wrong(f"label={shown(found['label'], 60)} must be true, of an answer that is good, or false")
+        yield Example(prompt, (answer,), () if isinstance(answer, str) else at.tools(), line, read, found["label"])
+
+
 class _Line:
     """The object of a line, whose fields are looked at one by one."""
 
@@ -137,6 +156,14 @@ class _Line:
         if not isinstance(value, str | list):
             raise self.wrong(f"{name}={shown(value, 60)} must be a text, or messages")
         return value if isinstance(value, str) else self.chat(name)
+
+    def completed(self) -> tuple[Said, Said]:
+        """`prompt` and `completion`, both texts or both messages."""
+        prompt, answer = self.said("prompt"), self.said("completion")
+        self.same_kind("prompt", prompt, "completion", answer)
+        if not isinstance(prompt, str) and prompt and prompt[0]["role"] != "system":
+            prompt = (*self.system(), *prompt)
+        return prompt, answer
 
     def same_kind(self, name: str, value: Said, other: str, also: Said) -> None:
         if isinstance(value, str) != isinstance(also, str):

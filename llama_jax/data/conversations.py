@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chats import Example, read_chats, read_preferences
+from llama_jax.data.chats import Example, read_chats, read_judged, read_preferences
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 from llama_jax.data.sources import Paths, describe, find_files, untouched
@@ -54,12 +54,13 @@ class Counts:
 
     Attributes:
       read: examples in the files.
-      kept: of these, what is trained on; the others are the next two.
+      kept: of these, what is trained on; the others are the next two, and `same`.
       without_targets: dropped, as nothing that the assistant says is left in them.
       too_long: dropped by `ChatReading.too_long`.
       cut: kept in part.
       tokens, targets: of what is kept.
       longest: tokens of the longest example, before anything is cut.
+      same: pairs that are dropped, as both answers are the same tokens where they are cut.
     """
 
     read: int = 0
@@ -70,10 +71,13 @@ class Counts:
     tokens: int = 0
     targets: int = 0
     longest: int = 0
+    same: int = 0
 
     def __str__(self) -> str:
         share = self.targets / max(self.tokens, 1)
         dropped = f"{self.without_targets:,} dropped without a target, {self.too_long:,} as too long"
+        if self.same:
+            dropped += f", {self.same:,} as both answers are the same when cut"
         return (
             f"{self.kept:,} of {self.read:,} examples, {self.tokens:,} tokens, {share:.1%} of them targets; {dropped};"
             f" {self.cut:,} cut; the longest has {self.longest:,} tokens"
@@ -95,6 +99,14 @@ class Preferences(NamedTuple):
     counts: Counts
 
 
+class Judged(NamedTuple):
+    """Single answers, and which of them are good: bool[N]."""
+
+    answers: Corpus
+    desirable: np.ndarray
+    counts: Counts
+
+
 def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Chats:
     """The conversations of JSONL files as tokens and targets, in memory; for what a line may be see `read_chats`.
 
@@ -108,17 +120,24 @@ def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatRea
     Warns where no target is a token that ends a reply, for what is trained so never ends; and where texts spell special
     tokens that are text.
     """
-    found, counts = _read(paths, tokenizer, length, reading, read_chats)
+    found, counts, _ = _read(paths, tokenizer, length, reading, read_chats)
     return Chats(found[0], counts)
 
 
 def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Preferences:
     """Preferred and rejected answers as tokens and targets; see `read_preferences`, and `open_chats` for the rest.
 
-    A pair of which one answer is to be dropped is dropped. Counts of tokens are of both answers, each with the prompt.
+    A pair of which one answer is to be dropped is dropped, and so is one whose answers are the same where they are cut.
+    Counts of tokens are of both answers, each with the prompt.
     """
-    found, counts = _read(paths, tokenizer, length, reading, read_preferences)
+    found, counts, _ = _read(paths, tokenizer, length, reading, read_preferences)
     return Preferences(found[0], found[1], counts)
+
+
+def open_judged(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Judged:
+    """Single answers as tokens and targets, with what is said of them; see `read_judged`, and `open_chats` for the rest."""
+    found, counts, desirable = _read(paths, tokenizer, length, reading, read_judged)
+    return Judged(found[0], np.array(desirable, bool), counts)
 
 
 def encode_example(encoder: ReplyEncoder, example: Example, *, special: bool = False) -> tuple[Taught, ...]:
@@ -154,11 +173,12 @@ def _read(
     length: int,
     reading: ChatReading,
     read: Callable[[Path], Iterator[Example]],
-) -> tuple[list[Corpus], Counts]:
+) -> tuple[list[Corpus], Counts, list[bool | None]]:
     if length < 1:
         raise DataError(f"length={length} must be at least 1 token")
     counts = Counts()
     sides: list[_Growing] = []
+    desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
     spelt = ""  # where a text spells a special token
     with ReplyEncoder(tokenizer, reading.format) as encoder:
@@ -178,7 +198,8 @@ def _read(
                     texts = [text for text in (example.prompt, *example.answers) if isinstance(text, str)]
                     spelt = next((f"{where}: {shown(f[0])}" for text in texts if (f := special.search(text))), "")
                 sides = sides or [_Growing(tokenizer.vocab_size) for _ in found]
-                _take(sides, found, length, reading.too_long, counts)
+                if _take(sides, found, length, reading.too_long, counts):
+                    desirable.append(example.desirable)
             if not untouched(file, source):
                 raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
         if not counts.targets:
@@ -189,17 +210,19 @@ def _read(
         lengths = np.array([len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)], np.int64)
         corpora = [side.corpus(lengths) for side in sides]
         _warn(corpora, encoder, spelt)
-    return corpora, counts
+    return corpora, counts, desirable
 
 
-def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_long: TooLong, counts: Counts) -> None:
-    """Add an example to the corpora, or to those that are dropped."""
+def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_long: TooLong, counts: Counts) -> bool:
+    """Add an example to the corpora, or to those that are dropped; whether it is kept."""
     kept = [shortened(taught, length, too_long) for taught in found]
     whole = [taught for taught in kept if taught is not None]
     if len(whole) < len(kept):
         counts.too_long += 1
     elif not all(any(taught.targets[1:]) for taught in whole):  # the first is predicted from nothing
         counts.without_targets += 1
+    elif len(whole) == 2 and whole[0].ids == whole[1].ids:
+        counts.same += 1
     else:
         counts.kept += 1
         counts.cut += any(len(one.ids) < len(taught.ids) for one, taught in zip(whole, found, strict=True))
@@ -207,6 +230,8 @@ def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_lon
             side.add(taught)
             counts.tokens += len(taught.ids)
             counts.targets += sum(taught.targets)
+        return True
+    return False
 
 
 def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelt: str) -> None:

@@ -261,6 +261,12 @@ def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, Low
     return found
 
 
+def base_of(params: Llama) -> Llama:
+    """The model without the adapters that `adapted` has joined it with: its own arrays."""
+    is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)
+    return jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
+
+
 def with_base(layout: Layout, base: Llama, lora: Lora) -> Layout:
     """A layout in which a `TrainState` whose parameters are adapters trains them: `train_step` joins them with the base.
 

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from llama_jax.checkpoints import load
+from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
+from llama_jax.ops.weights import Kept
 from llama_jax.ops.weights.planes import INT4
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.serving import param_shardings
@@ -50,11 +52,7 @@ def load_weights(
             return None, None
         return dequantize(load(weights, "float32").params), None
     assert weights is not None
-    kind = None if recipe.quantize == "none" else recipe.quantize
-    places = param_shardings(recipe.model, mesh, fitted=False)
-    params = load(weights, recipe.dtype, quantize=kind, shardings=places).params
-    params = _stacked(params if kind is not None else dequantize(params))
-    found = {"path": os.fspath(weights), "digest": digest(params)}
+    params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
     before = {} if note is None else note.get("base", {})
     if note is not None and before.get("digest") != found["digest"]:
         raise TrainingError(
@@ -62,6 +60,20 @@ def load_weights(
             " others; resume with the same --weights"
         )
     return None, Base(params, found)
+
+
+def load_frozen(
+    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept
+) -> tuple[Llama, dict[str, str]]:
+    """A model that a run reads and does not change, its blocks stacked, where `param_specs` says; its path and digest.
+
+    Args:
+      quantize: "none", or what its matrices are kept as.
+    """
+    kind = None if quantize == "none" else quantize
+    params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, fitted=False)).params
+    params = _stacked(params if kind is not None else dequantize(params))
+    return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
 def _stacked(params: Llama) -> Llama:

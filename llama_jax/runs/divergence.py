@@ -87,7 +87,7 @@ def divergence(
     shorter = min(config, reference_config, key=lambda one: one.max_seq_len)
     length, stride, batch = choose_sizes(shorter, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
-    compared = jax.jit(partial(_compare, config, reference_config, compute=compute))
+    compared = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
     losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
     of_tokens = []
     for (nats, theirs, kl, top), owner in measured(corpus, windows, batch, partial(compared, params, reference), progress):
@@ -116,7 +116,7 @@ def divergence(
     )
 
 
-def _compare(
+def compare_tokens(
     config: LlamaConfig,
     reference_config: LlamaConfig,
     params: Llama,

@@ -6,6 +6,7 @@ import os
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +15,28 @@ import jax
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
-from llama_jax.data import training_batches
 from llama_jax.data.sources import Paths, find_files
 from llama_jax.errors import CheckpointError
-from llama_jax.inference.generate import generate
-from llama_jax.inference.sampling import Sampling
-from llama_jax.model.options import Compute
-from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import preparing
 from llama_jax.runs.base import load_weights
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.evaluate import Evaluation, evaluate
 from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.profile import Profile
-from llama_jax.runs.program import Backend, TrainingProgram, make_program, on_one_device
+from llama_jax.runs.program import Backend, TrainingProgram, make_program
 from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import check_weights, find
+from llama_jax.runs.samples import continued
 from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs.tasks.choose import kind_of
+from llama_jax.runs.tasks.task import Beginning, Feed, Finding, Given, Task
 from llama_jax.runs.vocabulary import choose_tokenizer
 from llama_jax.tokenizers import Tokenizer
-from llama_jax.training.flops import FORMULA, flops_utilization, step_flops
+from llama_jax.training.flops import FORMULA, flops_utilization
 from llama_jax.training.optimizer import learning_rates
 from llama_jax.training.step import TrainState
 
@@ -50,13 +48,13 @@ class Result:
     Attributes:
       step: the last one.
       state: after it.
-      validation: of the last evaluation; None where the run was stopped before one.
+      validation: what the last evaluation found, as `Evaluation` of text; None where the run was stopped before one.
       stopped: the name of the signal that ended it, or None.
     """
 
     step: int
     state: TrainState
-    validation: Evaluation | None
+    validation: Any
     stopped: str | None
 
 
@@ -135,19 +133,24 @@ def train(
             recipe,
             paths,
             given=tokenizer,
-            of_weights=None if opened is None else opened.tokenizer(),
+            of_weights=kind_of(recipe).tokenizer(recipe) if opened is None else opened.tokenizer(),
             of_run=folder if note else None,
         )
         prompts = preparing.encode_prompts(recipe, vocabulary)
         if not processes.first_of_host:  # which leaves the tokenised text in the cache
             processes.wait("text tokenised")
-        corpora = preparing.read_data(recipe, paths, validation_paths, vocabulary, note, log)
+        task = kind_of(recipe).open(recipe, Given(paths, validation_paths, vocabulary, mesh, log))
+        preparing.check_data(note, task.digests)
         if processes.first_of_host:
             processes.wait("text tokenised")
-        preparing.describe(log, recipe, corpora)
-        preparing.agree(processes, folder, recipe, mesh, backend, corpora, note)
+        preparing.describe(log, recipe, task.facts)
+        preparing.agree(processes, folder, recipe, mesh, backend, task.digests, note)
+        if task.load is not None:
+            task = task.load()
+            preparing.check_data(note, task.digests)
         start, base = load_weights(recipe, weights, mesh, note)
-        program = make_program(recipe, mesh, backend, None if base is None else base.params)
+        frozen = None if base is None else base.params
+        program = make_program(recipe, task.objective, mesh, backend, frozen)
         processes.wait("compiled")  # which takes one longer than the other
         if note is None:
             state = program.start(start)
@@ -155,6 +158,8 @@ def train(
             state, note = snapshots.restore(program.shapes)
             state = program.adopt(state)
         del start
+        place = None if note is None else note["data"]
+        feed = task.begin(Beginning(program, state, frozen, place, folder, processes, log))
         preparing.write_recipe(folder, recipe)
         # Up to here there is nothing to save, and a signal ends the process at once.
         with StopRequest(quiet=processes.index > 0) as stop:
@@ -165,7 +170,8 @@ def train(
                 snapshots=snapshots,
                 tokenizer=vocabulary,
                 prompts=prompts,
-                corpora=corpora,
+                task=task,
+                feed=feed,
                 log=log,
                 stop=Stopping(stop, processes.count),
                 profile=Profile(folder, trace, log),
@@ -186,20 +192,19 @@ class _TrainingRun:
     snapshots: Snapshots
     tokenizer: Tokenizer
     prompts: list[list[int]]
-    corpora: preparing.Corpora
+    task: Task
+    feed: Feed
     log: Log
     stop: Stopping
     profile: Profile
     processes: Processes
     base: dict[str, str] | None = None  # under adapters that are trained
     tokens: int = 0
-    validation: Evaluation | None = None
+    validation: Finding | None = None
     validated: int = -1  # the step of it
 
     def __post_init__(self) -> None:
         self.rates = learning_rates(self.recipe.optimizer, self.recipe.steps)
-        recipe = self.recipe
-        self.flops = step_flops(recipe.model, recipe.batch, recipe.length, frozen=recipe.lora is not None)
         hardware = find_hardware(jax.devices()[0].device_kind)
         self.peak = None if hardware is None else hardware.flops
 
@@ -214,16 +219,11 @@ class _TrainingRun:
 
     def go_on(self, state: TrainState, note: dict[str, Any] | None) -> Result:
         """The loop."""
-        recipe = self.recipe
-        share, shares = self.program.share
+        recipe, feed = self.recipe, self.feed
         begin = int(state.step)
         self.tokens = 0 if note is None else note["tokens"]
-        first = 0 if note is None else note["data"]["next_batch"]
         self.metrics = Metrics(self.folder) if self.processes.index == 0 else None
         self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
-        batches = training_batches(
-            self.corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, start=first
-        )
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
         running: dict[str, jax.Array] | None = None
@@ -232,7 +232,8 @@ class _TrainingRun:
             step = begin
             while step < recipe.steps and not self.stop.now():
                 self.profile.before(step + 1, state)
-                state, metrics = self.program.step(state, self.program.place(next(batches)))
+                batch = self.program.place(feed.next(partial(self.program.model, state.params)))
+                state, metrics = self.program.step(state, batch)
                 # The step before is read while this one runs, so that the device never waits for the loop.
                 if running is not None:
                     self._check(step, running)
@@ -250,22 +251,22 @@ class _TrainingRun:
                 if evaluates:
                     self._pause(lambda step=step, state=state: self._evaluate(step, state))
                 if saves:
-                    self._pause(lambda step=step, state=state: self._save(step, state, batches.state))
+                    self._pause(lambda step=step, state=state: self._save(step, state, feed.state))
                     saved = step
             if running is not None:
                 self._check(step, running)
             if saved != step:
-                self._save(step, state, batches.state)
+                self._save(step, state, feed.state)
             self.snapshots.wait()
             self._write("event", step, event="end" if step == recipe.steps else "stop", signal=self.stop.name)
         finally:
             self.profile.end()
             self.log.end()
-            batches.close()
+            feed.close()
             if self.metrics is not None:
                 self.metrics.close()
         self._conclude(step)
-        return Result(step, state, self.validation, self.stop.name)
+        return Result(step, state, None if self.validation is None else self.validation.result, self.stop.name)
 
     def _check(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Count what a finished step (number `step`, from 1) has read, and give up where it is hopeless."""
@@ -288,11 +289,12 @@ class _TrainingRun:
         now = time.perf_counter()
         per_step = (now - self._mark) / (step - marked)
         self._mark = now
-        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-        skipped = int(metrics["skipped"])
+        found = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        loss, norm, skipped = found["loss"], found["grad_norm"], int(found["skipped"])
+        more = self.feed.report(found)
         rate = float(self.rates(max(step - 1 - skipped, 0)))
-        speed = self.recipe.batch * self.recipe.length / per_step
-        mfu = flops_utilization(self.flops, per_step, self.program.devices, self.peak)
+        speed = self.task.tokens / per_step
+        mfu = flops_utilization(self.task.flops, per_step, self.program.devices, self.peak)
         self._write(
             "train",
             step,
@@ -304,10 +306,12 @@ class _TrainingRun:
             tokens=self.tokens,
             skipped=skipped,
             seconds=now - began,
+            **more,
         )
         parts = [
             f"step {step:,}/{self.recipe.steps:,}",
             f"loss {loss:.4f}",
+            *(f"{name} {more[name]:.4g}" for name in self.task.shown if name in more),
             f"lr {rate:.2e}",
             f"grad norm {norm:.3f}",
             f"{speed:,.0f} tokens/s",
@@ -325,55 +329,20 @@ class _TrainingRun:
 
     def _evaluate(self, step: int, state: TrainState) -> None:
         params = self.program.model(state.params if state.ema is None else state.ema)
-        recipe = self.recipe
-        found = evaluate(
-            recipe.model,
-            params,
-            self.corpora.validation,
-            length=recipe.length,
-            stride=recipe.length,
-            measure=self.program.measure,
-        )
+        found = self.feed.evaluate(params)
         self.validation, self.validated = found, step
-        self._write("validation", step, loss=found.loss, perplexity=found.perplexity, bits_per_byte=found.bits_per_byte)
-        self.log.line(
-            f"step {step:,}: validation loss {found.loss:.4f}, perplexity {found.perplexity:.2f},"
-            f" {found.bits_per_byte:.4f} bits per byte"
-        )
-        self._sample(step, params)
-        self.processes.wait("samples")  # and not inside a step, where patience has limits
-
-    def _sample(self, step: int, params: Llama) -> None:
-        recipe = self.recipe
-        if not recipe.prompts:
-            return
-        gathered = on_one_device(params)
-        if gathered is None:
-            return
-        prompts = self.prompts
-        new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
-        sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)
-        results = generate(
-            recipe.model,
-            gathered,
-            prompts,
-            max_new_tokens=new,
-            sampling=sampling,
-            stop_tokens=self.tokenizer.stop_ids,
-            compute=Compute(attend=recipe.attend),
-        )
-        for prompt, ids, result in zip(recipe.prompts, prompts, results, strict=True):
-            # A padded vocabulary has tokens that stand for nothing, and a young model may choose one.
-            known = [token for token in result.tokens if token < self.tokenizer.vocab_size]
-            text = self.tokenizer.decode(ids + known)
+        self._write("validation", step, **found.numbers)
+        self.log.line(f"step {step:,}: validation {found.text}")
+        texts = continued(self.recipe, params, self.prompts, self.tokenizer)
+        for prompt, text in zip(self.recipe.prompts, texts, strict=False):  # none but in process 0
             self._write("sample", step, prompt=prompt, text=text)
             self.log.line("    " + text.replace("\n", "\n    "))
+        self.processes.wait("samples")  # and not inside a step, where patience has limits
 
-    def _save(self, step: int, state: TrainState, data: dict[str, int]) -> None:
-        corpora = self.corpora
+    def _save(self, step: int, state: TrainState, place: dict[str, Any]) -> None:
         note = {
             "recipe": to_dict(self.recipe),
-            "data": {**data, "train": corpora.train.digest, "validation": corpora.validation.digest},
+            "data": {**place, **self.task.digests},
             "tokens": self.tokens,
             **({} if self.base is None else {"base": self.base}),
         }

@@ -86,10 +86,10 @@ def _made(kind: Any, values: dict[str, Any], within: str, known: list[str]) -> A
 
 
 def _meant(key: str, within: str, known: list[str]) -> str:
-    """The nearest of all keys, or what there is at that place where none is near."""
-    last = {k: k.rpartition(".")[2] for k in known}
+    """The nearest of the keys at that place, and of all where it is the recipe itself; else what there is at that place."""
+    last = {k: k.rpartition(".")[2] for k in known if k.startswith(within)}
     close = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), 1, 0.7)
-    near = sorted((k for k in known if last[k] in close), key=lambda k: not k.startswith(within))
+    near = [k for k in last if last[k] in close]
     if near:
         return f"did you mean {near[0]!r}?"
     beside = [k.removeprefix(within) for k in known if k.startswith(within) and "." not in k.removeprefix(within)]

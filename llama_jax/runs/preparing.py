@@ -6,32 +6,29 @@ import json
 import os
 import platform
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from tqdm import tqdm
 
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
-from llama_jax.data import Corpus, open_chats, open_corpus, split
-from llama_jax.data.duplicates import without
 from llama_jax.data.sources import Paths
-from llama_jax.errors import GenerationError, shown
+from llama_jax.errors import shown
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log
-from llama_jax.runs.program import Backend, check_mesh
+from llama_jax.runs.program import Backend
 from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs.tasks.choose import check_task
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
@@ -46,26 +43,13 @@ def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Corpora:
-    """What a run reads: the documents to train on, and those that are kept apart.
-
-    Attributes:
-      kept: share of the tokens that was kept for validation; None where it has files of its own.
-    """
-
-    train: Corpus
-    validation: Corpus
-    kept: float | None = None
-
-
 def agree(
     processes: Processes,
     folder: Path,
     recipe: Recipe,
     mesh: MeshSizes,
     backend: Backend,
-    corpora: Corpora,
+    digests: dict[str, str],
     note: dict[str, Any] | None,
 ) -> None:
     """Processes that do not compute the same would wait for each other in different places."""
@@ -78,8 +62,7 @@ def agree(
             **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
             "mesh": str(mesh),
             "backend": backend,
-            "training data": corpora.train.digest,
-            "validation data": corpora.validation.digest,
+            **{f"{name} data": digest for name, digest in digests.items()},
             "checkpoint to go on from": None if note is None else f"step {note['step']}",
         },
     )
@@ -110,7 +93,7 @@ def check(recipe: Recipe, folder: Path, trace: range | None, mesh: MeshSizes, ba
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
     if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
         raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
-    check_mesh(recipe, mesh, backend)
+    check_task(recipe, mesh, backend)
 
 
 def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
@@ -154,20 +137,24 @@ def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequen
     return bool(np.array_equal(old(updates) + 0 * updates, new(updates) + 0 * updates))
 
 
-def describe(log: Log, recipe: Recipe, corpora: Corpora) -> None:
+def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
     """What is trained, before minutes may go into compiling it."""
-    r, train, held = recipe, corpora.train, corpora.validation
-    epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
+    r = recipe
     learnt = ""
     if r.lora is not None:
         kept = r.dtype if r.quantize == "none" else r.quantize
         learnt = f" in {kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
     log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, {r.dtype}, remat {r.remat}")
-    share = "" if corpora.kept is None else f" ({corpora.kept:.1%} of the data was kept for it)"
-    log.line(
-        f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"
-        f" {held.document_count:,} to validate{share}; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
-    )
+    for fact in facts:
+        log.line(fact)
+
+
+def check_data(note: dict[str, Any] | None, digests: dict[str, str]) -> None:
+    """Raise TrainingError where a run that goes on is given other data than it began with."""
+    for name, digest in digests.items():
+        if note is not None and note["data"].get(name) != digest:
+            what = f"{name} data" if name in ("train", "validation") else name
+            raise TrainingError(f"the {what} is not what this run began with; resume with the same files")
 
 
 def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
@@ -186,71 +173,6 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
 def is_given(paths: Paths) -> bool:
     """Whether there are any."""
     return isinstance(paths, str | os.PathLike) or len(paths) > 0
-
-
-def read_data(
-    recipe: Recipe,
-    data: Sequence[Path],
-    validation_data: Sequence[Path],
-    tokenizer: Tokenizer,
-    note: dict[str, Any] | None,
-    log: Log,
-) -> Corpora:
-    """The files as documents of tokens, and which of them are kept for validation where no files are.
-
-    Raises:
-      TrainingError: nothing to validate on, a vocabulary larger than the model's, or other data than the run began with.
-      DataError: files that cannot be used.
-    """
-
-    def read(paths: Sequence[Path]) -> Corpus:
-        if recipe.chats is not None:
-            try:
-                found = open_chats(paths, tokenizer, recipe.length, recipe.chats)
-            except GenerationError as error:  # no format
-                raise TrainingError(f"{error}; in training as chats.format=plain") from None
-            log.line(f"chats: {found.counts}")
-            return found.corpus
-
-        def bar(megabytes: range) -> Any:
-            disable = True if log.quiet else None
-            return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
-
-        return open_corpus(paths, tokenizer, reading=recipe.reading, progress=bar)
-
-    if validation_data:
-        training, held = read(data), read(validation_data)
-        corpora = Corpora(without(training, held), held)
-        twice = training.document_count - corpora.train.document_count
-        if twice:
-            warnings.warn(f"{twice} documents of the data are in the validation data: not trained on", stacklevel=2)
-    else:
-        corpus = read(data)
-        if corpus.document_count < 2 and recipe.chats is not None:
-            raise TrainingError("the data is a single conversation; give more, or others with --validation-data")
-        if corpus.document_count < 2:
-            raise TrainingError(
-                "the data is a single document, of which nothing can be kept for validation; give other files with"
-                " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
-            )
-        divisible = None if recipe.chats is not None else tokenizer  # a conversation is read whole
-        parts = split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
-        corpora = Corpora(*parts, kept=parts.validation.token_count / corpus.token_count)
-    if corpora.train.vocab_size > recipe.model.vocab_size:
-        raise TrainingError(
-            f"the tokenizer has {corpora.train.vocab_size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
-            f" set model.vocab_size={corpora.train.vocab_size} or more"
-        )
-    if note is not None:
-        for name in ("train", "validation"):
-            if note["data"][name] != getattr(corpora, name).digest:
-                raise TrainingError(f"the {name} data is not what this run began with; resume with the same files")
-    limit = recipe.evaluate_tokens
-    if limit:
-        sizes = np.cumsum(corpora.validation.stops - corpora.validation.starts)
-        chosen = np.arange(1 + int(np.searchsorted(sizes, limit)))[: corpora.validation.document_count]
-        corpora = replace(corpora, validation=corpora.validation.select(chosen))
-    return corpora
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:

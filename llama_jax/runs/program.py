@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.model.adapters import adapted, init_adapters, with_base
-from llama_jax.model.options import Compute, identity
+from llama_jax.model.options import identity
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import init, stack
 from llama_jax.ops.attention import observed
@@ -25,10 +25,9 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
 from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, shardings, train_state_specs
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.evaluate import Measure, token_nats
 from llama_jax.runs.recipe import Recipe
-from llama_jax.training.batch import Batch
-from llama_jax.training.objective import LossOptions, total_loss
+from llama_jax.runs.tasks.task import Frozen, Objective, compute_of
+from llama_jax.training.objective import LossOptions
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import StepOptions, TrainState, init_state, train_step
 
@@ -48,31 +47,34 @@ class TrainingProgram:
       shapes: of the state, with shardings, for `Snapshots.restore`.
       adopt: makes a restored state one that `step` takes.
       model: the model that trained parameters are: they themselves, or adapters joined with their base.
-      measure: for `evaluate`, of such a model.
+      jit: `jax.jit` of a function of such a model and of arrays that every process has, whose result every process gets.
       devices: how many.
       description: of the devices, in words.
       compile_seconds: of `step`.
       attention: how `step` computes it, in words; empty where it is compiled later, as by pmap.
     """
 
-    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    place: Callable[[Batch], Batch]
+    step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+    place: Callable[[Any], Any]
     share: tuple[int, int]
     start: Callable[[Llama | None], TrainState]
     shapes: TrainState
     adopt: Callable[[TrainState], TrainState]
     model: Callable[[Llama], Llama]
-    measure: Measure
+    jit: Callable[[Callable[..., Any]], Callable[..., Any]]
     devices: int
     description: str
     compile_seconds: float
     attention: str = ""
 
 
-def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend, base: Llama | None = None) -> TrainingProgram:
+def make_program(
+    recipe: Recipe, objective: Objective, sizes: MeshSizes, backend: Backend, base: Llama | None = None
+) -> TrainingProgram:
     """Compile the step of a recipe: by `jax.jit` over a mesh, or by `jax.pmap` over `sizes.data` devices.
 
     Args:
+      objective: the loss, and what it reads; by pmap one without `prepare` and `frozen`.
       base: of a recipe that trains adapters, what they are joined with, stacked, where `param_specs` says.
 
     Raises:
@@ -80,26 +82,32 @@ def make_program(recipe: Recipe, sizes: MeshSizes, backend: Backend, base: Llama
       TrainingError: a mesh that pmap cannot have.
     """
     check_mesh(recipe, sizes, backend)
-    return _pmap_program(recipe, sizes) if backend == "pmap" else _jit_program(recipe, sizes, base)
+    if backend == "pmap":
+        return _pmap_program(recipe, objective, sizes)
+    return _jit_program(recipe, objective, sizes, base)
 
 
-def _step(recipe: Recipe, step: Callable[..., tuple[TrainState, Metrics]]) -> Callable[..., tuple[TrainState, Metrics]]:
+def _step(
+    recipe: Recipe, objective: Objective, frozen: Frozen, step: Callable[..., tuple[TrainState, Metrics]]
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """`train_step` with its configuration bound, told the rest of the recipe."""
     return partial(
         step,
         make_optimizer(recipe.optimizer, recipe.steps),
-        loss=recipe.loss or total_loss,
+        loss=objective.loss(frozen),
         options=StepOptions(
-            LossOptions(_compute(recipe), recipe.chunk, recipe.z_loss),
+            loss_options(recipe),
             accumulate=recipe.accumulate,
             clip_norm=recipe.optimizer.clip_norm,
             ema_decay=recipe.ema_decay,
+            count=objective.count,
         ),
     )
 
 
-def _compute(recipe: Recipe) -> Compute:
-    return Compute(recipe.dtype, recipe.remat, recipe.attention, recipe.attend)
+def loss_options(recipe: Recipe) -> LossOptions:
+    """How the loss of a recipe is computed."""
+    return LossOptions(compute_of(recipe), recipe.chunk, recipe.z_loss)
 
 
 def _start(recipe: Recipe, params: Llama) -> TrainState:
@@ -109,12 +117,6 @@ def _start(recipe: Recipe, params: Llama) -> TrainState:
 def _random(recipe: Recipe) -> TrainState:
     key = jax.random.key(recipe.seed)
     return _start(recipe, init(recipe.model, key) if recipe.lora is None else init_adapters(recipe.model, recipe.lora, key))
-
-
-def _batch_shapes(recipe: Recipe, sharding: NamedSharding) -> Batch:
-    rows = jax.ShapeDtypeStruct((recipe.batch, recipe.length + 1), jnp.int32, sharding=sharding)
-    mask = None if recipe.chats is None else jax.ShapeDtypeStruct(rows.shape, jnp.bool_, sharding=sharding)
-    return Batch(rows, rows, rows, mask)
 
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
@@ -139,7 +141,7 @@ def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
     param_specs(recipe.model, sizes)
 
 
-def _jit_program(recipe: Recipe, sizes: MeshSizes, base: Llama | None) -> TrainingProgram:
+def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: Llama | None) -> TrainingProgram:
     mesh, lora = make_mesh(sizes), recipe.lora
     optimizer = make_optimizer(recipe.optimizer, recipe.steps)
     specs = train_state_specs(recipe.model, sizes, optimizer, ema=recipe.ema_decay > 0, lora=lora)
@@ -154,17 +156,26 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes, base: Llama | None) -> Traini
     )
     config, layout = layout_over(recipe.model, mesh)
 
-    def step(base: Llama | None, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        told = layout if base is None or lora is None else with_base(layout, base, lora)
-        return _step(recipe, partial(train_step, config, layout=told))(state, batch)
+    def step(models: tuple[Llama | None, Any], state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        base, other = models
+        told, frozen = layout, Frozen(None, other)
+        if base is not None and lora is not None:
+            told, frozen = with_base(layout, base, lora), Frozen(layout.fit(base), other)
+        if objective.prepare is not None:
+            with layout.context():
+                prepare = objective.prepare(frozen)
+                batch = prepare(config, told.fit(state.params), batch, loss_options(recipe), told)
+        return _step(recipe, objective, frozen, partial(train_step, config, layout=told))(state, batch)
 
     def model(params: Llama) -> Llama:
         return params if base is None or lora is None else adapted(base, params, lora)
 
+    models = base, objective.frozen
+    batches = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=rows), objective.shapes)
     jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, whole))
     began = time.perf_counter()
     with observed() as attention:
-        compiled = jitted.lower(base, shapes, _batch_shapes(recipe, rows)).compile()
+        compiled = jitted.lower(models, shapes, batches).compile()
 
     def start(params: Llama | None) -> TrainState:
         if params is None:
@@ -174,13 +185,13 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes, base: Llama | None) -> Traini
         params = jax.tree.map(_spread, params, lie) if jax.process_count() > 1 else jax.device_put(params, lie)
         return jax.jit(lambda params: _start(recipe, stack(params)), out_shardings=placement)(params)
 
-    def place(batch: Batch) -> Batch:
+    def place(batch: Any) -> Any:
         return jax.tree.map(
-            lambda part: jax.make_array_from_process_local_data(rows, part, (recipe.batch, part.shape[1])), batch
+            lambda part: jax.make_array_from_process_local_data(rows, part, (recipe.batch, *part.shape[1:])), batch
         )
 
     return TrainingProgram(
-        step=partial(compiled, base),
+        step=partial(compiled, models),
         place=place,
         share=_share(rows, recipe.batch),
         start=start,
@@ -188,7 +199,7 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes, base: Llama | None) -> Traini
         adopt=identity,
         model=model,
         # All processes read the same rows, and each the whole answer.
-        measure=_measure(recipe) if jax.process_count() == 1 else _measure(recipe, out_shardings=whole),
+        jit=jax.jit if jax.process_count() == 1 else partial(jax.jit, out_shardings=whole),
         devices=sizes.devices,
         description=f"mesh {sizes}" if sizes.devices > 1 else "one device",
         compile_seconds=time.perf_counter() - began,
@@ -196,7 +207,7 @@ def _jit_program(recipe: Recipe, sizes: MeshSizes, base: Llama | None) -> Traini
     )
 
 
-def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
+def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> TrainingProgram:
     devices = jax.devices()[: sizes.devices]
     everywhere = replicate(jnp.zeros(()), devices).sharding
     shapes = jax.tree.map(
@@ -210,22 +221,18 @@ def _pmap_program(recipe: Recipe, sizes: MeshSizes) -> TrainingProgram:
         return replicate(jax.jit(make)(), devices)
 
     return TrainingProgram(
-        step=pmap_step(_step(recipe, partial(train_step, recipe.model)), devices),
+        step=pmap_step(_step(recipe, objective, Frozen(None, None), partial(train_step, recipe.model)), devices),
         place=lambda batch: batch,  # `pmap_step` divides it
         share=(0, 1),
         start=start,
         shapes=shapes,
         adopt=lambda state: replicate(state, devices),
         model=identity,
-        measure=_measure(recipe),
+        jit=jax.jit,
         devices=len(devices),
         description=f"pmap over {len(devices)} devices",
         compile_seconds=time.perf_counter() - began,
     )
-
-
-def _measure(recipe: Recipe, out_shardings: NamedSharding | None = None) -> Measure:
-    return jax.jit(partial(token_nats, recipe.model, compute=_compute(recipe)), out_shardings=out_shardings)
 
 
 def _share(rows: NamedSharding, batch: int) -> tuple[int, int]:

@@ -13,20 +13,24 @@ from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.model.adapters import Lora, adapter_shapes
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
+from llama_jax.ops.weights import Kept
 from llama_jax.runs.errors import TrainingError
+from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.objective import CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
+from llama_jax.training.preferences import PreferenceOptions
 from llama_jax.training.step import Loss
 
 RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
-Kept = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"]
 # What may change when a run is resumed: what it shows and keeps, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
+    | {"distill.teacher"}  # which is known by its numbers
 )
 
-LATER = ("attention", "attend", "loss", "lora", "quantize", "chats")  # settings that older runs did not have
+# Settings that older runs did not have.
+LATER = ("attention", "attend", "loss", "lora", "quantize", "chats", "preference", "distill")
 
 POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
 NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
@@ -58,6 +62,9 @@ class Recipe:
       reading: where documents end in the data.
       chats: how conversations in the data are read; the loss and the evaluation are then of what the assistant says alone,
         and rows hold whole conversations (`data.open_chats`). None for data that are text.
+      preference: the data are preferences, read as `chats` says, and this is their loss. Each of the B rows has two sides of
+        T tokens, the chosen and the rejected answers of several pairs. The reference is the model that training begins with.
+      distill: what a teacher predicts is learnt, see `DistillOptions`.
       validation: share of the documents that is kept for validation where no file is given for it, and, where documents are
         few, of the tokens (`data.split`).
       evaluate_every: steps between evaluations, and 0 for only one, at the end.
@@ -92,6 +99,8 @@ class Recipe:
     skip_limit: int = 10
     reading: DocumentFormat = field(default_factory=DocumentFormat)
     chats: ChatReading | None = None
+    preference: PreferenceOptions | None = None
+    distill: DistillOptions | None = None
     validation: float = 0.05
     evaluate_every: int = 250
     evaluate_tokens: int = 0
@@ -132,6 +141,10 @@ class Recipe:
             )
         if self.chats is not None and self.vocabulary == "bpe":
             raise TrainingError("vocabulary='bpe' is learnt from text, and the data are chats; give a tokenizer, or byte")
+        if self.preference is not None and self.chats is None:
+            raise TrainingError("preference is of data that are read as chats are; give chats, too, as chats.format=auto")
+        if self.preference is not None and self.distill is not None:
+            raise TrainingError("preference and distill exclude each other: each is a loss; leave one of them out")
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.batch % self.accumulate:

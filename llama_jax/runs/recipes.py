@@ -13,7 +13,9 @@ from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.tokenizers.making import BYTE_VOCABULARY
+from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
+from llama_jax.training.preferences import PreferenceOptions
 
 
 def tiny() -> Recipe:
@@ -114,10 +116,36 @@ def sft() -> Recipe:
     )
 
 
+def dpo() -> Recipe:
+    """Fine-tuning on preferences, by `preference.kind`. The model is that of the weights, beta and the learning rate are
+    those of TRL's DPO; adapters take ten times that rate."""
+    return replace(
+        sft(),
+        batch=8,
+        optimizer=OptimizerSettings(learning_rate=1e-6, warmup_steps=20, final_share=0.0, weight_decay=0.0),
+        preference=PreferenceOptions(),
+    )
+
+
+def distill() -> Recipe:
+    """A small model of the vocabulary of a teacher (``--teacher``), or that of the weights, learns what that predicts."""
+    return Recipe(
+        model=preset("stories-260k"),
+        steps=2000,
+        batch=16,
+        length=256,
+        optimizer=OptimizerSettings(learning_rate=1e-3, warmup_steps=50),
+        distill=DistillOptions(),
+        evaluate_every=200,
+        evaluate_tokens=50_000,
+        save_every=200,
+    )
+
+
 BUILT_IN: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama, sft)
+    recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama, sft, dpo, distill)
 }
-FINE_TUNING = ("sft",)  # whose model is that of the weights
+FINE_TUNING = ("sft", "dpo")  # whose model is that of the weights
 
 
 def check_weights(name: str, *, given: bool) -> None:

@@ -78,3 +78,8 @@ def predicted(batch: Batch) -> jax.Array:
     if batch.mask is not None:
         counts &= jnp.asarray(batch.mask[:, 1:], bool)
     return counts
+
+
+def predicted_count(batch: Batch) -> jax.Array:
+    """float32[]: how many tokens of a batch count in the loss."""
+    return jnp.sum(predicted(batch), dtype=jnp.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,21 @@ class LossOptions:
         require_positive_int("chunk", self.chunk)
         if not 0 <= self.z_loss < float("inf"):
             raise ConfigError(f"z_loss={self.z_loss} must be at least 0")
+
+
+class TaskSums(NamedTuple):
+    """What a loss other than `total_loss` may give: sums over the rows of a batch.
+
+    Attributes:
+      loss: float[], what is to be made small.
+      nll: float[], what is shown as the loss; it gets no gradient.
+      more: float[] each, further sums by name, for the metrics of a step, without gradients. "tokens", where it is there, is
+        how many the rows are counted as, in the place of what the loss is divided by.
+    """
+
+    loss: jax.Array
+    nll: jax.Array
+    more: dict[str, jax.Array]
 
 
 def next_token_loss(

@@ -20,10 +20,10 @@ from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.ops.platform import update_if
-from llama_jax.training.batch import Batch, predicted
-from llama_jax.training.objective import LossOptions, total_loss
+from llama_jax.training.batch import Batch, predicted_count
+from llama_jax.training.objective import LossOptions, TaskSums, total_loss
 
-Loss = Callable[[LlamaConfig, Llama, Batch, LossOptions, Layout], LossSums]
+Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Layout], LossSums | TaskSums]
 Kept = tuple[Llama, Any, Llama | None]  # parameters, what the optimizer keeps, and the average
 
 
@@ -81,6 +81,7 @@ class StepOptions:
       clip_norm: larger gradients are scaled to this Euclidean norm (1.0 for Llama: Touvron et al. 2023, section 2.3);
         0 leaves them.
       ema_decay: of the moving average that the state keeps; it is smaller in the first steps, (1 + n) / (10 + n).
+      count: of a batch what the sum of its losses is divided by, float32[], as of text the tokens that are predicted.
 
     Raises:
       ConfigError: a value that cannot be.
@@ -90,6 +91,7 @@ class StepOptions:
     accumulate: int = 1
     clip_norm: float = 0.0
     ema_decay: float = 0.0
+    count: Callable[[Any], jax.Array] = predicted_count
 
     def __post_init__(self) -> None:
         require_positive_int("accumulate", self.accumulate)
@@ -103,7 +105,7 @@ def train_step(
     config: LlamaConfig,
     optimizer: optax.GradientTransformation,
     state: TrainState,
-    batch: Batch,
+    batch: Batch | Any,
     options: StepOptions = StepOptions(),
     layout: Layout = Layout(),
     loss: Loss = total_loss,
@@ -113,14 +115,16 @@ def train_step(
     Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.
 
     Args:
-      batch: B rows; every predicted token of them counts the same, however they are spread over rows and devices.
-      loss: a loss of one's own, with the arguments and the result of `total_loss`: sums over the predicted tokens.
+      batch: B rows; every predicted token of them counts the same, however they are spread over rows and devices. With a
+        loss of one's own any tree of arrays [B, ...], of which `options.count` knows what its losses are divided by.
+      loss: a loss of one's own, with the arguments and the result of `total_loss`: sums over the predicted tokens; or as
+        `TaskSums`.
 
     Returns:
       The next state, and the metrics of this step before the update: "loss", nats per predicted token; "grad_norm", the
       Euclidean norm of all gradients; "tokens", how many were predicted, on all devices; float32[] each. If the first two
       are not finite, only the counters of the state have changed. Of these "skipped" and "skipped_in_a_row" are given
-      as they are after the step.
+      as they are after the step. With `TaskSums` also what they have in `more`, over all rows and undivided.
 
     Raises:
       ConfigError: rows that cannot be divided by `accumulate`; an `ema_decay` for a state without a moving average.
@@ -130,45 +134,46 @@ def train_step(
             f"ema_decay={options.ema_decay}, but the state keeps no average; make it with init_state(ema=True)"
         )
     with layout.context():
-        batch = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
-        nll, gradients, count = _gradients(config, state.params, batch, options, layout, loss)
+        batch = jax.tree.map(jnp.asarray, batch)
+        (nll, more), gradients, count = _gradients(config, state.params, batch, options, layout, loss)
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
         norm = optax.tree.norm(wide)  # squares of 16 bits would overflow, and lose the small ones
         finite = jnp.isfinite(nll) & jnp.isfinite(norm)
         state = _updated(optimizer, state, gradients, norm, finite, options)
     counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
-    return state, {"loss": nll, "grad_norm": norm, "tokens": count, **counters}
+    return state, {"loss": nll, "grad_norm": norm, "tokens": count, **counters, **more}
 
 
 def _gradients(
-    config: LlamaConfig, params: Llama, batch: Batch, options: StepOptions, layout: Layout, loss: Loss
-) -> tuple[jax.Array, Llama, jax.Array]:
-    """Mean negative log-likelihood, its gradients, and the number of predicted tokens, over all devices."""
+    config: LlamaConfig, params: Llama, batch: Any, options: StepOptions, layout: Layout, loss: Loss
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array]:
+    """Mean negative log-likelihood and further sums, its gradients, and what it is the mean of, over all devices."""
     over = identity if layout.axis_name is None else partial(lax.psum, axis_name=layout.axis_name)
     if layout.axis_name is not None:  # each device differentiates its own share; they are summed once, at the end
         params = _as_varying(params, layout.axis_name)
-    count = over(jnp.sum(predicted(batch), dtype=jnp.float32))
+    count = over(options.count(batch))
 
-    def share_of(params: Llama, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def share_of(params: Llama, batch: Any) -> tuple[jax.Array, Any]:
         found = loss(config, layout.fit(params), batch, options.loss, layout)
-        return found.loss / jnp.maximum(count, 1), found.nll / jnp.maximum(count, 1)
+        more = found.more if isinstance(found, TaskSums) else {}
+        return found.loss / jnp.maximum(count, 1), (found.nll / jnp.maximum(count, 1), more)
 
     differentiate = jax.value_and_grad(share_of, has_aux=True)
 
-    def add(sums: Any, part: Batch) -> tuple[Any, None]:
-        (_, nll), gradients = differentiate(params, part)
-        return jax.tree.map(jnp.add, sums, (nll, gradients)), None
+    def add(sums: Any, part: Any) -> tuple[Any, None]:
+        (_, found), gradients = differentiate(params, part)
+        return jax.tree.map(jnp.add, sums, (found, gradients)), None
 
     if options.accumulate == 1:
-        (_, nll), gradients = differentiate(params, batch)
+        (_, found), gradients = differentiate(params, batch)
     else:
-        parts = _parts(batch, options.accumulate)
+        parts = in_parts(batch, options.accumulate)
         shapes = jax.eval_shape(differentiate, params, jax.tree.map(lambda x: x[0], parts))
         start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0][1], shapes[1]))
         if layout.axis_name is not None:
             start = _as_varying(start, layout.axis_name)
-        (nll, gradients), _ = lax.scan(add, start, parts)
-    return *over((nll, gradients)), count
+        (found, gradients), _ = lax.scan(add, start, parts)
+    return *over((found, gradients)), count
 
 
 def _as_varying(tree: Any, axis_name: str) -> Any:
@@ -214,9 +219,13 @@ def _updated(
     )
 
 
-def _parts(batch: Batch, parts: int) -> Batch:
-    """[B, ...] as [parts, B / parts, ...], every part with rows of every device over which B may be split."""
-    rows = batch.tokens.shape[0]
+def in_parts(batch: Any, parts: int) -> Any:
+    """[B, ...] as [parts, B / parts, ...], every part with rows of every device over which B may be split.
+
+    Raises:
+      ConfigError: rows that cannot be divided so.
+    """
+    rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % parts:
         raise ConfigError(f"a batch of {rows} rows cannot be divided into accumulate={parts} equal parts; give a divisor")
     return jax.tree.map(lambda x: x.reshape(rows // parts, parts, *x.shape[1:]).swapaxes(0, 1), batch)

@@ -475,12 +475,12 @@ def test_ctrl_c_twice_leaves_at_once(start, tmp_path):
 
 BEFORE_THE_LOOP = """
 import select
-import llama_jax.runs.preparing as preparing
+import llama_jax.runs.tasks.text as text
 def pause(*arguments):
     print("reading", flush=True)
     while True:
         select.select([], [], [], 0.05)
-preparing.read_data = pause
+text.read_data = pause
 """
 
 

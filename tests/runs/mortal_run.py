@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from llama_jax.config import LlamaConfig
-from llama_jax.data import DocumentFormat
+from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.recipe import Recipe
 from llama_jax.training.optimizer import OptimizerSettings
+from llama_jax.training.preferences import PreferenceOptions
 
 
 def recipe() -> Recipe:
@@ -46,6 +48,22 @@ def recipe() -> Recipe:
     )
 
 
+def preferring() -> Recipe:
+    """The same shape, all of which learns preferences; what it begins with is given by --weights."""
+    return replace(
+        recipe(),
+        steps=8,
+        batch=4,
+        length=40,
+        optimizer=OptimizerSettings(learning_rate=3e-3, warmup_steps=1),
+        chats=ChatReading(),
+        preference=PreferenceOptions(beta=0.5),
+        evaluate_every=4,
+        save_every=4,
+        ema_decay=0.0,
+    )
+
+
 def write_words(folder: Path) -> Path:
     """A text to train on."""
     words = np.random.default_rng(0).choice(["the", "llama", "ate", "grass", "and", "slept"], 900)
@@ -59,7 +77,7 @@ def environment_of(cache: Path) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(cache / "programs"),
         "XDG_CACHE_HOME": str(cache),
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
     }
 
 

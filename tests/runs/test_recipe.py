@@ -1,13 +1,19 @@
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 
 import llama_jax
+from llama_jax.data import ChatReading
+from llama_jax.errors import ConfigError
+from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.overrides import override
 from llama_jax.runs.recipe import differences, to_dict
-from llama_jax.runs.recipes import BUILT_IN, find, tiny
+from llama_jax.runs.recipes import BUILT_IN, check_weights, find, tiny
+from llama_jax.runs.tasks.choose import check_task
+from llama_jax.training.preferences import PreferenceOptions
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -163,3 +169,36 @@ def test_a_recipe_from_a_file(tmp_path):
     ):
         with pytest.raises(TrainingError, match=message):
             find(name)
+
+
+def test_a_recipe_from_before_there_were_preferences_is_the_same():
+    before = to_dict(tiny())
+    del before["preference"]
+    assert differences(before, to_dict(tiny())) == []
+
+
+def test_preferences_on_the_command_line():
+    found = find("dpo")
+    assert (found.preference, found.chats) == (PreferenceOptions(), ChatReading())
+    changed = override(found, ["preference.kind=simpo", "preference.beta=2", "preference.margin=1"])
+    assert changed.preference == PreferenceOptions("simpo", 2.0, margin=1.0)
+    with pytest.raises(ConfigError, match=r"margin=1.0 is read by simpo alone, not by sigmoid; leave it out"):
+        override(found, ["preference.margin=1"])
+    with pytest.raises(TrainingError, match="preference is of data that are read as chats are; give chats, too"):
+        replace(found, chats=None)
+    with pytest.raises(TrainingError, match="the recipe dpo goes on with a model; give one with --weights"):
+        check_weights("dpo", given=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "backend", "message"),
+    [
+        ({}, MeshSizes(), "pmap", "pmap does not train on preferences; use the backend jit"),
+        ({}, MeshSizes(context=2), "jit", "divides rows over context, and answers are read whole; use data, fsdp"),
+        ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is no part of a preference loss; leave it at 0"),
+        ({"loss": print}, MeshSizes(), "jit", "loss and preference exclude each other"),
+    ],
+)
+def test_what_preferences_cannot_have(changes, mesh, backend, message):
+    with pytest.raises(TrainingError, match=message):
+        check_task(replace(find("dpo"), **changes), mesh, backend)

@@ -48,14 +48,14 @@ def started(text, environment):
     """Starts one run in `count` processes, with eight devices in all; none outlives the block."""
 
     @contextmanager
-    def started(folder, *arguments, count=2, of=None, resume=True, own=("", ""), devices=()):
+    def started(folder, *arguments, count=2, of=None, resume=True, own=("", ""), devices=(), function="recipe", data=text):
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
         joining = ["--coordinator", f"127.0.0.1:{port}", "--processes", of or count] if (of or count) > 1 else []
         running = []
         try:
             for index in range(count):
-                command = [f"{RECIPES}:recipe", "--workdir", folder, "--data", text, *arguments]
+                command = [f"{RECIPES}:{function}", "--workdir", folder, "--data", data, *arguments]
                 command += ["--resume"] * resume + [*joining, *(["--process-id", index] if joining else [])]
                 command += [own[index]] if own[index % 2] else []
                 running.append(
@@ -260,3 +260,27 @@ def test_processes_that_nobody_joined(text, tmp_path, monkeypatch):
         TrainingError, match=r"this is one of 2 processes; join them with llama_jax\.parallel\.processes\.start"
     ):
         train(recipe(), tmp_path, [text])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["preferences", "teacher"])
+def test_other_kinds_of_training_are_the_same_in_two_processes(started, text, tmp_path, kind):
+    """The reference of preferences is computed once by all, and a teacher is read by all together."""
+    given = {"function": "recipe"}
+    with started(tmp_path / "base", "steps=3", "evaluate_every=0", "save_every=0", count=1) as running:
+        assert ended(running)[0][0] == 0
+    arguments = ["--teacher", tmp_path / "base", "steps=6", "evaluate_every=3", "save_every=3"]
+    if kind == "preferences":
+        pairs = tmp_path / "pairs.jsonl"
+        lines = [{"prompt": f"ask {n}", "chosen": " the llama", "rejected": " no grass"} for n in range(60)]
+        pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        given = {"function": "preferring", "data": pairs}
+        arguments = ["--weights", tmp_path / "base", "batch=8", "steps=6", "evaluate_every=3", "save_every=3"]
+    for name, count in (("two", 2), ("one", 1)):
+        with started(tmp_path / name, *arguments, count=count, **given) as running:
+            for code, _, error in ended(running):
+                assert code == 0, error
+    for of in ("train", "validation"):
+        found, expected = (lines_of(tmp_path / name, of) for name in ("two", "one"))
+        assert len(found) == len(expected) > 1
+        np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-4)

@@ -15,8 +15,9 @@ from llama_jax import preset
 from llama_jax.model.options import Layout
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch
+from llama_jax.training.objective import TaskSums
 from llama_jax.training.optimizer import adamw
-from llama_jax.training.step import init_state, train_step
+from llama_jax.training.step import StepOptions, init_state, train_step
 
 CONFIG = preset("stories-260k")
 OPTIMIZER = adamw(3e-3)
@@ -96,6 +97,26 @@ def test_the_norm_of_gradients_of_16_bits_is_taken_in_float32():
     assert metrics["grad_norm"].dtype == jnp.float32
     np.testing.assert_allclose(metrics["grad_norm"], 300 * CONFIG.dim**0.5, rtol=1e-3)
     assert int(after.skipped) == 0
+
+
+def test_a_loss_of_other_rows_has_its_own_divisor_and_sums():
+    """Rows that are no `Batch`, in parts as at once: the mean is over what `count` says, and further sums are whole."""
+    rows = {"wanted": np.arange(8, dtype=np.float32), "weight": np.array([1, 0, 2, 1, 1, 3, 0, 1], np.float32)}
+
+    def loss(config, params, batch, options, layout):
+        squares = (batch["wanted"] - jnp.mean(params.final_norm)) ** 2 * batch["weight"]
+        return TaskSums(jnp.sum(squares), jnp.sum(squares), {"tokens": jnp.sum(batch["wanted"] > 3)})
+
+    state = init_state(OPTIMIZER, jit_init(CONFIG, jax.random.key(0)))
+    found = []
+    for parts in (1, 4):
+        options = StepOptions(accumulate=parts, count=lambda batch: jnp.sum(batch["weight"]))
+        found.append(jax.jit(partial(train_step, CONFIG, OPTIMIZER, loss=loss, options=options))(state, rows))
+    (after, whole), (other, divided) = found
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), (after, whole), (other, divided))
+    expected = np.sum((rows["wanted"] - 1) ** 2 * rows["weight"]) / 9
+    np.testing.assert_allclose(whole["loss"], expected, rtol=1e-6)
+    assert int(whole["tokens"]) == 4
 
 
 @pytest.mark.parametrize("master", [jnp.float32, jnp.bfloat16])

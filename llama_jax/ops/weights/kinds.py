@@ -11,6 +11,7 @@ from llama_jax.ops.weights.scaled import SCALED
 
 # What a user may ask for, and what files are kept in; `fitting` chooses among those of different groups.
 Name = Literal["int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
+Kept = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"]  # of a model that training reads and does not change
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*SCALED, *NF4_KINDS, *BLOCKS)}
 MADE: tuple[str, ...] = tuple(name for name in get_args(Name) if KINDS[name].encode is not None)  # of floats

@@ -1,0 +1,28 @@
+"""Which kind of training a recipe is: the only place that asks."""
+
+from __future__ import annotations
+
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.program import Backend, check_mesh
+from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.tasks import distillation, preferences, text
+from llama_jax.runs.tasks.task import Kind
+
+
+def kind_of(recipe: Recipe) -> Kind:
+    """By the settings that only this kind has."""
+    if recipe.preference is not None:
+        return preferences.KIND
+    if recipe.distill is not None:
+        return distillation.KIND
+    return text.KIND
+
+
+def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
+    """What can be wrong without looking at the data: TrainingError, MeshError."""
+    kind = kind_of(recipe)
+    check_mesh(recipe, mesh, backend)
+    if backend not in kind.backends:
+        raise TrainingError(f"{backend} does not train on {kind.name}; use the backend {' or '.join(kind.backends)}")
+    kind.check(recipe, mesh)

@@ -1,0 +1,188 @@
+"""Distillation: text or chats, of which a student learns what a teacher predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from llama_jax.checkpoints import open_checkpoint
+from llama_jax.config import LlamaConfig
+from llama_jax.model.params import Llama
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.specs import check_model, layout_over
+from llama_jax.runs.base import load_frozen
+from llama_jax.runs.divergence import compare_tokens
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.evaluate import Evaluation, choose_sizes, mean_of_tokens, measured, summary
+from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.tasks import text
+from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Kind, Task, compute_of
+from llama_jax.runs.windows import WindowRows, cut_windows
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.training.batch import Batch
+from llama_jax.training.distillation import DistillOptions, Teacher, distillation_loss
+from llama_jax.training.flops import step_flops
+from llama_jax.training.step import Loss
+
+EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # which two vocabularies seldom spell alike
+
+
+@dataclass(frozen=True)
+class DistillationEvaluation:
+    """What an evaluation of a student found.
+
+    Attributes:
+      loss: of the divergence and the likelihood, each by its weight, at temperature 1.
+      kl: mean divergence of its predictions from the teacher's, in nats.
+      text: the student's likelihood of the text.
+    """
+
+    loss: float
+    kl: float
+    text: Evaluation
+
+
+def options_of(recipe: Recipe) -> DistillOptions:
+    """Of a recipe that distils."""
+    assert recipe.distill is not None
+    return recipe.distill
+
+
+def teacher_config(recipe: Recipe) -> LlamaConfig:
+    """The configuration of the teacher.
+
+    Raises:
+      TrainingError: no teacher, or one of another vocabulary or of a shorter context than rows have.
+      CheckpointError: no model at its path.
+    """
+    path = options_of(recipe).teacher
+    if not path:
+        raise TrainingError("distillation needs a teacher; give a model's folder or file with --teacher (distill.teacher=)")
+    config = open_checkpoint(path).config
+    if config.vocab_size != recipe.model.vocab_size:
+        raise TrainingError(
+            f"the teacher {path} has a vocabulary of {config.vocab_size}, the student one of {recipe.model.vocab_size}, and"
+            " predictions are compared token by token; give a teacher of the same vocabulary, or, where the student is made"
+            f" anew, model.vocab_size={config.vocab_size}"
+        )
+    if config.max_seq_len < recipe.length:
+        raise TrainingError(
+            f"length={recipe.length} is above the context of the teacher {path}, {config.max_seq_len}; set"
+            f" length={config.max_seq_len} or less"
+        )
+    return config
+
+
+def check(recipe: Recipe, mesh: MeshSizes) -> None:
+    """What distillation cannot have; see `Kind.check`."""
+    if recipe.loss is not None:
+        raise TrainingError("loss and distill exclude each other: distillation has a loss; leave one of them out")
+    if recipe.z_loss:
+        raise TrainingError(f"z_loss={recipe.z_loss} is no part of the loss of distillation; leave it at 0")
+    check_model(teacher_config(recipe), mesh)
+
+
+def tokenizer_of(recipe: Recipe) -> Tokenizer | None:
+    """The teacher's, which a student that is made anew takes."""
+    return open_checkpoint(options_of(recipe).teacher).tokenizer()
+
+
+def open_task(recipe: Recipe, given: Given) -> Task:
+    """Text or chats with a teacher beside them; for the errors see `text.read_data` and `teacher_config`."""
+    options, config = options_of(recipe), teacher_config(recipe)
+    theirs = tokenizer_of(recipe)
+    if theirs is not None and theirs.encode(EXAMPLE, bos=False) != given.tokenizer.encode(EXAMPLE, bos=False):
+        raise TrainingError(
+            f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; give a"
+            " teacher of the same vocabulary"
+        )
+    corpora = text.read_data(recipe, given.data, given.validation_data, given.tokenizer, given.log)
+    task = text.task_of(recipe, corpora)
+    held = text.shortened(corpora, recipe.evaluate_tokens)
+    teacher = partial(_laid_out, config, given.mesh)
+    task = replace(
+        task,
+        objective=replace(task.objective, loss=lambda frozen: _loss(options, teacher, frozen)),
+        facts=(*task.facts, f"teacher: {options.teacher}"),
+        flops=task.flops + step_flops(config, recipe.batch, recipe.length) / 3,
+        shown=("kl",),
+    )
+
+    def load() -> Task:
+        params, found = load_frozen(options.teacher, config, given.mesh, recipe.dtype, options.quantize)
+        return replace(
+            task,
+            objective=replace(task.objective, frozen=params),
+            digests={**task.digests, "teacher": found["digest"]},
+            begin=partial(DistillationFeed, recipe, held, (config, params)),
+        )
+
+    return replace(task, load=load)
+
+
+KIND = Kind("a teacher's predictions", open_task, check, tokenizer=tokenizer_of)
+
+
+def _laid_out(config: LlamaConfig, mesh: MeshSizes, params: Llama) -> Teacher:
+    fitted, layout = layout_over(config, make_mesh(mesh))
+    return Teacher(fitted, params, layout)
+
+
+def _loss(options: DistillOptions, teacher: Callable[[Llama], Teacher], frozen: Frozen) -> Loss:
+    return distillation_loss(options, teacher(frozen.other))
+
+
+class DistillationFeed:
+    """The batches of a text, and how far the student is from the teacher; see `task.Feed`."""
+
+    def __init__(
+        self, recipe: Recipe, corpora: text.Corpora, teacher: tuple[LlamaConfig, Llama], beginning: Beginning
+    ) -> None:
+        self._recipe, self._held = recipe, corpora.validation
+        self._feed = text.TextFeed(recipe, corpora, beginning)
+        config, self._params = teacher
+        self._compare = beginning.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return self._feed.state
+
+    def next(self, model: Callable[[], Llama]) -> Batch:
+        return self._feed.next(model)
+
+    def report(self, metrics: dict[str, float]) -> dict[str, float]:
+        tokens = max(metrics["tokens"], 1.0)
+        return {name: metrics[name] / tokens for name in ("kl", "cross_entropy")}
+
+    def evaluate(self, model: Llama) -> Finding:
+        held, length = self._held, self._recipe.length
+        rows = choose_sizes(self._recipe.model, held, length=length, stride=length, batch=None).batch
+        windows = cut_windows(held, length, length)
+
+        def compare(rows: WindowRows) -> tuple[jax.Array, ...]:
+            return self._compare(model, self._params, rows)
+
+        losses, kls = np.zeros(len(windows.read)), np.zeros(len(windows.read))
+        for (nats, _, kl, _), owner in measured(held, windows, rows, compare, None):
+            np.add.at(losses, owner, nats)
+            np.add.at(kls, owner, kl)
+        found, kl = summary(held, windows, losses), mean_of_tokens(windows, kls)[0]
+        weight = options_of(self._recipe).weight
+        loss = weight * kl + (1 - weight) * found.loss
+        numbers = {
+            "loss": loss,
+            "kl": kl,
+            "cross_entropy": found.loss,
+            "perplexity": found.perplexity,
+            "bits_per_byte": found.bits_per_byte,
+        }
+        words = f"loss {loss:.4f}, KL {kl:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
+        return Finding(loss, numbers, words, DistillationEvaluation(loss, kl, found))
+
+    def close(self) -> None:
+        self._feed.close()

@@ -1,0 +1,359 @@
+"""Training on preferences: of two answers the one that is to be more probable, or single answers that are good or bad."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from llama_jax.data.batches import Batches
+from llama_jax.data.conversations import open_judged, open_preferences
+from llama_jax.data.documents import jsonl_objects
+from llama_jax.data.opening import Progress
+from llama_jax.data.pairs import PairRows, Pairs, joined, mismatched, split_pairs, without_pairs
+from llama_jax.errors import GenerationError
+from llama_jax.model.params import Llama
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.program import TrainingProgram, loss_options
+from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Kind, Objective, Task
+from llama_jax.runs.tasks.text import check_vocabulary
+from llama_jax.tokenizers import Tokenizer
+from llama_jax.training.flops import step_flops
+from llama_jax.training.pairs import (
+    Answers,
+    PairBatch,
+    answer_logprobs,
+    in_turn,
+    pair_count,
+    pair_loss,
+    preferred,
+    preparing,
+    sums_of,
+)
+from llama_jax.training.preferences import FREE, PreferenceOptions
+from llama_jax.writing import appearing
+
+REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
+
+
+@dataclass(frozen=True)
+class PreferenceEvaluation:
+    """What an evaluation of preferences found; nan where there is none.
+
+    Attributes:
+      loss: mean over pairs.
+      accuracy: the share of pairs whose chosen answer has the larger reward; of KTO none.
+      margin: by how much the mean reward of chosen answers is larger.
+      chosen_reward, rejected_reward: means; see `Preferred`. Chosen answers of KTO are the good ones.
+      chosen_logprob, rejected_logprob: means of the sums over an answer's tokens.
+      pairs: how many, or for KTO answers.
+    """
+
+    loss: float
+    accuracy: float
+    margin: float
+    chosen_reward: float
+    rejected_reward: float
+    chosen_logprob: float
+    rejected_logprob: float
+    pairs: int
+
+
+def check(recipe: Recipe, mesh: MeshSizes) -> None:
+    """What is not for preferences; see `Kind.check`."""
+    if recipe.loss is not None:
+        raise TrainingError("loss and preference exclude each other: a preference is a loss; leave one of them out")
+    if recipe.z_loss:
+        raise TrainingError(f"z_loss={recipe.z_loss} is no part of a preference loss; leave it at 0")
+    if mesh.context > 1:
+        raise TrainingError(f"mesh {mesh} divides rows over context, and answers are read whole; use data, fsdp and tensor")
+
+
+def open_task(recipe: Recipe, given: Given) -> Task:
+    """Preferences as a task.
+
+    Raises:
+      TrainingError: nothing to validate on, a vocabulary larger than the model's, or a model without a chat format.
+      DataError: files that cannot be used.
+    """
+    options = options_of(recipe)
+
+    def read(paths: Sequence[Path]) -> Pairs:
+        pairs, counts = read_pairs(recipe, paths, given.tokenizer)
+        given.log.line(f"preferences: {counts}")
+        return pairs
+
+    if given.validation_data:
+        whole, held = read(given.data), read(given.validation_data)
+        train = without_pairs(whole, held)
+    else:
+        train, held = split_pairs(read(given.data), recipe.validation, seed=recipe.seed)
+    check_vocabulary(recipe, train.first.vocab_size)
+    digests = {"train": train.digest, "validation": held.digest}
+    rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed)
+    what = "answers" if options.kind == "kto" else "pairs"
+    fact = (
+        f"data: {train.count:,} {what} in {len(rows.members):,} rows to train, {held.count:,} {what} to validate;"
+        f" {recipe.steps:,} steps of {recipe.batch} rows x 2 x {recipe.length} are"
+        f" {recipe.steps * recipe.batch / len(rows.members):.1f} epochs"
+    )
+    sides = 1 if options.kind == "kto" else 2
+    trained = step_flops(recipe.model, sides * recipe.batch, recipe.length, frozen=recipe.lora is not None)
+    forward = step_flops(recipe.model, recipe.batch, recipe.length) / 3
+    read_again = 2 * needs_reference(options) * (recipe.lora is not None) + (options.kind == "kto")
+    return Task(
+        objective=objective(recipe, rows.most),
+        digests=digests,
+        facts=(fact,),
+        tokens=2 * recipe.batch * recipe.length,
+        flops=trained + read_again * forward,
+        begin=partial(PreferenceFeed, recipe, train, held),
+        shown=("accuracy", "margin"),
+    )
+
+
+KIND = Kind("preferences", open_task, check)
+
+
+def options_of(recipe: Recipe) -> PreferenceOptions:
+    """Of a recipe that trains on preferences."""
+    assert recipe.preference is not None
+    return recipe.preference
+
+
+def needs_reference(options: PreferenceOptions) -> bool:
+    """Whether a loss compares with a reference."""
+    return options.kind not in FREE
+
+
+def objective(recipe: Recipe, most: int) -> Objective:
+    """The loss of rows of `most` pairs at most."""
+    options = options_of(recipe)
+    kto, adapters = options.kind == "kto", recipe.lora is not None
+    refers = needs_reference(options)
+    rows = jax.ShapeDtypeStruct((recipe.batch, 2, recipe.length + 1), np.int32)
+    marks = jax.ShapeDtypeStruct((recipe.batch, most), np.bool_)
+    cached = jax.ShapeDtypeStruct((recipe.batch, 2, most), np.float32) if refers and not adapters else None
+    mask = jax.ShapeDtypeStruct(rows.shape, np.bool_)
+
+    def prepare(frozen: Frozen) -> Callable[..., PairBatch]:
+        return preparing(kto, frozen.base if refers else None, recipe.accumulate)
+
+    return Objective(
+        shapes=PairBatch(rows, rows, rows, mask, marks, marks if kto else None, cached),
+        loss=lambda _: partial(pair_loss, options),
+        count=pair_count,
+        prepare=prepare if kto or (refers and adapters) else None,
+    )
+
+
+def is_judged(paths: Sequence[Path]) -> bool:
+    """Whether the first line is a single answer with a label."""
+    lines = (found for path in paths if path.suffix.lower() == ".jsonl" for found, _, _ in islice(jsonl_objects(path), 1))
+    first = next(lines, {})
+    return "label" in first and "chosen" not in first
+
+
+def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Pairs, Any]:
+    """The pairs of files, or for KTO their answers beside mismatched ones; and what became of the lines."""
+    reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
+    assert reading is not None
+    judged = is_judged(paths)
+    if judged and not kto:
+        raise TrainingError(
+            f"{paths[0]} has single answers with a label, which preference.kind=kto learns from; give that, or chosen and"
+            " rejected answers"
+        )
+    try:
+        if judged:
+            answers, desirable, counts = open_judged(paths, tokenizer, length, reading)
+        else:
+            chosen, rejected, counts = open_preferences(paths, tokenizer, length, reading)
+            if not kto:
+                return Pairs(chosen, rejected), counts
+            answers = joined((chosen, rejected))
+            desirable = np.arange(answers.document_count) < chosen.document_count
+    except GenerationError as error:  # no format
+        raise TrainingError(f"{error}; in training as chats.format=plain") from None
+    return Pairs(answers, mismatched(answers, length), desirable), counts
+
+
+class PreferenceFeed:
+    """Rows of pairs, epoch after epoch; see `task.Feed`."""
+
+    def __init__(self, recipe: Recipe, train: Pairs, held: Pairs, beginning: Beginning) -> None:
+        self._options, self._held = options_of(recipe), shortened(held, recipe.evaluate_tokens)
+        program = beginning.program
+        self._measure = Measure(recipe, program)
+        place = beginning.place or {"next_batch": 0}
+        cached: np.ndarray | None = None
+        self._reference: dict[str, str] = {}
+        self._of_held: np.ndarray | None = None
+        if needs_reference(self._options):
+            if beginning.base is not None:  # the adapters switched off; of the training data each step asks anew
+                self._of_held = np.asarray(self._measure(beginning.base, self._held).logprobs)
+            else:
+                found, digest = self._cached(beginning, {"train": train, "validation": held})
+                cached, self._of_held = found["train"], found["validation"][: self._held.count]
+                self._reference = {"reference": digest}
+        share, shares = program.share
+        rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, reference=cached)
+        self._batches = Batches(rows, place["next_batch"])
+
+    def _cached(self, beginning: Beginning, parts: dict[str, Pairs]) -> tuple[dict[str, np.ndarray], str]:
+        """Log-probabilities of the model that training begins with, and their digest: made once, and kept in the folder."""
+        path = beginning.folder / REFERENCE
+        if beginning.place is None:
+            params, hidden = beginning.state.params, True if beginning.log.quiet else None
+            bar = partial(tqdm, desc="reference", unit=" batches", leave=False, delay=1.0, disable=hidden)
+            made = {name: np.asarray(self._measure(params, pairs, bar).logprobs) for name, pairs in parts.items()}
+            if beginning.processes.index == 0:
+                with appearing(path, raises=TrainingError) as target, target.open("wb") as written:
+                    np.savez(written, train=made["train"], validation=made["validation"])
+            return made, digest_of(made)
+        try:
+            with path.open("rb") as file, np.load(file) as arrays:
+                found: dict[str, np.ndarray] = {name: arrays[name] for name in parts}
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+            raise TrainingError(
+                f"{path}, the log-probabilities of the model that the run began with, cannot be read ({error}); copy it from"
+                " where the run was, or begin anew in another --workdir"
+            ) from None
+        digest = digest_of(found)
+        if beginning.place.get("reference") != digest:
+            raise TrainingError(f"{path} is not of this run: its numbers are others; copy it from where the run was")
+        return found, digest
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {**self._batches.state, **self._reference}
+
+    def next(self, model: Callable[[], Llama]) -> PairBatch:
+        return next(self._batches)
+
+    def report(self, metrics: dict[str, float]) -> dict[str, float]:
+        return means(metrics)
+
+    def evaluate(self, model: Llama) -> Finding:
+        found = compare(self._measure(model, self._held), self._of_held, self._held, self._options)
+        numbers = {name: value for name, value in asdict(found).items() if name != "pairs"}
+        if self._options.kind == "kto":
+            del numbers["accuracy"]
+        return Finding(found.loss, numbers, in_words(found), found)
+
+    def close(self) -> None:
+        self._batches.close()
+
+
+def shortened(held: Pairs, limit: int) -> Pairs:
+    """The first pairs of about `limit` tokens, where that is not 0."""
+    if not limit:
+        return held
+    chosen = 1 + int(np.searchsorted(np.cumsum(2 * held.sizes), limit))
+    return held.select(np.arange(min(chosen, held.count)))
+
+
+class Measure:
+    """What models think of pairs, through the program of a run, with one compilation for all."""
+
+    def __init__(self, recipe: Recipe, program: TrainingProgram) -> None:
+        options = loss_options(recipe)
+
+        def read(model: Llama, batch: PairBatch) -> Answers:
+            return in_turn(lambda part: answer_logprobs(recipe.model, model, part, options), batch, recipe.accumulate)
+
+        self._recipe, self._program, self._read = recipe, program, program.jit(read)
+
+    def __call__(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> Answers:
+        """Float32[N, 2] each; see `read_all`."""
+        recipe, program = self._recipe, self._program
+        return read_all(
+            lambda rows: self._read(model, program.place(rows)), pairs, recipe.batch, recipe.length, program.share, progress
+        )
+
+
+def read_all(
+    read: Callable[[PairBatch], Answers],
+    pairs: Pairs,
+    batch: int,
+    length: int,
+    share: tuple[int, int] = (0, 1),
+    progress: Progress | None = None,
+) -> Answers:
+    """What is read of each of N pairs, float32[N, 2] each.
+
+    Args:
+      read: of the rows of this process, whose share of B that is, to the answers of all B.
+      progress: wraps the range of batches, as `tqdm.tqdm` does.
+    """
+    rows = PairRows(pairs, batch, length, seed=None, host=share[0], hosts=share[1])
+    whole = PairRows(pairs, batch, length, seed=None)
+    found = np.zeros((2, pairs.count, 2), np.float32)
+    numbers = range(len(rows))
+    for number in progress(numbers) if progress else numbers:
+        for kind, part in enumerate(read(rows[number])):
+            array = np.asarray(part)
+            for at in range(batch):
+                members = whole.row(number, at)
+                found[kind, members] = array[at, :, : len(members)].T
+    return Answers(*found)
+
+
+def digest_of(found: dict[str, np.ndarray]) -> str:
+    """SHA-256 of arrays by name."""
+    digest = hashlib.sha256()
+    for name, array in sorted(found.items()):
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+    return digest.hexdigest()
+
+
+def compare(
+    answers: Answers, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
+) -> PreferenceEvaluation:
+    """The numbers of an evaluation, given what model and reference think of N pairs: float32[N, 2] each."""
+    rows = PairBatch(
+        *(None,) * 4,
+        there=np.ones((pairs.count, 1), bool),
+        desirable=None if pairs.desirable is None else pairs.desirable[:, None],
+        reference=None if reference is None else reference[..., None],
+    )
+    if options.kind == "kto":
+        assert reference is not None
+        divergence = np.mean(answers.logprobs[:, 1] - reference[:, 1])
+        rows = rows._replace(divergence=np.full(pairs.count, divergence))
+    given = Answers(answers.logprobs[..., None], answers.lengths[..., None])
+    found = preferred(given, rows, options)
+    sums = {name: float(value) for name, value in sums_of(given, found, rows).items()}
+    told = {"accuracy": float("nan"), **means(sums)}
+    return PreferenceEvaluation(loss=float(found.losses.sum()) / pairs.count, pairs=pairs.count, **told)
+
+
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """Of the sums that `pair_loss` gives."""
+    chosen, rejected = max(sums["chosen"], 1.0), max(sums["rejected"], 1.0)
+    reward = sums["chosen_reward"] / chosen, sums["rejected_reward"] / rejected
+    return {
+        **({"accuracy": sums["right"] / chosen} if "right" in sums else {}),
+        "margin": reward[0] - reward[1],
+        "chosen_reward": reward[0],
+        "rejected_reward": reward[1],
+        "chosen_logprob": sums["chosen_logprob"] / chosen,
+        "rejected_logprob": sums["rejected_logprob"] / rejected,
+    }
+
+
+def in_words(found: PreferenceEvaluation) -> str:
+    """For the log."""
+    accuracy = "" if np.isnan(found.accuracy) else f", accuracy {found.accuracy:.3f}"
+    return f"loss {found.loss:.4f}{accuracy}, margin {found.margin:.4f} ({found.pairs:,} held out)"

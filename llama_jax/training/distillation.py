@@ -1,0 +1,100 @@
+"""The loss of a student that learns what a teacher predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax import ops
+from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_number
+from llama_jax.errors import ConfigError
+from llama_jax.model.forward import forward, head_of
+from llama_jax.model.options import Layout, Places
+from llama_jax.model.params import Llama
+from llama_jax.ops.divergence import DivergenceOptions, Logits, token_divergence
+from llama_jax.ops.weights import Kept
+from llama_jax.training.batch import Batch, shift
+from llama_jax.training.objective import LossOptions, TaskSums
+
+
+@dataclass(frozen=True)
+class DistillOptions:
+    """How a student learns from a teacher (Hinton et al. 2015).
+
+    Attributes:
+      teacher: path of a model of the same vocabulary, in any format.
+      weight: of the divergence KL(teacher || student); the negative log-likelihood of the text has what is left of 1.
+      temperature: divides the logits of both in the divergence, which then counts temperature² times, so that its gradients
+        keep their size.
+      top_k: see `ops.divergence.DivergenceOptions`; 0 compares the whole distributions.
+      quantize: the matrices of the teacher are kept in fewer bits, see `model.trees.quantize`; "none" keeps them in the
+        dtype of the computation.
+
+    Raises:
+      ConfigError: a value that cannot be.
+    """
+
+    teacher: str = ""
+    weight: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    quantize: Kept = "none"
+
+    def __post_init__(self) -> None:
+        require_number("temperature", self.temperature, above=0)
+        if not 0 < self.weight <= 1:
+            raise ConfigError(f"weight={self.weight} must be above 0 and at most 1: the likelihood has what is left of 1")
+        if self.quantize not in get_args(Kept):
+            raise ConfigError(f"quantize={self.quantize!r} must be one of {', '.join(get_args(Kept))}")
+        if not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k!r} must be at least 0; 0 compares whole distributions")
+
+
+class Teacher(NamedTuple):
+    """A frozen model beside the student: its configuration and layout on the same devices, and its parameters."""
+
+    config: LlamaConfig
+    params: Llama
+    layout: Layout = Layout()
+
+
+def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., TaskSums]:
+    """A loss with the arguments of `total_loss`: sums over the predicted tokens, to be divided by their number.
+
+    Rows are read by both models; of each the hidden states [B, T, D] are held, and of the logits a chunk. `more` has the
+    sums "kl", of the divergence at the temperature, and "cross_entropy", of the likelihood.
+    """
+
+    def loss(
+        config: LlamaConfig,
+        params: Llama,
+        batch: Batch,
+        options: LossOptions = LossOptions(),
+        layout: Layout = Layout(),
+    ) -> TaskSums:
+        rows = layout.arrange(shift(batch))
+        places = Places(positions=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
+
+        def read(model: tuple[LlamaConfig, Llama], layout: Layout) -> tuple[Logits, Any]:
+            hidden, _ = forward(*model, rows.tokens, places=places, compute=options.compute, layout=layout)
+            made = ops.LogitOptions(options.chunk, 0.0, model[0].vocab_size, layout.shares, layout.constrain)
+            return Logits(layout.constrain(hidden, "hidden"), head_of(*model)), made
+
+        with layout.context():
+            student, made = read((config, params), layout)
+            theirs, also = read((teacher.config, lax.stop_gradient(teacher.layout.fit(teacher.params))), teacher.layout)
+            targets = jnp.where(rows.weights, rows.targets, -1)
+            compared = DivergenceOptions(distill.temperature, distill.top_k)
+            found = token_divergence(student, theirs, targets, (made, also), compared)
+        kl, nll = jnp.sum(found.divergence), jnp.sum(found.nll)
+        total = distill.weight * distill.temperature**2 * kl + (1 - distill.weight) * nll
+        more = {"kl": kl, "cross_entropy": nll}
+        return TaskSums(total, lax.stop_gradient(total), jax.tree.map(lax.stop_gradient, more))
+
+    return loss

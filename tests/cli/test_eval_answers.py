@@ -1,0 +1,108 @@
+"""`llama-jax eval` of chats and of preferences."""
+
+import json
+import math
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from adapters import LORA, random_adapters
+
+import llama_jax
+from llama_jax.checkpoints import save_adapter
+from llama_jax.cli.eval import Eval
+from llama_jax.errors import UserError
+
+CHATS = [
+    {"prompt": "Once upon a time", "completion": ", there was a little girl."},
+    {"prompt": "The dog", "completion": " was very happy."},
+]
+PAIRS = [
+    {"prompt": one["prompt"], "chosen": one["completion"], "rejected": rejected}
+    for one, rejected in zip(CHATS, (" zebra quantum of", " were the upon"), strict=True)
+]
+
+
+@pytest.fixture
+def run(calling):
+    return lambda *arguments: json.loads(calling(Eval, *arguments, "--json").out)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder, found = tmp_path_factory.mktemp("data"), {}
+    for name, lines in (("chats", CHATS), ("pairs", PAIRS), ("texts", [{"text": "The dog was happy."}])):
+        found[name] = folder / f"{name}.jsonl"
+        found[name].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return found
+
+
+@pytest.fixture(scope="module")
+def adapter(stories, tmp_path_factory):
+    adapters = jax.tree.map(lambda array: 0.7 * array, random_adapters(stories.config))
+    folder = tmp_path_factory.mktemp("adapter") / "adapter"
+    save_adapter(folder, stories.config, adapters, LORA)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answered(stories):
+    """Of each answer the sum of its log-probabilities and its tokens, its end included."""
+    config, params, tokenizer = stories
+    logits = jax.jit(partial(llama_jax.logits, config))
+
+    def answered(prompt, answer):
+        read = tokenizer.encode(prompt)
+        ids = [*read, *tokenizer.encode(prompt + answer)[len(read) :], tokenizer.eos_id]
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, : len(ids)] = ids
+        logprobs = jax.nn.log_softmax(logits(params, padded)[0], axis=-1)
+        return sum(float(logprobs[i - 1, ids[i]]) for i in range(len(read), len(ids))), len(ids) - len(read)
+
+    return answered
+
+
+def test_chats_are_measured_by_what_the_assistant_says(run, calling, stories_folder, files, answered):
+    found = run(stories_folder, "--data", files["chats"])
+    sums, counts = zip(*(answered(one["prompt"], one["completion"]) for one in CHATS), strict=True)
+    assert (found["kind"], found["tokens"], found["documents"]) == ("chats", sum(counts), 2)
+    assert found["loss"] == pytest.approx(-sum(sums) / sum(counts), rel=1e-4)
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["examples"]["kept"] == 2
+    assert run(stories_folder, "--data", files["texts"])["kind"] == "text"
+    assert "2 of 2 examples, 0 of them cut" in calling(Eval, stories_folder, "--data", files["chats"]).out
+
+
+def test_an_adapter_changes_what_is_found(run, stories_folder, files, adapter):
+    alone, beside = (run(stories_folder, "--data", files["chats"], *more)["loss"] for more in ((), ("--adapter", adapter)))
+    assert beside > alone
+
+
+@pytest.mark.slow
+def test_preferences_alone_and_against_a_reference(run, calling, stories_folder, files, adapter, answered):
+    found = run(stories_folder, "--data", files["pairs"])
+    sums = [[answered(one["prompt"], one[name])[0] for name in ("chosen", "rejected")] for one in PAIRS]
+    margins = [chosen - rejected for chosen, rejected in sums]
+    assert (found["kind"], found["pairs"], found["accuracy"], found["against"]) == ("preferences", 2, 1.0, None)
+    assert found["margin"] == pytest.approx(np.mean(margins), rel=1e-4)
+    assert found["chosen_logprob"] == pytest.approx(np.mean(sums, axis=0)[0], rel=1e-4)
+    same = run(stories_folder, "--data", files["pairs"], "--against", stories_folder)
+    assert (same["margin"], same["accuracy"]) == (0, 0)
+    beside = run(stories_folder, "--data", files["pairs"], "--adapter", adapter)
+    assert beside["against"].endswith("without the adapter")
+    adapted = beside["chosen_logprob"] - beside["rejected_logprob"]
+    assert beside["margin"] == pytest.approx(adapted - found["margin"], abs=1e-3)
+    page = calling(Eval, stories_folder, "--data", files["pairs"], "--max-documents", 1).out
+    assert "100.00% ± 0.0% of 1 pairs" in page
+
+
+def test_options_that_the_data_do_not_read(calling, stories_folder, files):
+    for name, option, message in (
+        ("chats", ("--lengths", "32"), "lengths='32' is not for chats, which the data are; leave it out"),
+        ("pairs", ("--stride", "4"), "stride=4 is not for preferences, which the data are"),
+        ("texts", ("--format", "plain"), "format='plain' is not for text, which the data are"),
+        ("pairs", ("--length", "9999"), "length=9999 must be at least 1 and within the context of 512"),
+    ):
+        with pytest.raises(UserError, match=message):
+            calling(Eval, stories_folder, "--data", files[name], *option)

@@ -1,0 +1,135 @@
+"""Runs in which a small model learns what a larger one predicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from commands import run_here
+from mortal_run import recipe, write_words
+from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+
+import llama_jax
+from llama_jax.model.adapters import Lora
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.loop import train
+from llama_jax.tokenizers.making import byte_tokenizer
+from llama_jax.training.distillation import DistillOptions
+
+pytestmark = pytest.mark.slow
+
+LARGE = replace(recipe(), steps=40, evaluate_every=0, save_every=0, log_every=20, ema_decay=0.0)
+SMALL = replace(
+    LARGE,
+    model=replace(LARGE.model, dim=16, hidden_dim=32, n_layers=1),
+    steps=30,
+    evaluate_every=10,
+    save_every=10,
+    log_every=1,
+    vocabulary="given",
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_words(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def teacher(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    train(LARGE, folder, [text], log=StopAt())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def student(teacher):
+    return replace(SMALL, distill=DistillOptions(str(teacher), weight=0.9, temperature=1.5))
+
+
+@pytest.fixture(scope="module")
+def whole(text, student, tmp_path_factory):
+    folder, log = tmp_path_factory.mktemp("student"), StopAt()
+    return folder, train(student, folder, [text], log=log), log.said
+
+
+def test_the_student_approaches_the_teacher(whole, teacher):
+    folder, result, said = whole
+    found = [line["kl"] for line in lines(folder, "validation")]
+    assert found[-1] < 0.5 * found[0]
+    assert result.validation.kl == found[-1]
+    assert [line["kl"] for line in lines(folder, "train")][-1] < 0.5 * lines(folder, "train")[0]["kl"]
+    assert f"teacher: {teacher}" in said
+    config, _, tokenizer = llama_jax.load(folder)
+    assert config.dim == 16
+    assert tokenizer.encode("a llama") == llama_jax.load(teacher).tokenizer.encode("a llama")
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(whole, text, student, tmp_path):
+    stopped = train(student, tmp_path, [text], log=StopAt("step 12/"))
+    assert 12 <= stopped.step < 30
+    resumed = train(student, tmp_path, [text], resume=True, log=StopAt())
+    same(resumed.state, whole[1].state)
+
+
+def test_over_a_mesh_and_in_parts_the_same_is_learnt(teacher, text, student, tmp_path):
+    short = replace(student, steps=3, evaluate_every=0)
+    few = replace(short, distill=replace(short.distill, top_k=4))
+    for name, one in (("whole", short), ("top", few)):
+        found = []
+        for how, changed, mesh in (
+            ("alone", one, MeshSizes()),
+            ("mesh", one, MeshSizes(fsdp=2, tensor=2)),
+            ("parts", replace(one, accumulate=2), MeshSizes(data=2)),
+            ("context", one, MeshSizes(context=2)),
+        ):
+            result = train(changed, tmp_path / name / how, [text], mesh=mesh, log=StopAt())
+            found.append([*(line["loss"] for line in lines(tmp_path / name / how, "train")), result.validation.loss])
+        np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=2e-4)
+
+
+def test_a_teacher_for_adapters_and_in_fewer_bits(teacher, text, whole, student, tmp_path):
+    changed = replace(student, lora=Lora(rank=2, alpha=16.0), steps=4, distill=replace(student.distill, quantize="int8"))
+    result = train(changed, tmp_path, [text], weights=whole[0], log=StopAt())
+    assert np.isfinite(result.validation.kl)
+    assert result.validation.kl < 1.1 * whole[1].validation.kl
+
+
+def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
+    folder = tmp_path / "run"
+    for changes, message in (
+        (
+            {"distill": replace(student.distill, teacher="")},
+            "distillation needs a teacher; give a model's folder",
+        ),
+        (
+            {"model": replace(SMALL.model, vocab_size=384)},
+            r"a vocabulary of 320, the student one of 384, .* anew, model",
+        ),
+        ({"z_loss": 0.1}, r"z_loss=0.1 is no part of the loss of distillation"),
+    ):
+        with pytest.raises(TrainingError, match=message):
+            train(replace(student, **changes), folder, "missing.txt")
+    with pytest.raises(TrainingError, match="pmap does not train on a teacher's predictions; use the backend jit"):
+        train(student, folder, "missing.txt", backend="pmap")
+    assert not folder.exists()
+    config, params, tokenizer = llama_jax.load(teacher)
+    llama_jax.save(tmp_path / "other", config, params.replace(final_norm=params.final_norm * 1.1), tokenizer)
+    other = replace(student, distill=replace(student.distill, teacher=str(tmp_path / "other")))
+    with pytest.raises(TrainingError, match="the teacher is not what this run began with; resume with the same"):
+        train(other, whole[0], [text], resume=True, log=StopAt())
+    llama_jax.save(tmp_path / "moved", config, params, tokenizer)
+    moved = replace(student, distill=replace(student.distill, teacher=str(tmp_path / "moved")))
+    same(train(moved, whole[0], [text], resume=True, log=StopAt()).state, whole[1].state)
+    assert byte_tokenizer().vocab_size < 320
+
+
+def test_the_command(teacher, text, tmp_path):
+    changes = "steps=2 batch=8 length=24 optimizer.warmup_steps=1 distill.top_k=8 reading.longest=60"
+    shape = "model.vocab_size=320 model.dim=16 model.n_layers=1 model.hidden_dim=32 model.n_heads=4 model.n_kv_heads=2"
+    given = "--workdir", tmp_path / "run", "--data", text, "--teacher", teacher
+    done = run_here("train", "distill", *given, *changes.split(), *shape.split())
+    assert done.returncode == 0, done.stderr
+    assert "KL " in done.stdout

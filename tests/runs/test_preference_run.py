@@ -1,0 +1,222 @@
+"""Runs that train on preferences: with adapters and without, whole and again after an interruption."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mortal_run
+import numpy as np
+import pytest
+from commands import run_here
+from mortal_run import environment_of, preferring, recipe, write_words
+from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+
+import llama_jax
+from llama_jax.checkpoints import load_adapter
+from llama_jax.errors import CheckpointError
+from llama_jax.model.adapters import Lora
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.loop import train
+from llama_jax.training.preferences import PreferenceOptions
+
+FULL = preferring()
+ADAPTERS = replace(FULL, lora=Lora(rank=2, alpha=16.0), vocabulary="given")
+KTO = replace(FULL, preference=PreferenceOptions("kto", beta=0.5))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model of a text, which knows nothing of the answers."""
+    folder = tmp_path_factory.mktemp("base")
+    text = write_words(folder)
+    short = replace(recipe(), steps=4, evaluate_every=0, save_every=0, ema_decay=0.0)
+    train(short, folder / "run", [text], log=StopAt())
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Questions of random letters, and of two words the one that is preferred."""
+    rng = np.random.default_rng(0)
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    questions = ["".join(map(chr, rng.integers(97, 123, rng.integers(3, 10)))) for _ in range(60)]
+    answers = {"chosen": " the llama", "rejected": " no grass"}
+    file.write_text("".join(json.dumps({"prompt": question, **answers}) + "\n" for question in questions))
+    return file
+
+
+@pytest.fixture(scope="module")
+def judged(pairs):
+    file = pairs.with_name("judged.jsonl")
+    read = list(map(json.loads, pairs.read_text().splitlines()))
+    said = [(one["prompt"], one[name], name == "chosen") for one in read for name in ("chosen", "rejected")]
+    file.write_text(
+        "".join(json.dumps(dict(zip(("prompt", "completion", "label"), one, strict=True))) + "\n" for one in said)
+    )
+    return file
+
+
+@pytest.fixture(scope="module")
+def whole(base, pairs, tmp_path_factory):
+    """{name: (folder, result, what was said)} of runs without interruption."""
+    found = {}
+    for name, one in (("full", FULL), ("adapters", ADAPTERS)):
+        folder, log = tmp_path_factory.mktemp(name), StopAt()
+        found[name] = folder, train(one, folder, pairs, weights=base, log=log), log.said
+    return found
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["full", "adapters"])
+def test_the_preferred_answer_becomes_more_probable(whole, name):
+    folder, result, said = whole[name]
+    found = lines(folder, "train")
+    assert found[0]["loss"] == pytest.approx(np.log(2), abs=1e-5), "model and reference are the same"
+    assert (found[0]["margin"], found[0]["accuracy"]) == pytest.approx((0, 0), abs=1e-4) or found[0]["accuracy"] <= 1
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert result.validation.accuracy == 1.0
+    assert result.validation.margin > 0.1
+    assert result.validation.pairs == 12
+    last = lines(folder, "validation")[-1]
+    assert last["accuracy"] == 1.0
+    assert last["chosen_reward"] - last["rejected_reward"] == pytest.approx(last["margin"])
+    assert last["chosen_logprob"] < 0 > last["rejected_logprob"]
+    assert "preferences: 60 of 60 examples" in said
+    assert "48 pairs in " in said
+    assert f"accuracy {found[-1]['accuracy']:.4g} · margin {found[-1]['margin']:.4g}" in said
+
+
+@pytest.mark.parametrize("name", ["full", "adapters"])
+def test_an_interrupted_run_ends_with_the_same_bits(whole, base, pairs, tmp_path, name):
+    one = {"full": FULL, "adapters": ADAPTERS}[name]
+    stopped = train(one, tmp_path, pairs, weights=base, log=StopAt("step 3/"))
+    assert 3 <= stopped.step < 8
+    resumed = train(one, tmp_path, pairs, weights=base, resume=True, log=StopAt())
+    same(resumed.state, whole[name][1].state)
+    found, expected = (lines(folder, "validation")[-1] for folder in (tmp_path, whole[name][0]))
+    assert found == expected
+
+
+def test_a_killed_run_ends_with_the_same_bits(base, pairs, tmp_path):
+    """Once before anything but the reference is saved, and once after the first checkpoint."""
+    program = Path(mortal_run.__file__)
+
+    def live(folder, left=1000):
+        given = f"{program}:preferring", "--workdir", folder, "--data", pairs, "--weights", base, "--resume"
+        command = [sys.executable, program, "-", "0", "train", *given, "--mesh", "data=1"]
+        environment = environment_of(tmp_path / "cache")
+        with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                left -= line.startswith("step ") and " · " in line
+                if left == 0:
+                    process.kill()
+        return process.returncode
+
+    assert live(tmp_path / "whole") == 0
+    for left in (2, 6):
+        assert live(tmp_path / "run", left) == -signal.SIGKILL
+        assert (tmp_path / "run" / "reference.npz").exists()
+    assert live(tmp_path / "run") == 0
+    # Read where the runs have ended, which changes nothing.
+    ended = [train(FULL, tmp_path / name, pairs, weights=base, resume=True, log=StopAt()) for name in ("run", "whole")]
+    assert ended[0].step == 8
+    same(*(one.state for one in ended))
+    assert lines(tmp_path / "run", "validation")[-1] == lines(tmp_path / "whole", "validation")[-1]
+
+
+def test_checkpoints_hold_the_adapters_alone_and_another_base_is_refused(whole, base, pairs, tmp_path):
+    folder, result, _ = whole["adapters"]
+    config, params, tokenizer = llama_jax.load(base)
+    same(llama_jax.stack(load_adapter(folder, config).params), result.state.params)
+    assert not (folder / "reference.npz").exists()
+    with pytest.raises(CheckpointError, match="holds adapters and not a model"):
+        llama_jax.load(folder)
+    moved = params.replace(final_norm=params.final_norm.at[3].add(1e-6))
+    llama_jax.save(tmp_path / "other", config, moved, tokenizer)
+    with pytest.raises(TrainingError, match=r"other is not the model that this run's adapters began with"):
+        train(ADAPTERS, folder, pairs, weights=tmp_path / "other", resume=True)
+
+
+def test_the_cached_reference_belongs_to_the_run(whole, base, pairs, tmp_path):
+    folder = shutil.copytree(whole["full"][0], tmp_path / "run")
+    with np.load(folder / "reference.npz") as file:
+        held = dict(file)
+    assert held["train"].shape == (48, 2)
+    np.savez(folder / "reference.npz", **held | {"train": held["train"] + 1e-3})
+    with pytest.raises(TrainingError, match=r"reference\.npz is not of this run: its numbers are others; copy it"):
+        train(FULL, folder, pairs, weights=base, resume=True)
+    (folder / "reference.npz").write_bytes(b"PK\3\4")
+    with pytest.raises(TrainingError, match=r"reference\.npz, .* began with, cannot be read .* copy it from where"):
+        train(FULL, folder, pairs, weights=base, resume=True)
+    other = replace(FULL, preference=PreferenceOptions(beta=0.1))
+    with pytest.raises(TrainingError, match=r"preference.beta: 0.5 in the folder, 0.1 now"):
+        train(other, folder, pairs, weights=base, resume=True)
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora": ADAPTERS.lora, "vocabulary": "given"}], ids=["full", "adapters"])
+@pytest.mark.parametrize("kind", ["sigmoid", "kto"])
+def test_over_devices_and_in_parts_the_same_is_learnt(base, pairs, tmp_path, changes, kind):
+    short = replace(FULL, steps=3, evaluate_every=0, save_every=0, preference=PreferenceOptions(kind, beta=0.5), **changes)
+    ways = {
+        "alone": (short, MeshSizes()),
+        "mesh": (short, MeshSizes(fsdp=2, tensor=2)),
+        "parts": (replace(short, accumulate=2), MeshSizes(data=2)),
+    }
+    found = {}
+    for name, (one, mesh) in ways.items():
+        result = train(one, tmp_path / name, pairs, weights=base, mesh=mesh, log=StopAt())
+        found[name] = [*(line["loss"] for line in lines(tmp_path / name, "train")), result.validation.loss]
+    for name in ("mesh", "parts"):
+        np.testing.assert_allclose(found[name], found["alone"], rtol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["hinge", "ipo", "simpo", "orpo"])
+def test_every_loss_trains(base, pairs, tmp_path, kind):
+    options = PreferenceOptions(kind, 2.0 if kind == "simpo" else 0.5)
+    log = StopAt()
+    result = train(replace(FULL, preference=options, evaluate_every=8), tmp_path, pairs, weights=base, log=log)
+    losses = [line["loss"] for line in lines(tmp_path, "train")]
+    assert losses[-1] < losses[0]
+    assert result.validation.accuracy == 1.0
+    assert (tmp_path / "reference.npz").exists() == (kind in ("hinge", "ipo"))
+
+
+def test_answers_with_a_label(base, pairs, judged, tmp_path):
+    """Pairs are answers with a label, too."""
+    of_pairs = train(KTO, tmp_path / "pairs", pairs, weights=base, log=StopAt())
+    log = StopAt()
+    of_answers = train(KTO, tmp_path / "judged", judged, weights=base, log=log)
+    for result in (of_pairs, of_answers):
+        assert result.validation.margin > 0.1
+        assert np.isnan(result.validation.accuracy)
+    assert "96 answers in " in log.said
+    found = lines(tmp_path / "judged", "train")
+    assert found[0]["loss"] == pytest.approx(0.5, abs=1e-5)
+    assert found[-1]["loss"] < 0.5
+    assert "accuracy" not in found[0]
+    with pytest.raises(TrainingError, match=r"has single answers with a label, which preference.kind=kto learns from"):
+        train(FULL, tmp_path / "other", judged, weights=base)
+
+
+def test_the_command(base, pairs, tmp_path):
+    given = ("train", "dpo", "--workdir", tmp_path / "run", "--data", pairs, "--weights", base)
+    changes = "steps=2 batch=8 length=40 dtype=float32 remat=none optimizer.warmup_steps=1 lora.rank=2 preference.kind=ipo"
+    done = run_here(*given, *changes.split())
+    assert done.returncode == 0, done.stderr
+    assert "preferences: 60 of 60 examples" in done.stdout
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["preference"]["kind"] == "ipo"
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(pairs.read_text() + '{"prompt": "a", "chosen": "b"}\n')
+    done = run_here("train", "dpo", "length=40", "--workdir", tmp_path / "other", "--data", bad, "--weights", base)
+    assert done.returncode == 2
+    assert f"{bad}, line 61: rejected is missing; give prompt, chosen and rejected" in done.stderr
