@@ -1,13 +1,18 @@
 """Training by rewards: what is judged better becomes more probable, whole and again after an interruption."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands import run_here
-from mortal_run import recipe, write_words
+from commands import DEVICES, run_here
+from mortal_run import environment_of, recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 from llama_jax.checkpoints.bundled import bundled
@@ -116,6 +121,33 @@ def test_stopped_between_two_updates_and_resumed_it_is_the_whole(whole, file, pr
         assert [ours[name] for name in names] == [theirs[name] for name in names]
 
 
+MORTAL = """
+from dataclasses import replace
+from test_reward_run import recipe_for
+
+def mine():
+    return recipe_for({file!r}, rewards={{"updates": 2}}, save_every=3)
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_a_save_between_two_updates_it_is_the_whole(whole, file, prompts, tmp_path):
+    (tmp_path / "mine.py").write_text(MORTAL.format(file=str(file)))
+    tests = Path(__file__).parents[1]
+    paths = [tests / "runs", tests, tests.parent / "experiments", tests.parent]
+    # As many devices as here: how many a process has decides among how many threads XLA divides a matmul, and so rounding.
+    environment = environment_of(tmp_path) | {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    command = [sys.executable, str(tests / "runs" / "mortal_run.py"), "writing", "2", "train", f"{tmp_path}/mine.py:mine"]
+    command += ["--mesh", "data=1"]
+    folder = tmp_path / "run"
+    killed = subprocess.run([*command, "--workdir", folder, "--data", prompts], env=environment, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()] == ["3"]
+    resumed = train(recipe_for(file, rewards={"updates": 2}, save_every=3), folder, [prompts], resume=True)
+    same(resumed.state, whole[1].state)
+
+
 @pytest.mark.slow
 def test_another_function_is_another_run(file, prompts, tmp_path):
     mine = tmp_path / "mine.py"
@@ -163,6 +195,22 @@ def test_adapters_learn_beside_a_reference(file, prompts, tmp_path, quantize):
     assert found[-1]["kl"] > found[0]["kl"]
     means = [np.mean([line["reward"] for line in some]) for some in (found[:5], found[-10:])]
     assert means[1] > means[0] + 0.1
+
+
+@pytest.mark.slow
+def test_with_all_parameters_the_reference_is_what_training_began_with(file, prompts, tmp_path):
+    base = tmp_path / "base"
+    settings = recipe_for(file, steps=2, evaluate_every=0)
+    train(settings, base, [prompts])
+    told = replace(settings, steps=4, rewards=replace(settings.rewards, beta=0.1), vocabulary="given")
+    train(replace(told, steps=2), tmp_path / "half", [prompts], weights=base)
+    whole = train(told, tmp_path / "run", [prompts], weights=base)
+    found = [line["kl"] for line in lines(tmp_path / "run", "train")]
+    assert found[0] < 1e-6 < found[-1]
+    resumed = train(told, tmp_path / "half", [prompts], weights=base, resume=True)
+    same(resumed.state, whole.state)
+    with pytest.raises(TrainingError, match=r"rewards.beta is for a divergence from the model .*; give --weights"):
+        train(replace(told, vocabulary="byte"), tmp_path / "none", [prompts])
 
 
 @pytest.mark.slow
