@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -29,8 +30,8 @@ class Train:
 
     recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
     """tiny, shakespeare, stories15m or tinyllama; sft and dpo, which teach the model of --weights by chats and by
-    preferences (see `data show`); distill, by the predictions of --teacher; or FILE.py:FUNCTION, a function that returns a
-    Recipe."""
+    preferences (see `data show`); distill, by the predictions of --teacher; grpo, by its own answers to prompts and what
+    --reward says of them; or FILE.py:FUNCTION, a function that returns a Recipe."""
     changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
     """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
     settings are those of llama_jax.Recipe."""
@@ -48,6 +49,9 @@ class Train:
     teacher: Path | None = None
     """A model of the same vocabulary, of any format, whose predictions are learnt, by the recipe distill or any of text or
     chats: as the change distill.teacher=PATH."""
+    reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """For the recipe grpo: FILE.py:FUNCTION, which is given the completions and, as lists, the fields of their prompts, and
+    gives a number for each; several are added up. As the change rewards.functions=["FILE.py:FUNCTION"]."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder, where there is one."""
     mesh: str = ""
@@ -121,6 +125,8 @@ class Train:
         check_weights(self.recipe, given=self.weights is not None)
         recipe = find(self.recipe)
         changes = [*self.changes, *([] if self.teacher is None else [f"distill.teacher={self.teacher}"])]
+        if self.reward:
+            changes.append(f"rewards.functions={json.dumps(self.reward)}")
         if self.weights is None:
             return override(recipe, changes)
         # The length is set together with the changes: before them it may not fit the context, nor the context it.

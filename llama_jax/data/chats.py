@@ -80,6 +80,44 @@ def read_chats(path: Path) -> Iterator[Example]:
         yield Example(prompt, (answer,), () if isinstance(answer, str) else at.tools(), line, read)
 
 
+class Asked(NamedTuple):
+    """A line of a file of prompts.
+
+    Attributes:
+      prompt: a text, or messages.
+      tools: functions that the model may call.
+      columns: all fields of the line, as they are there.
+      line: the number of the line.
+    """
+
+    prompt: Said
+    tools: tuple[dict[str, Any], ...]
+    columns: dict[str, Any]
+    line: int
+
+
+def read_prompts(path: Path) -> Iterator[Asked]:
+    """What is asked: `prompt`, a text or messages, before which a `system` text is the first message. Any other fields may
+    be there, the same in all lines: what is to be known to judge the answers.
+
+    Raises:
+      DataError: a line with something else, by its file, line and field.
+    """
+    columns: list[str] | None = None
+    for found, line, _ in jsonl_objects(path):
+        at = _Line(f"{path}, line {line}", found)
+        if "prompt" not in found:
+            raise at.wrong(f"prompt is missing, a text or messages; the fields are {at.fields()}")
+        columns = list(found) if columns is None else columns
+        for name in sorted(set(columns) ^ set(found)):
+            where, other = ("the first line", "here") if name in columns else ("this line", "in the first")
+            raise at.wrong(f"{shown(name, 40)} is a field of {where} and not {other}; give it in all lines, as null in some")
+        prompt = at.said("prompt")
+        if not isinstance(prompt, str) and prompt[0]["role"] != "system":
+            prompt = (*at.system(), *prompt)
+        yield Asked(prompt, () if isinstance(prompt, str) else at.tools(), found, line)
+
+
 def read_preferences(path: Path) -> Iterator[Example]:
     """Two answers of which the first is preferred: `chosen` and `rejected`, both texts or both messages, after `prompt`.
 

@@ -6,13 +6,18 @@ from functools import partial
 from operator import attrgetter
 
 import jax
+from jax.sharding import Mesh
 
 from llama_jax.config import LlamaConfig
+from llama_jax.inference.placement import Placement
+from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama, Row
+from llama_jax.ops.attention import Division, attend
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel.fit import changed, fit_array, has_groups, laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.specs import param_specs, shardings
+from llama_jax.parallel.ring import BATCH
+from llama_jax.parallel.specs import layout_over, param_specs, shardings
 
 
 def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, fitted: bool = True) -> Llama:
@@ -49,3 +54,18 @@ def fit_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
         return found
 
     return changed(params, move)
+
+
+def layout_to_generate(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
+    """How a model that trains over a mesh generates there, with the parameters as they lie: its configuration, and a layout
+    whose `fit` is that of the training. Rows are cut over `data` and `fsdp`, heads and the vocabulary over `tensor`.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    held, training = layout_over(config, mesh)
+    if mesh.size == 1:
+        return held, Layout(mesh=mesh.abstract_mesh)
+    placement = Placement(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
+    attention = partial(attend, division=Division(BATCH, ("tensor",)))
+    return held, Layout(placement, attention, fit=training.fit, mesh=mesh.abstract_mesh)

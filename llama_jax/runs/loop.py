@@ -139,7 +139,7 @@ def train(
         prompts = preparing.encode_prompts(recipe, vocabulary)
         if not processes.first_of_host:  # which leaves the tokenised text in the cache
             processes.wait("text tokenised")
-        task = kind_of(recipe).open(recipe, Given(paths, validation_paths, vocabulary, mesh, log))
+        task = kind_of(recipe).open(recipe, Given(paths, validation_paths, vocabulary, mesh, log, weights))
         preparing.check_data(note, task.digests)
         if processes.first_of_host:
             processes.wait("text tokenised")
@@ -356,7 +356,7 @@ class _TrainingRun:
             self.log.line(f"{self.stop.name}: stopped and saved at step {step}; go on with --resume")
             return
         found = self.validation
-        text = f"done: step {step}" + ("" if found is None else f", validation loss {found.loss:.4f}")
+        text = f"done: step {step}" + ("" if found is None else f", validation {found.text}")
         if best is not None and best != step:
             text += f"; the best was step {best}, in {self.folder / CHECKPOINTS / str(best)}"
         self.log.line(text)

@@ -45,8 +45,9 @@ class Run:
 
     Attributes:
       name: of its folder.
-      train: float64[n] each, by the names of `TRAIN`; nan where a value is missing or not finite.
-      validation: float64[m] each, by the names of `VALIDATION`; tokens are those of the training line at that step.
+      train: float64[n] each, by the names of `TRAIN` and those of `MORE` that it has; nan where a value is missing or not
+        finite.
+      validation: float64[m] each, likewise by `VALIDATION` and `MORE`; tokens are those of the training line at that step.
       unreadable: lines, counted from 1, that are not whole: of a run that was killed while it wrote.
     """
 
@@ -58,6 +59,15 @@ class Run:
 
 TRAIN = ("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second")
 VALIDATION = ("step", "tokens", "loss")
+# What runs of some kinds have beside, in panels of their own.
+MORE = {
+    "reward": "Reward",
+    "length": "Answers, tokens",
+    "stopped": "Share of answers that ended",
+    "flat": "Share of groups without variance",
+    "clipped": "Share of tokens that were clipped",
+    "kl": "Divergence from the reference, nats per token",
+}
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
@@ -92,8 +102,10 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     if not kept["train"]:
         damage = f"; {len(unreadable)} of its lines are not whole" if unreadable else ""
         raise UserError(f"{path} has no line of training to draw{damage}; has the run logged a step yet?")
-    train = {name: _column(kept["train"], name) for name in TRAIN}
-    validation = {name: _column(kept["validation"], name) for name in VALIDATION}
+    train, validation = (
+        {name: _column(lines, name) for name in (*names, *(m for m in MORE if any(m in line for line in lines.values())))}
+        for lines, names in ((kept["train"], TRAIN), (kept["validation"], VALIDATION))
+    )
     known = np.isfinite(train["tokens"])
     if known.any():
         validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
@@ -144,7 +156,7 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def draw(runs: Sequence[Run], *, by: By = "step", log: bool = False, smoothing: float = 0.01) -> Figure:
-    """Loss, learning rate, gradient norm and throughput of runs, one over the other.
+    """Loss, learning rate, gradient norm and throughput of runs, and what one of them has of `MORE`, one over the other.
 
     Args:
       runs: what `read_runs` gave.
@@ -167,30 +179,40 @@ def draw(runs: Sequence[Run], *, by: By = "step", log: bool = False, smoothing: 
     for run in runs:
         if by == "tokens" and not np.isfinite(run.train["tokens"]).any():
             raise UserError(f"the run {run.name} did not write its number of tokens; draw it by='step'")
-    figure = _blank(11, 7)
+    usual = "Loss, nats per token", "Learning rate", "Gradient norm", "Throughput, tokens per second"
+    titles = dict(zip(TRAIN[2:], usual, strict=True))
+    titles |= {name: title for name, title in MORE.items() if any(name in run.train for run in runs)}
+    height = -(-len(titles) // 2)
+    figure = _blank(11, 3.5 * height)
     from matplotlib.lines import Line2D
 
-    grid = figure.subplots(2, 2, sharex=True)
-    panels: dict[str, Axes] = dict(zip(("loss", "learning_rate", "grad_norm", "tokens_per_second"), grid.flat, strict=True))
-    titles = ("Loss, nats per token", "Learning rate", "Gradient norm", "Throughput, tokens per second")
-    for axes, title in zip(panels.values(), titles, strict=True):
-        _style(axes, title)
-    for name in ("tokens_per_second", "grad_norm"):
+    grid = figure.subplots(height, 2, sharex=True).flat
+    panels: dict[str, Axes] = dict(zip(titles, grid, strict=False))
+    for name, title in titles.items():
+        _style(panels[name], title)
+    for name in list(titles)[-2:]:
         panels[name].set_xlabel(by, color=GREY)
+    for axes in grid[len(titles) :]:
+        axes.set_visible(False)
 
     handles = []
     for run, (colour, dashes) in zip(runs, _looks(), strict=False):
         x = run.train[by]
         for name, axes in panels.items():
+            if name not in run.train:
+                continue
             y = run.train[name]
             reach = 0 if name == "learning_rate" else round(smoothing * len(y))
             if reach:
                 axes.plot(x, y, color=colour, alpha=0.25, linewidth=0.8)
             alone = "." if len(y) == 1 else ""  # a line needs two points
             axes.plot(x, smooth(y, reach), color=colour, linestyle=dashes, linewidth=1.6, marker=alone)
-        if len(run.validation["loss"]):
-            every = -(-len(run.validation["loss"]) // MOST_DOTS)
-            panels["loss"].plot(run.validation[by], run.validation["loss"], **DOTS, color=colour, zorder=3, markevery=every)
+        of_rewards = "reward" in run.validation  # whose loss is but their negative
+        for name in set(run.validation) & set(titles) - ({"loss"} if of_rewards else set()):
+            every = -(-len(run.validation[name]) // MOST_DOTS)
+            if not every:
+                continue
+            panels[name].plot(run.validation[by], run.validation[name], **DOTS, color=colour, zorder=3, markevery=every)
         handles.append(Line2D([], [], color=colour, linestyle=dashes, linewidth=2, label=_plain(run.name)))
     _scale(panels, log)
     if any(len(run.validation["loss"]) for run in runs):
@@ -337,7 +359,7 @@ def _scale(panels: dict[str, Axes], log: bool) -> None:
         drawn = np.concatenate([np.asarray(line.get_ydata(), np.float64) for line in axes.lines])
         if name in ("learning_rate", "tokens_per_second"):
             axes.set_ylim(0, 1.08 * np.nanmax(drawn, initial=0) or 1)  # a constant is not on the edge
-        elif log and (drawn > 0).any():
+        elif log and name not in MORE and (drawn > 0).any():
             positive = drawn[drawn > 0]
             wide = positive.max() > 4 * positive.min()
             axes.set_yscale("log")

@@ -15,6 +15,7 @@ from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights import Kept
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.reward_settings import RewardSettings
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.objective import CHUNK
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
@@ -26,11 +27,12 @@ Vocabulary = Literal["given", "byte", "bpe"]
 # What may change when a run is resumed: what it shows and keeps, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
-    | {"distill.teacher"}  # which is known by its numbers
+    | {"rewards.held", "rewards.samples"}
+    | {"distill.teacher", "rewards.functions"}  # which are known by their numbers and files
 )
 
 # Settings that older runs did not have.
-LATER = ("attention", "attend", "loss", "lora", "quantize", "chats", "preference", "distill")
+LATER = ("attention", "attend", "loss", "lora", "quantize", "chats", "preference", "distill", "rewards")
 
 POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
 NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
@@ -65,6 +67,7 @@ class Recipe:
       preference: the data are preferences, read as `chats` says, and this is their loss. Each of the B rows has two sides of
         T tokens, the chosen and the rejected answers of several pairs. The reference is the model that training begins with.
       distill: what a teacher predicts is learnt, see `DistillOptions`.
+      rewards: the data are prompts, and what is learnt are the model's own answers by their rewards. The B rows are answers.
       validation: share of the documents that is kept for validation where no file is given for it, and, where documents are
         few, of the tokens (`data.split`).
       evaluate_every: steps between evaluations, and 0 for only one, at the end.
@@ -101,6 +104,7 @@ class Recipe:
     chats: ChatReading | None = None
     preference: PreferenceOptions | None = None
     distill: DistillOptions | None = None
+    rewards: RewardSettings | None = None
     validation: float = 0.05
     evaluate_every: int = 250
     evaluate_tokens: int = 0
@@ -143,8 +147,9 @@ class Recipe:
             raise TrainingError("vocabulary='bpe' is learnt from text, and the data are chats; give a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
             raise TrainingError("preference is of data that are read as chats are; give chats, too, as chats.format=auto")
-        if self.preference is not None and self.distill is not None:
-            raise TrainingError("preference and distill exclude each other: each is a loss; leave one of them out")
+        losses = [name for name in ("preference", "distill", "rewards") if getattr(self, name) is not None]
+        if len(losses) > 1:
+            raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; leave one of them out")
         if self.length > self.model.max_seq_len:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.batch % self.accumulate:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from llama_jax.config import LlamaConfig, preset
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.functions import function_of
 from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.reward_settings import RewardSettings
 from llama_jax.tokenizers.making import BYTE_VOCABULARY
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
@@ -142,10 +141,28 @@ def distill() -> Recipe:
     )
 
 
+def grpo() -> Recipe:
+    """Reinforcement of the model's own answers by functions that judge them (``--reward``), 8 to each of 8 prompts. The
+    model is that of the weights, and the learning rate that of TRL's GRPO; adapters take ten times that rate."""
+    return Recipe(
+        model=preset("stories-260k"),
+        steps=200,
+        batch=64,
+        length=256,
+        optimizer=OptimizerSettings(learning_rate=1e-6, schedule="constant", warmup_steps=5, weight_decay=0.0),
+        dtype="bfloat16",
+        remat="dots",
+        rewards=RewardSettings(),
+        evaluate_every=50,
+        save_every=50,
+        log_every=1,
+    )
+
+
 BUILT_IN: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama, sft, dpo, distill)
+    recipe.__name__: recipe for recipe in (tiny, shakespeare, stories15m, tinyllama, sft, dpo, distill, grpo)
 }
-FINE_TUNING = ("sft", "dpo")  # whose model is that of the weights
+FINE_TUNING = ("sft", "dpo", "grpo")  # whose model is that of the weights
 
 
 def check_weights(name: str, *, given: bool) -> None:
@@ -162,21 +179,10 @@ def find(name: str) -> Recipe:
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    file, colon, function = name.rpartition(":")
+    file, colon, _ = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         raise TrainingError(f"no recipe {name!r}; give {', '.join(BUILT_IN)}, or FILE.py:FUNCTION")
-    path = Path(file).resolve()
-    if not path.is_file():
-        raise TrainingError(f"recipe {name!r}: {path} does not exist")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
-    spec.loader.exec_module(module)
-    make = getattr(module, function, None)
-    if not callable(make):
-        raise TrainingError(f"recipe {name!r}: {path} has no function {function!r}")
+    make = function_of(name, "recipe")
     recipe = make()
     if not isinstance(recipe, Recipe):
         raise TrainingError(f"recipe {name!r} returned {type(recipe).__name__}; a llama_jax.runs.recipe.Recipe is needed")

@@ -200,6 +200,18 @@ def test_a_figure_of_four(run):
     assert figure.axes[2].get_xlabel() == "step"
 
 
+def test_what_only_some_runs_have_is_in_panels_of_its_own(run, tmp_path):
+    """As rewards, whose validation loss is no loss of tokens."""
+    judged = [train(step, reward=step / 10, flat=0.5) for step in (1, 2)]
+    other = read_run(write(tmp_path / "other", [*judged, validation(2, reward=0.3)]))
+    figure = draw([run, other], smoothing=0, log=True)
+    assert png(figure)
+    assert [axes.get_title(loc="left") for axes in figure.axes][4:] == ["Reward", "Share of groups without variance"]
+    assert len(curves(figure, 0)) == 3, "two curves, and the dots of the first run"
+    np.testing.assert_allclose(np.concatenate(curves(figure, 4)), [[1, 0.1], [2, 0.2], [2, 0.3]])
+    assert [axes.get_yscale() for axes in figure.axes] == ["log", "linear", "log", "linear", "linear", "linear"]
+
+
 def test_by_tokens_and_logarithmic(run):
     figure = draw([run], by="tokens", log=True)
     assert png(figure)

@@ -6,7 +6,7 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.program import Backend, check_mesh
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks import distillation, preferences, text
+from llama_jax.runs.tasks import distillation, preferences, rewards, text
 from llama_jax.runs.tasks.task import Kind
 
 
@@ -16,6 +16,8 @@ def kind_of(recipe: Recipe) -> Kind:
         return preferences.KIND
     if recipe.distill is not None:
         return distillation.KIND
+    if recipe.rewards is not None:
+        return rewards.KIND
     return text.KIND
 
 

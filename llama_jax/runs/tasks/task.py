@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +156,7 @@ class Given(NamedTuple):
     tokenizer: Tokenizer
     mesh: MeshSizes
     log: Log
+    weights: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,248 @@
+"""Prompts to train on by rewards: their tokens, and the columns that judge the answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from llama_jax.data.chats import Asked, read_prompts
+from llama_jax.data.errors import DataError
+from llama_jax.data.shuffle import check_seed, shuffled
+from llama_jax.data.sources import Paths, describe, find_files, untouched
+from llama_jax.errors import GenerationError, TokenizerError
+from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, resolve_format, takes_tools
+from llama_jax.tokenizers.base import split_special
+from llama_jax.tokenizers.template import Renderer
+
+ANSWERS, HELD = 1 << 62, (1 << 62) + 1  # streams of random numbers, beside those by which data are shuffled
+
+
+@dataclass(frozen=True)
+class PromptReading:
+    """How lines of prompts become tokens.
+
+    Attributes:
+      format: of prompts that are messages, see `tokenizers.resolve_format`. A text has none.
+      special: whether "<|eot_id|>" and the like are special tokens in a text; by default they are text.
+    """
+
+    format: Format = "auto"
+    special: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSet:
+    """Prompts, in the order of their files.
+
+    Attributes:
+      ids: the tokens of each.
+      columns: by the names of the fields of the lines, what each prompt has there; "prompt" is among them.
+      stops: the tokens that end an answer.
+      digest: SHA-256 of all this but the stops.
+      dropped: prompts that were left out, as they were too long.
+    """
+
+    ids: tuple[tuple[int, ...], ...] = field(repr=False)
+    columns: dict[str, list[Any]] = field(repr=False)
+    stops: tuple[int, ...]
+    digest: str
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(map(len, self.ids))
+
+    def select(self, numbers: Sequence[int] | np.ndarray) -> PromptSet:
+        """These alone, by their numbers here, in that order."""
+        columns = {name: [values[i] for i in numbers] for name, values in self.columns.items()}
+        ids = tuple(self.ids[i] for i in numbers)
+        return replace(self, ids=ids, columns=columns, digest=_digest(ids, columns), dropped=0)
+
+
+class Asking(NamedTuple):
+    """Prompts of a step.
+
+    Attributes:
+      numbers: int64[P], of the prompts.
+      seeds: uint32[P * group], of the answers' random streams.
+    """
+
+    numbers: np.ndarray
+    seeds: np.ndarray
+
+
+def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: PromptReading = PromptReading()) -> PromptSet:
+    """The prompts of JSONL files, in memory; for what a line may be see `read_prompts`.
+
+    A text begins with BOS where the vocabulary has one; messages are a chat up to where the assistant's reply begins.
+
+    Args:
+      paths: files, or folders whose ``.jsonl`` are read in order of their names.
+      longest: tokens of a prompt at most; longer ones are left out and counted.
+
+    Raises:
+      DataError: a line that cannot be used, by its file, line and field; files of other columns; or nothing that is short
+        enough.
+      GenerationError: messages, and no format for them.
+    """
+    ids: list[tuple[int, ...]] = []
+    columns: dict[str, list[Any]] = {}
+    sizes: list[int] = []
+    encoder = _Encoder(tokenizer, reading)
+    try:
+        files = find_files(paths)
+        for file in files:
+            if file.suffix.lower() != ".jsonl":
+                raise DataError(f"{file} is no .jsonl; prompts are objects, one a line of a file of that name")
+            source = describe(file)
+            for asked in read_prompts(file):
+                found = encoder.encode(file, asked)
+                columns = columns or {name: [] for name in asked.columns}
+                if set(columns) != set(asked.columns):
+                    others = ", ".join(sorted(set(columns) ^ set(asked.columns)))
+                    raise DataError(f"{file} has other fields than the files before it ({others}); give all the same")
+                sizes.append(len(found))
+                if len(found) > longest:
+                    continue
+                ids.append(found)
+                for name, value in asked.columns.items():
+                    columns[name].append(value)
+            if not untouched(file, source):
+                raise DataError(f"{file} changed while it was read; try again when nothing writes to it")
+        stops = encoder.stops()
+    finally:
+        encoder.close()
+    if not ids:
+        named = ", ".join(map(str, files))
+        short = f": the shortest of {len(sizes)} has {min(sizes)}" if sizes else ""
+        raise DataError(f"{named}: no prompt has at most {longest} tokens{short}; give longer rows, or shorter answers")
+    return PromptSet(tuple(ids), columns, stops, _digest(ids, columns), len(sizes) - len(ids))
+
+
+class _Encoder:
+    """Encodes prompt after prompt, with one process for the checkpoint's template."""
+
+    def __init__(self, tokenizer: Tokenizer, reading: PromptReading) -> None:
+        self._tokenizer, self._reading = tokenizer, reading
+        self._format: Format | None = None  # which is looked at when the first chat comes
+        self._renderer = Renderer()
+
+    def close(self) -> None:
+        self._renderer.close()
+
+    def encode(self, file: Path, asked: Asked) -> tuple[int, ...]:
+        prompt, tokenizer = asked.prompt, self._tokenizer
+        if not isinstance(prompt, str) and self._format is None:
+            self._format = resolve_format(tokenizer, self._reading.format)
+        try:
+            if isinstance(prompt, str):
+                found = self._text(prompt)
+            elif asked.tools and not takes_tools(tokenizer, self._format or "plain"):
+                raise GenerationError("the chat format takes no tools; leave them out")
+            else:
+                found = encode_chat(tokenizer, prompt, self._format or "auto", self._renderer, asked.tools)
+        except (GenerationError, TokenizerError) as error:
+            raise DataError(f"{file}, line {asked.line}: {error}") from None
+        if not found:
+            raise DataError(f"{file}, line {asked.line}: prompt='' has no token; give at least one")
+        return tuple(found)
+
+    def _text(self, text: str) -> list[int]:
+        """BOS and the text; where `special` tokens are read, no second BOS."""
+        bos = self._tokenizer.bos_id
+        named = self._tokenizer.special_tokens if self._reading.special else {}
+        found = self._tokenizer.encode_parts(split_special(text, named)) if text else []
+        return found if bos < 0 or found[:1] == [bos] else [bos, *found]
+
+    def stops(self) -> tuple[int, ...]:
+        """What ends an answer: of a chat, where there is one, the end of a turn."""
+        return self._tokenizer.stop_ids if self._format is None else reply_ends(self._tokenizer, self._format)
+
+
+def hold_apart(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
+    """Those to train on, and a share to evaluate on, by chance; both keep the order. The same prompts are on the same side.
+
+    Raises:
+      DataError: all prompts are the same.
+    """
+    each = list(dict.fromkeys(prompts.ids))
+    if len(each) < 2:
+        raise DataError(
+            "the data has a single prompt, of which nothing can be kept apart; give more, or others with --validation-data"
+        )
+    count = min(max(round(share * len(each)), 1), len(each) - 1)
+    chosen = {each[i] for i in shuffled(len(each), seed, 0)[:count]}
+    is_held = np.array([ids in chosen for ids in prompts.ids])
+    train, held = (prompts.select(np.flatnonzero(one)) for one in (~is_held, is_held))
+    return replace(train, dropped=prompts.dropped), held
+
+
+def without(prompts: PromptSet, others: PromptSet) -> PromptSet:
+    """The prompts that are not among others.
+
+    Raises:
+      DataError: all are.
+    """
+    known = set(others.ids)
+    rest = [i for i, ids in enumerate(prompts.ids) if ids not in known]
+    if not rest:
+        raise DataError("all prompts of the data are in the validation data; give others")
+    return replace(prompts.select(rest), dropped=prompts.dropped)
+
+
+def asking(count: int, prompts: int, group: int, *, seed: int, number: int) -> Asking:
+    """The prompts of batch `number`, from 0: every epoch all of them in another order, batches going on over its end.
+
+    The random streams of the answers depend on the seed, the prompt's place in the whole training and the answer alone, so
+    that a run which is resumed samples what it would have.
+
+    Args:
+      count: how many prompts there are.
+      prompts: P, of a batch.
+      group: answers to each.
+
+    Raises:
+      DataError: a seed that cannot be.
+    """
+    check_seed(seed)
+    places = number * prompts + np.arange(prompts)
+    epochs, at = np.divmod(places, count)
+    numbers = np.array([_order(count, seed, int(epoch))[i] for epoch, i in zip(epochs, at, strict=True)])
+    return Asking(numbers, _seeds(places, group, seed, ANSWERS))
+
+
+def asking_held(numbers: np.ndarray, group: int, seed: int) -> Asking:
+    """Prompts by their numbers int64[P], with random streams that are the same at every evaluation."""
+    return Asking(numbers, _seeds(numbers, group, seed, HELD))
+
+
+@lru_cache(maxsize=2)
+def _order(count: int, seed: int, epoch: int) -> np.ndarray:
+    return shuffled(count, seed, 2 * epoch + 2)
+
+
+def _seeds(places: np.ndarray, group: int, seed: int, stream: int) -> np.ndarray:
+    """uint32[P * group]; those of a group differ."""
+    key = np.array([seed, stream], np.uint64)
+    drawn = [np.random.Philox(key=key, counter=np.array([place, 0, 0, 0], np.uint64)).random_raw() for place in places]
+    of_prompts = (np.array(drawn, np.uint64) & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    return (of_prompts[:, None] + np.arange(group, dtype=np.uint32)).reshape(-1)
+
+
+def _digest(ids: Sequence[Sequence[int]], columns: dict[str, list[Any]]) -> str:
+    found = hashlib.sha256()
+    for row in ids:
+        found.update(np.array([len(row), *row], "<u4").tobytes())
+    found.update(json.dumps(columns, sort_keys=True).encode())
+    return found.hexdigest()

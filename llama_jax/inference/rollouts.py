@@ -1,0 +1,170 @@
+"""Groups of answers to prompts as one program: what training by rewards samples from the model that it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_number, require_positive_int
+from llama_jax.inference.generate import LARGEST_PREFILL
+from llama_jax.inference.sampling import Sampling, sample
+from llama_jax.inference.state import CHUNK, Reading, Request, State, advance, enlarge, lay_out, logits_of, read
+from llama_jax.model.cache import init_cache, over_buffers
+from llama_jax.model.options import Compute, Layout, Places
+from llama_jax.model.params import Block, Llama
+
+SLOTS = 16  # of which a cache has a multiple
+
+
+class Prompts(NamedTuple):
+    """What is asked.
+
+    Attributes:
+      tokens: int32[P, W], padded on the right.
+      lengths: int32[P], tokens of each.
+      seeds: uint32[P * group], of the random streams of the answers, those to one prompt after each other.
+    """
+
+    tokens: Any
+    lengths: Any
+    seeds: Any
+
+
+class Answers(NamedTuple):
+    """What was answered, the answers to one prompt after each other: B = P * group of them.
+
+    Attributes:
+      tokens: int32[B, A], the stop token that ended one included.
+      logprobs: float32[B, A], of the distribution that they were drawn from: at the temperature.
+      valid: bool[B, A], False after an answer's end.
+      stopped: bool[B], whether a stop token ended it; else it has A tokens and was cut off.
+    """
+
+    tokens: Any
+    logprobs: Any
+    valid: Any
+    stopped: Any
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """How answers are sampled: from the whole distribution, for what top-k and top-p cut off is probable to the trainer, and
+    the ratios of a policy gradient would be wrong.
+
+    Attributes:
+      group: answers to each prompt.
+      most: A, tokens of an answer, its stop token included.
+      temperature: above 0; divides the logits.
+      stop: tokens that end an answer.
+
+    Raises:
+      ConfigError: a value that cannot be.
+    """
+
+    group: int
+    most: int
+    temperature: float = 1.0
+    stop: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_positive_int("group", self.group)
+        require_positive_int("most", self.most)
+        require_number("temperature", self.temperature, above=0)
+
+
+def roll_out(
+    config: LlamaConfig,
+    params: Llama,
+    prompts: Prompts,
+    options: RolloutOptions,
+    compute: Compute = Compute(),
+    layout: Layout = Layout(),
+) -> Answers:
+    """Sample `group` answers to each prompt, each with the random stream of its seed: the same whatever is beside it.
+
+    A prompt is read once, and its keys and values are copied for its answers. It ends when all answers have. For `jax.jit`
+    with `config`, `options`, `compute` and `layout` bound: one program for all prompts of W tokens at most.
+
+    Args:
+      params: of any form, also with adapters or quantised, on whatever devices.
+      layout: see `parallel.serving.layout_to_generate`; P must be divisible by the ways in which it divides rows.
+    """
+    reading = _read(config, params, prompts, compute, layout)
+    width, batch = prompts.tokens.shape[1], prompts.tokens.shape[0] * options.group
+    state = _started(reading, prompts, options, layout)
+    turns = -(-options.most // CHUNK)
+
+    def choose(state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+        """`state.choose`, with log-probabilities at the temperature."""
+        token = sample(logits, state.request.sampling, state.seen, state.count)
+        token = jnp.where(state.done, state.token, token)
+        scores = logits / options.temperature
+        logprobs = jax.vmap(lambda scores, token: scores[token])(scores, token) - jax.nn.logsumexp(scores, axis=-1)
+        count = state.count + ~state.done
+        done = state.done | jnp.any(token[:, None] == state.request.stop, axis=-1) | (count >= state.request.limit)
+        return state.replace(token=token, count=count, done=done), logprobs
+
+    def turn(carry: Any) -> Any:
+        state, taken, out = carry
+        state, new = lax.scan(lambda state, _: advance(config, params, state, compute, layout, choose), state, length=CHUNK)
+        at = (jnp.zeros_like(taken), 1 + taken * CHUNK)
+        out = tuple(lax.dynamic_update_slice(whole, part.T, at) for whole, part in zip(out, new, strict=True))
+        return state, taken + 1, out
+
+    def unfinished(carry: Any) -> jax.Array:
+        state, taken, _ = carry
+        return (taken < turns) & ~jnp.all(state.done)
+
+    assert state.cache.capacity >= width + options.most
+    with layout.context():
+        state, logprobs = choose(
+            state, logits_of(config, params, _repeated(reading.hidden, options, layout), layout), layout
+        )
+    first = (state.token, logprobs, jnp.ones(batch, bool))
+    out = tuple(jnp.zeros((batch, 1 + turns * CHUNK), part.dtype).at[:, 0].set(part) for part in first)
+    _, _, out = lax.while_loop(unfinished, turn, (state, jnp.int32(0), out))
+    tokens, logprobs, valid = (layout.constrain(part[:, : options.most], "everywhere") for part in out)
+    ends = jnp.any(tokens[..., None] == jnp.asarray(options.stop, jnp.int32), axis=-1)
+    return Answers(tokens, logprobs, valid, jnp.any(ends & valid, axis=1))
+
+
+def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute, layout: Layout) -> Reading:
+    """All prompts, in pieces; the cache has the dtype of the computation."""
+    tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
+    batch, width = tokens.shape
+    dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
+    cache = init_cache(config, batch, width, dtype, stacked=isinstance(params.blocks, Block), fresh=True)
+    reading = Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
+    for begin in range(0, width, LARGEST_PREFILL):
+        part = tokens[:, begin : begin + LARGEST_PREFILL]
+        places = Places(jnp.clip(lengths - begin, 0, part.shape[1]), rope_lengths=lengths)
+        reading = read(config, params, reading, part, places, compute, layout)
+    return reading
+
+
+def _started(reading: Reading, prompts: Prompts, options: RolloutOptions, layout: Layout) -> State:
+    """A state of `group` rows for each prompt, of which none has a token yet."""
+    batch = reading.hidden.shape[0] * options.group
+    rows = int(not isinstance(reading.cache.k, tuple))  # the axis of the rows
+    repeated = over_buffers(lambda buffer: jnp.repeat(buffer, options.group, axis=rows), reading.cache)
+    cache = repeated.replace(length=jnp.repeat(reading.cache.length, options.group))
+    capacity = -(-(cache.capacity + options.most) // SLOTS) * SLOTS
+    sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))
+    stop = jnp.broadcast_to(jnp.asarray(options.stop or (-1,), jnp.int32), (batch, max(len(options.stop), 1)))
+    return State(
+        cache=enlarge(cache, capacity, layout),
+        request=Request(sampling, jnp.full(batch, options.most, jnp.int32), stop),
+        token=jnp.zeros(batch, jnp.int32),
+        seen=jnp.zeros((batch, 1), bool),  # is for a repetition penalty, which there is none
+        count=jnp.zeros(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+    )
+
+
+def _repeated(hidden: jax.Array, options: RolloutOptions, layout: Layout) -> jax.Array:
+    return layout.constrain(jnp.repeat(hidden, options.group, axis=0), "row")

@@ -1,0 +1,49 @@
+"""Functions in a Python file of the user's: ``FILE.py:FUNCTION``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llama_jax.errors import UserError, reason_of
+from llama_jax.runs.errors import TrainingError
+
+
+def function_of(name: str, what: str) -> Callable[..., Any]:
+    """The function of that name, of which the file is run.
+
+    Args:
+      what: what it is for, in messages.
+
+    Raises:
+      TrainingError: another form of name, a file that is not there or that fails when it is run, or no such function in it.
+    """
+    file, colon, function = name.rpartition(":")
+    if not colon or not file.endswith(".py") or not function:
+        raise TrainingError(f"{what} {name!r} is not FILE.py:FUNCTION")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise TrainingError(f"{what} {name!r}: {path} does not exist")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except Exception as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = own[-1].lineno if own else getattr(error, "lineno", None)
+        at = f", line {line}" if line else ""
+        raise TrainingError(f"{what} {name!r}: {path}{at} fails with {type(error).__name__}: {reason_of(error)}") from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        there = "is no function" if found is not None else "is not there"
+        raise TrainingError(f"{what} {name!r}: {path} has no function {function!r}: it {there}")
+    return found

@@ -1,0 +1,143 @@
+"""Functions of the user's that say how good answers are: found in a file, called, and held against what they must give."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_jax.errors import reason_of, shown
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.functions import function_of
+
+Function = Callable[..., Sequence[float]]  # (completions, **columns)
+COMPLETIONS = "completions"
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function that gives each answer a number, of which more is better.
+
+    Attributes:
+      name: FILE.py:FUNCTION.
+      function: called as ``function(completions, **columns)``, with the texts of the answers and, by the names of the fields
+        in the data, what the lines of their prompts have there; lists of the same length.
+      weight: in the sum of all rewards.
+      digest: SHA-256 of the file.
+    """
+
+    name: str
+    function: Function
+    weight: float
+    digest: str
+
+
+def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[Reward, ...]:
+    """The functions of ``FILE.py:FUNCTION``, whose files are run.
+
+    Args:
+      weights: one for each; none is 1 for all.
+
+    Raises:
+      TrainingError: none is named, a file or function that is not there, a file that fails, or another number of weights.
+    """
+    if not names:
+        raise TrainingError("rewards need a function that gives them; give one with --reward FILE.py:FUNCTION")
+    if weights and len(weights) != len(names):
+        raise TrainingError(f"weights={list(weights)} are {len(weights)} for {len(names)} rewards; give one for each")
+    found = []
+    for i, name in enumerate(names):
+        function = function_of(name, "reward")
+        file = Path(name.rpartition(":")[0])
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        found.append(Reward(name, function, float(weights[i]) if weights else 1.0, digest))
+    return tuple(found)
+
+
+def digest_of(rewards: Sequence[Reward]) -> str:
+    """A number by which a resumed run knows them again: of names and files, wherever these lie."""
+    found = hashlib.sha256()
+    for reward in rewards:
+        found.update(f"{reward.name.rpartition(':')[2]} {reward.digest}\n".encode())
+    return found.hexdigest()
+
+
+def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
+    """Raise TrainingError for a function that does not take the columns of the data, before anything is sampled."""
+    if COMPLETIONS in columns:
+        raise TrainingError(f"the data has a field {COMPLETIONS!r}, which is what the answers are called; rename it")
+    for reward in rewards:
+        try:
+            signature = inspect.signature(reward.function)
+        except (TypeError, ValueError):  # of what is written in C there is none
+            continue
+        try:
+            signature.bind([], **{name: [] for name in columns})
+        except TypeError as error:
+            given = ", ".join(f"{name}=..." for name in columns)
+            raise TrainingError(
+                f"reward {reward.name} cannot be called as ({COMPLETIONS}, {given}), with the fields of the data"
+                f" ({reason_of(error)}); write it as def f({COMPLETIONS}, **columns), and give"
+                " the data the fields that it reads"
+            ) from None
+
+
+def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    """What each function gives each answer: float64[functions, B].
+
+    Raises:
+      TrainingError: a function that raises, by its file and line; or that gives anything but a finite number for each.
+    """
+    return np.array([_judged(reward, completions, columns) for reward in rewards])
+
+
+def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
+    """The sum of all rewards, each times its weight: float64[B]."""
+    return np.array([reward.weight for reward in rewards]) @ found
+
+
+def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    try:  # lists of its own: what it changes in them is not changed for others
+        given = reward.function(list(completions), **{name: list(values) for name, values in columns.items()})
+    except Exception as error:
+        raise TrainingError(f"reward {reward.name} failed with {_where(error, reward)}") from None
+    need = f"a list of {len(completions)} numbers, one for each answer, is needed"
+    try:
+        values = list(given)
+    except TypeError:
+        raise TrainingError(f"reward {reward.name} gave {shown(given, 40)}; {need}") from None
+    if len(values) != len(completions):
+        raise TrainingError(f"reward {reward.name} gave {len(values)} values for {len(completions)} answers; {need}")
+    for value, completion in zip(values, completions, strict=True):
+        if not _is_number(value):
+            raise TrainingError(
+                f"reward {reward.name} gave {shown(value, 40)} for the answer {shown(completion, 60)}; a finite number is"
+                " needed"
+            )
+    return np.array([float(value) for value in values])
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, str) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _where(error: Exception, reward: Reward) -> str:
+    """What was raised, and the last line of the function's own file that led to it, on one line."""
+    what = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    file = str(Path(reward.name.rpartition(":")[0]).resolve())
+    own = [frame for frame in frames if frame.filename == file] or frames[1:]  # the first is the call here
+    if not own:
+        return f"{what}; call it as function(completions, **columns)"
+    line = f": {own[-1].line}" if own[-1].line else ""
+    return f"{what} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}{line})"

@@ -1,0 +1,386 @@
+"""Training by rewards: answers of the model itself to prompts, judged by functions of the user's (GRPO and its kin)."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from llama_jax.config import LlamaConfig
+from llama_jax.data.prompts import Asking, PromptReading, PromptSet, asking, asking_held, hold_apart, open_prompts, without
+from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
+from llama_jax.model.options import Layout
+from llama_jax.model.params import Llama
+from llama_jax.model.trees import unstack
+from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.rope_scaling import BY_LENGTH
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.serving import layout_to_generate
+from llama_jax.parallel.specs import layout_over
+from llama_jax.runs.base import load_frozen
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.program import loss_options
+from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.reward_functions import Reward, check_columns, digest_of, find_rewards, judge, weighted
+from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.rollout_rows import lay_rows, packed, text_of, unpacked
+from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Kind, Objective, Task, compute_of
+from llama_jax.runs.tasks.text import check_vocabulary
+from llama_jax.training.answers import AnswerLoss, Scored
+from llama_jax.training.batch import Batch
+from llama_jax.training.flops import step_flops
+from llama_jax.training.objective import LossOptions
+from llama_jax.training.rewards import PolicyOptions, group_advantages
+
+
+def check(recipe: Recipe, mesh: MeshSizes) -> None:
+    """Raise TrainingError or MeshError for what cannot be, without looking at data."""
+    r = settings_of(recipe)
+    if recipe.chats is not None:
+        raise TrainingError("rewards are for prompts, and chats for conversations; leave one of the two out")
+    if recipe.loss is not None or recipe.z_loss:
+        raise TrainingError("rewards have a loss of their own, rewards.loss; leave loss and z_loss out")
+    if mesh.context > 1:
+        raise TrainingError("answers are sampled by whole rows, which context divides; use data, fsdp and tensor")
+    if recipe.batch % r.group:
+        raise TrainingError(f"batch={recipe.batch} answers must be a multiple of rewards.group={r.group}")
+    prompts = recipe.batch // r.group
+    if prompts % mesh.rows:
+        raise TrainingError(
+            f"batch={recipe.batch} / rewards.group={r.group} are {prompts} prompts, which cannot be divided over"
+            f" data*fsdp={mesh.rows}; give a multiple"
+        )
+    if r.answer > recipe.length:
+        raise TrainingError(f"rewards.answer={r.answer} leaves no room for a prompt in length={recipe.length}")
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and scaling.kind in BY_LENGTH and recipe.length >= (scaling.original_max_seq_len or 0):
+        raise TrainingError(
+            f"with rope scaling {scaling.kind!r} a model that generates remembers other keys than one that reads a row of"
+            f" over {scaling.original_max_seq_len} tokens at once; give a length below that"
+        )
+
+
+def open_task(recipe: Recipe, given: Given) -> Task:
+    """Prompts and functions as a task.
+
+    Raises:
+      TrainingError: functions that cannot be called; see also `find_rewards`.
+      DataError: prompts that cannot be used.
+    """
+    r = settings_of(recipe)
+    rewards = find_rewards(r.functions, r.weights)
+    reading, longest = PromptReading(r.format, r.special), recipe.length + 1 - r.answer
+
+    def read(paths: Any) -> PromptSet:
+        try:
+            return open_prompts(paths, given.tokenizer, longest, reading)
+        except GenerationError as error:  # no format
+            raise TrainingError(f"{error}; in training as rewards.format=plain") from None
+
+    if given.validation_data:
+        whole, held = read(given.data), read(given.validation_data)
+        train = without(whole, held)
+        if len(train) < len(whole):
+            twice = len(whole) - len(train)
+            warnings.warn(f"{twice} prompts of the data are in the validation data: not trained on", stacklevel=2)
+    else:
+        train, held = hold_apart(read(given.data), recipe.validation, recipe.seed)
+    for prompts in (train, held):
+        check_columns(rewards, tuple(prompts.columns))
+    check_vocabulary(recipe, given.tokenizer.vocab_size)
+    digests = {"train": train.digest, "validation": held.digest, "rewards": digest_of(rewards)}
+    reference = None
+    if r.beta and recipe.lora is None:
+        if given.weights is None:
+            raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
+        reference, known = load_frozen(given.weights, recipe.model, given.mesh, recipe.dtype, "none")
+        digests["reference"] = known["digest"]
+    batch, length = recipe.batch, recipe.length
+    frozen = recipe.lora is not None
+    return Task(
+        objective=replace(objective(recipe), frozen=reference),
+        digests=digests,
+        facts=(about(recipe, train, held),),
+        tokens=batch * length,
+        # Sampling reads each token once: a forward pass, a third of a step of the whole model.
+        flops=step_flops(recipe.model, batch, length, frozen=frozen) + step_flops(recipe.model, batch, length) / 3,
+        begin=partial(RewardFeed, recipe, rewards, (train, held), given),
+        shown=("reward", "length", "stopped", "flat", "kl", "clipped"),
+    )
+
+
+KIND = Kind("rewards", open_task, check)
+
+
+def settings_of(recipe: Recipe) -> RewardSettings:
+    """Of a recipe that has them."""
+    assert recipe.rewards is not None
+    return recipe.rewards
+
+
+def loss_of(recipe: Recipe) -> AnswerLoss:
+    """Which loss the recipe asks for."""
+    r = settings_of(recipe)
+    length = r.answer if r.loss == "dr_grpo" else None
+    return AnswerLoss(PolicyOptions(r.loss, r.clip, r.clip_high, r.beta, length), r.temperature)
+
+
+def objective(recipe: Recipe) -> Objective:
+    """The recipe's loss of judged answers."""
+    r, loss = settings_of(recipe), loss_of(recipe)
+    rows = (recipe.batch, recipe.length)
+    numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
+    tokens = jax.ShapeDtypeStruct((recipe.batch, recipe.length + 1), jnp.int32)
+    judged = Scored(
+        batch=Batch(tokens, mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
+        advantages=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
+        drawn=numbers,
+        sampled=numbers if r.updates > 1 else None,
+    )
+
+    def prepare(frozen: Frozen) -> Callable[..., Scored]:
+        if frozen.base is not None:
+            return loss.with_reference(frozen.base, recipe.accumulate)
+
+        def measure(config: LlamaConfig, params: Llama, scored: Scored, options: LossOptions, layout: Layout) -> Scored:
+            of_reference = loss.with_reference(layout.fit(frozen.other), recipe.accumulate)
+            return of_reference(config, params, scored, options, layout)
+
+        return measure
+
+    return Objective(judged, lambda _: loss, loss.count, prepare if r.beta else None)
+
+
+def about(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
+    """How much there is to train on."""
+    r = settings_of(recipe)
+    prompts = recipe.batch // r.group
+    epochs = recipe.steps / r.updates * prompts / len(train)
+    dropped = f", {train.dropped:,} left out as longer than {recipe.length + 1 - r.answer} tokens" if train.dropped else ""
+    return (
+        f"data: {len(train):,} prompts to train on, of {train.longest} tokens at most{dropped}, {len(held):,} to evaluate"
+        f" on; {r.group} answers of at most {r.answer} tokens to each of {prompts} prompts, {epochs:.1f} epochs"
+    )
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """How good answers to held-out prompts are.
+
+    Attributes:
+      loss: -`reward`, by which the best checkpoint is known.
+      reward: the mean of all answers.
+      standard_error: of `reward`, from the spread between prompts.
+      length: tokens of an answer.
+      stopped: share of the answers that a stop token ended.
+      answers: how many.
+    """
+
+    loss: float
+    reward: float
+    standard_error: float
+    length: float
+    stopped: float
+    answers: int
+
+
+class RewardFeed:
+    """Answers of the model as it is, judged; see `task.Feed`."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        rewards: Sequence[Reward],
+        prompts: tuple[PromptSet, PromptSet],
+        given: Given,
+        beginning: Beginning,
+    ) -> None:
+        self._recipe, self._settings, self._rewards = recipe, settings_of(recipe), rewards
+        self._train, self._held = prompts
+        self._tokenizer, self._log, self._program = given.tokenizer, beginning.log, beginning.program
+        self._prompts = recipe.batch // self._settings.group
+        # Those of all data, so that one program is for all.
+        self._width = max(self._train.longest, self._held.longest)
+        place = beginning.place or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
+        self._number, self._update = place["next_batch"], place["update"]
+        self._rows = None if place["rows"] is None else unpacked(place["rows"], self._shapes())
+        # Of the batches since the last report, or else of the one before.
+        self._found: list[dict[str, float]] = place["found"]
+        self._reported: bool = place["reported"]
+        model = self._program.model(beginning.state.params)
+        mesh = make_mesh(given.mesh)
+        self._sample = self._compiled_sampler(model, mesh)
+        self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
+
+    def _shapes(self) -> Scored:
+        return objective(self._recipe).shapes
+
+    def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
+        """One program for all batches, compiled before the first step."""
+        r = self._settings
+        config, layout = layout_to_generate(self._recipe.model, mesh)
+        options = RolloutOptions(r.group, r.answer, r.temperature, self._train.stops)
+        compute = compute_of(self._recipe)
+
+        def sample(model: Llama, prompts: Prompts) -> Answers:
+            with layout.context():
+                fitted = layout.fit(model)
+                if lowering_platform() == "cpu":
+                    # 64 answers of 48 tokens by 2.4 million parameters: 0.5 s, and 1.2 s by a scan over stacked layers.
+                    fitted = unstack(fitted)
+            return roll_out(config, fitted, prompts, options, compute, layout)
+
+        asked = self._asked(self._train, asking(len(self._train), self._prompts, r.group, seed=0, number=0))
+        jitted: Any = self._program.jit(sample)
+        return jitted.lower(model, asked).compile()
+
+    def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
+        """The trainer's log-probabilities of the rows, part by part as in the step."""
+        config, layout = layout_over(self._recipe.model, mesh)
+        options, parts = loss_options(self._recipe), self._recipe.accumulate
+
+        def score(model: Llama, batch: Batch) -> jax.Array:
+            with layout.context():
+                loss = loss_of(self._recipe).with_reference(layout.fit(model), parts)
+                return loss(config, None, Scored(batch, None, None), options, layout).reference
+
+        jitted: Any = self._program.jit(score)
+        return jitted.lower(model, self._shapes().batch).compile()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        rows = None if self._rows is None else packed(self._rows)
+        place = {"next_batch": self._number, "update": self._update, "rows": rows}
+        return {**place, "found": self._found, "reported": self._reported}
+
+    def next(self, model: Callable[[], Llama]) -> Scored:
+        if self._rows is None:
+            self._rows = self._judged(model())
+        rows = self._rows
+        self._update += 1
+        if self._update == self._settings.updates:  # all that is learnt from these answers
+            self._number, self._update, self._rows = self._number + 1, 0, None
+        share, shares = self._program.share
+        size = self._recipe.batch // shares
+        return jax.tree.map(lambda part: part[share * size : (share + 1) * size], rows)
+
+    def report(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Means since the last report; what is of the step is of the last one."""
+        means = {name: float(np.mean([one[name] for one in self._found])) for name in self._found[0]}
+        self._found = self._found[-1:]
+        self._reported = True
+        tokens = max(metrics["tokens"], 1)
+        divergence = {"kl": metrics["divergence"] / tokens} if self._settings.beta else {}
+        return {**means, **divergence, "clipped": metrics["clipped"] / tokens, "gap": metrics["gap"] / tokens}
+
+    def evaluate(self, model: Llama) -> Finding:
+        """By answers to held-out prompts, sampled as in training."""
+        r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
+        totals, lengths, stopped = [], [], []
+        for begin in range(0, count, self._prompts):
+            numbers = np.arange(begin, begin + self._prompts)
+            answers, texts, values, _ = self._answered(
+                model, self._held, asking_held(numbers % count, r.group, self._recipe.seed)
+            )
+            real = np.repeat(numbers < count, r.group)
+            totals.append(weighted(self._rewards, values)[real])
+            lengths.append(answers.valid.sum(axis=1)[real])
+            stopped.append(answers.stopped[real])
+            for i in range(begin, min(count, begin + self._prompts, r.samples)):
+                self._show(i, texts[(i - begin) * r.group], totals[-1][(i - begin) * r.group])
+        reward = np.concatenate(totals)
+        of_prompts = reward.reshape(-1, r.group).mean(axis=1)
+        error = float(of_prompts.std(ddof=1) / np.sqrt(len(of_prompts))) if len(of_prompts) > 1 else float("nan")
+        mean = float(reward.mean())
+        length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
+        found = Evaluated(-mean, mean, error, length, ended, len(reward))
+        facts = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
+        text = f"reward {mean:.4f} ± {error:.4f}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
+        return Finding(-mean, facts, text, found)
+
+    def close(self) -> None:
+        """There is nothing to stop."""
+
+    def _show(self, number: int, text: str, reward: float) -> None:
+        """A held-out prompt, its first answer and the reward, in the log."""
+        prompt = self._tokenizer.decode(list(self._held.ids[number]))
+        self._log.line(f"    [{reward:.4g}] {shown(prompt, 80)} -> {shown(text, 400)}")
+
+    def _judged(self, model: Llama) -> Scored:
+        """Rows to learn from."""
+        r = self._settings
+        asked = asking(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)
+        answers, texts, values, seconds = self._answered(model, self._train, asked)
+        rewards = weighted(self._rewards, values)
+        advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
+        learnt = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
+        rows = lay_rows([self._train.ids[i] for i in asked.numbers], answers, learnt, self._recipe.length)
+        judged = rows._replace(advantages=np.asarray(advantages.values))
+        if self._score is not None:
+            judged = judged._replace(sampled=np.asarray(self._score(model, rows.batch)))
+        lengths = answers.valid.sum(axis=1)
+        found = {
+            "reward": rewards.mean(),
+            "reward_std": rewards.std(),
+            "length": lengths.mean(),
+            "stopped": answers.stopped.mean(),
+            "flat": float(advantages.flat) / self._prompts,
+            "rollout_seconds": seconds,
+        }
+        if len(self._rewards) > 1:
+            found |= {f"reward_{i}": value.mean() for i, value in enumerate(values)}
+        if self._reported:
+            self._found, self._reported = [], False
+        self._found.append({name: float(value) for name, value in found.items()})
+        return judged
+
+    def _answered(self, model: Llama, prompts: PromptSet, asked: Asking) -> tuple[Answers, list[str], np.ndarray, float]:
+        """Answers, their texts, what each function gives them, and the seconds that sampling took."""
+        began = time.perf_counter()
+        found = self._sample(model, self._asked(prompts, asked))
+        answers = Answers(*(np.asarray(part) for part in found))
+        seconds = time.perf_counter() - began
+        if np.isnan(answers.logprobs[answers.valid]).any():
+            raise TrainingError("the model's logits are not numbers while it answers; try a lower optimizer.learning_rate")
+        stops = set(prompts.stops)
+        ids = [row[valid].tolist() for row, valid in zip(answers.tokens, answers.valid, strict=True)]
+        texts = [text_of(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
+        group = self._settings.group
+        columns = {
+            name: [values[i] for i in asked.numbers for _ in range(group)] for name, values in prompts.columns.items()
+        }
+        return answers, texts, self._agreed(texts, columns), seconds
+
+    def _agreed(self, texts: list[str], columns: dict[str, list[Any]]) -> np.ndarray:
+        """What the functions say; of several processes the first one's, for a function may be one of chance."""
+        if jax.process_count() == 1:
+            return judge(self._rewards, texts, columns)
+        values = np.full((len(self._rewards), len(texts)), np.nan)
+        problem: TrainingError | None = None
+        if jax.process_index() == 0:
+            try:
+                values = judge(self._rewards, texts, columns)
+            except TrainingError as error:
+                problem = error
+        values = multihost_utils.broadcast_one_to_all(values)
+        if problem is not None:
+            raise problem
+        if np.isnan(values).any():
+            raise TrainingError("the rewards of process 0 failed; it says why")
+        return values
+
+    def _asked(self, prompts: PromptSet, asked: Asking) -> Prompts:
+        tokens = np.zeros((len(asked.numbers), self._width), np.int32)
+        lengths = np.array([len(prompts.ids[i]) for i in asked.numbers], np.int32)
+        for row, i in zip(tokens, asked.numbers, strict=True):
+            row[: len(prompts.ids[i])] = prompts.ids[i]
+        return Prompts(tokens, lengths, asked.seeds)

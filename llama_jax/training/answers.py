@@ -1,0 +1,86 @@
+"""The loss of sampled answers by their rewards, as `train_step` takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from llama_jax.config import LlamaConfig
+from llama_jax.model.options import Layout
+from llama_jax.model.params import Llama
+from llama_jax.training.batch import Batch, predicted
+from llama_jax.training.logprobs import token_logprobs
+from llama_jax.training.objective import LossOptions, TaskSums
+from llama_jax.training.rewards import PolicyOptions, policy_loss
+from llama_jax.training.step import in_parts
+
+
+class Scored(NamedTuple):
+    """Answers with their advantages, a row each.
+
+    Attributes:
+      batch: prompts and answers; its mask has the tokens that are learnt from, the stop token among them.
+      advantages: float32[B].
+      drawn: float32[B, T], log-probabilities of the tokens, at the temperature, as the sampler had them; to be compared with
+        the trainer's own.
+      sampled: float32[B, T], the same as the trainer had them when the answers were sampled; None where that is now.
+      reference: float32[B, T], the same by the reference; None without a divergence from it in the loss.
+    """
+
+    batch: Batch
+    advantages: Any
+    drawn: Any
+    sampled: Any = None
+    reference: Any = None
+
+
+@dataclass(frozen=True)
+class AnswerLoss:
+    """Which loss; the methods are what `train_step` and a task's objective need.
+
+    Attributes:
+      policy: see `PolicyOptions`.
+      temperature: of the sampling.
+    """
+
+    policy: PolicyOptions
+    temperature: float
+
+    def __call__(self, config: LlamaConfig, params: Llama, judged: Scored, options: LossOptions, layout: Layout) -> TaskSums:
+        """Sums over rows, for a `train_step` that counts them by `count`.
+
+        Of `more`, "tokens" are those of the answers; "clipped", "divergence" and "gap", |drawn - own|, are sums over them.
+        """
+        mask = predicted(judged.batch)
+        logprobs = token_logprobs(config, params, judged.batch, options, layout, self.temperature)
+        own = lax.stop_gradient(logprobs)
+        sampled = own if judged.sampled is None else judged.sampled
+        found = policy_loss(logprobs, sampled, judged.advantages, mask, self.policy, judged.reference)
+        gap = jnp.sum(jnp.abs(jnp.where(mask, judged.drawn - own, 0)))
+        more = {"tokens": found.tokens, "clipped": found.clipped, "divergence": found.divergence, "gap": gap}
+        return TaskSums(found.loss, lax.stop_gradient(found.loss), jax.tree.map(lax.stop_gradient, more))
+
+    def count(self, judged: Scored) -> jax.Array:
+        """float32[]: what the sum of the losses is divided by: tokens, answers, or answers times the longest's tokens."""
+        if self.policy.kind == "dapo":
+            return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
+        return jnp.float32(judged.advantages.shape[0] * (self.policy.length or 1))
+
+    def with_reference(self, reference: Llama, parts: int) -> Any:
+        """A function with the arguments of a loss that gives the answers with their log-probabilities by a reference.
+
+        Args:
+          parts: into which the rows are divided, one after the other, for want of memory.
+        """
+
+        def prepare(config: LlamaConfig, _: Llama, judged: Scored, options: LossOptions, layout: Layout) -> Scored:
+            measure = partial(token_logprobs, config, reference)
+            found = lax.map(lambda batch: measure(batch, options, layout, self.temperature), in_parts(judged.batch, parts))
+            return judged._replace(reference=found.swapaxes(0, 1).reshape(-1, found.shape[-1]))  # undoes `in_parts`
+
+        return prepare

@@ -1,0 +1,309 @@
+"""Training by rewards: what is judged better becomes more probable, whole and again after an interruption."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands import DEVICES, run_here
+from mortal_run import environment_of, recipe, write_words
+from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
+
+from llama_jax.checkpoints.bundled import bundled
+from llama_jax.data import ChatReading, DataError
+from llama_jax.model.adapters import Lora
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.loop import train
+from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.tasks.rewards import check
+from llama_jax.training.optimizer import OptimizerSettings
+
+REWARDS = '''
+import random
+
+def letters(completions, **columns):
+    """The share of characters that are letters."""
+    return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+def vowels(completions, **columns):
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+def shuffled(completions, **columns):
+    found = letters(completions)
+    random.Random(sum(map(len, completions))).shuffle(found)
+    return found
+
+def fails(completions, prompt, **columns):
+    raise KeyError("no such thing")
+'''
+ANSWER = 8
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rewards") / "judge.py"
+    path.write_text(REWARDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 8)))) for _ in range(40)]
+    path.write_text("".join(json.dumps({"prompt": text, "id": i}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def recipe_for(file, **changes):
+    """The model of the other runs, from random numbers."""
+    rewards = RewardSettings((f"{file}:letters",), group=8, answer=ANSWER, held=8, samples=1)
+    rewards = replace(rewards, **changes.pop("rewards", {}))
+    usual = replace(
+        recipe(),
+        steps=12,
+        batch=32,
+        length=16,
+        optimizer=OptimizerSettings(learning_rate=3e-2, schedule="constant", weight_decay=0.0),
+        evaluate_every=6,
+        save_every=0,
+        log_every=1,
+        ema_decay=0.0,
+        rewards=rewards,
+    )
+    return replace(usual, **changes)
+
+
+@pytest.fixture(scope="module")
+def whole(file, prompts, tmp_path_factory):
+    """A run of two updates on the same answers, without interruption: (folder, result, what was said)."""
+    folder, log = tmp_path_factory.mktemp("whole"), StopAt()
+    return folder, train(recipe_for(file, rewards={"updates": 2}), folder, [prompts], log=log), log.said
+
+
+def test_what_is_rewarded_becomes_more_probable(whole):
+    folder, result, said = whole
+    found = lines(folder, "train")
+    rewards = [line["reward"] for line in found]
+    assert rewards[-1] > rewards[0] + 0.15
+    assert found[0]["gap"] < 1e-4, "the sampler's log-probabilities are the trainer's"
+    assert found[0]["clipped"] == 0
+    assert rewards[0] == rewards[1], "the same answers for two steps"
+    assert found[1]["clipped"] > 0
+    assert 0 <= found[-1]["stopped"] <= 1
+    assert 1 <= found[-1]["length"] <= ANSWER
+    first, last = lines(folder, "validation")
+    assert last["reward"] > first["reward"]
+    assert result.validation.reward == last["reward"] == -last["loss"]
+    assert result.validation.answers == 8 * 8
+    assert "32 prompts to train on, of 8 tokens at most, 8 to evaluate" in said
+    assert "on; 8 answers of at most 8 tokens to each of 4 prompts" in said
+    assert "validation reward " in said
+    assert said.count("    [") == 2, "a sample at each evaluation"
+
+
+@pytest.mark.slow
+def test_stopped_between_two_updates_and_resumed_it_is_the_whole(whole, file, prompts, tmp_path):
+    settings = recipe_for(file, rewards={"updates": 2})
+    stopped = train(settings, tmp_path, [prompts], log=StopAt("step 5/"))
+    assert stopped.step % 2
+    resumed = train(settings, tmp_path, [prompts], resume=True, log=StopAt())
+    same(resumed.state, whole[1].state)
+    names = ("reward", "loss", "clipped", "gap", "length")
+    for ours, theirs in zip(lines(tmp_path, "train"), lines(whole[0], "train"), strict=True):
+        assert [ours[name] for name in names] == [theirs[name] for name in names]
+
+
+MORTAL = """
+from dataclasses import replace
+from test_reward_run import recipe_for
+
+def mine():
+    return recipe_for({file!r}, rewards={{"updates": 2}}, save_every=3)
+"""
+
+
+@pytest.mark.slow
+def test_killed_in_a_save_between_two_updates_it_is_the_whole(whole, file, prompts, tmp_path):
+    (tmp_path / "mine.py").write_text(MORTAL.format(file=str(file)))
+    tests = Path(__file__).parents[1]
+    paths = [tests / "runs", tests, tests.parent / "experiments", tests.parent]
+    # As many devices as here: how many a process has decides among how many threads XLA divides a matmul, and so rounding.
+    environment = environment_of(tmp_path) | {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    command = [sys.executable, str(tests / "runs" / "mortal_run.py"), "writing", "2", "train", f"{tmp_path}/mine.py:mine"]
+    command += ["--mesh", "data=1"]
+    folder = tmp_path / "run"
+    killed = subprocess.run([*command, "--workdir", folder, "--data", prompts], env=environment, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert [path.name for path in (folder / "checkpoints").iterdir() if path.name.isdecimal()] == ["3"]
+    resumed = train(recipe_for(file, rewards={"updates": 2}, save_every=3), folder, [prompts], resume=True)
+    same(resumed.state, whole[1].state)
+
+
+@pytest.mark.slow
+def test_another_function_is_another_run(file, prompts, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text(REWARDS)
+    settings = recipe_for(mine, steps=2)
+    train(settings, tmp_path / "run", [prompts])
+    mine.write_text(REWARDS + "\n")
+    with pytest.raises(TrainingError, match=r"the rewards is not what this run began with"):
+        train(replace(settings, steps=4), tmp_path / "run", [prompts], resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "mesh"),
+    [
+        ({"accumulate": 4}, MeshSizes()),
+        ({}, MeshSizes(2, 2, 2)),
+        ({"accumulate": 2}, MeshSizes(data=4)),
+        ({}, MeshSizes(tensor=4)),
+    ],
+    ids=["accumulate", "2x2x2", "data", "tensor"],
+)
+def test_over_devices_and_in_parts_it_is_the_same(file, prompts, tmp_path, changes, mesh):
+    settings = {"steps": 2, "evaluate_every": 0, "rewards": {"updates": 2}}
+    train(recipe_for(file, **settings), tmp_path / "one", [prompts])
+    train(recipe_for(file, **settings, **changes), tmp_path / "other", [prompts], mesh=mesh)
+    for ours, theirs in zip(lines(tmp_path / "other", "train"), lines(tmp_path / "one", "train"), strict=True):
+        assert ours["reward"] == theirs["reward"], "the same answers"
+        for name in ("loss", "grad_norm", "clipped"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
+    assert lines(tmp_path / "other", "train")[0]["gap"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_adapters_learn_beside_a_reference(file, prompts, tmp_path, quantize):
+    base = tmp_path / "base"
+    train(replace(recipe(), evaluate_every=0, save_every=0), base, [write_words(tmp_path)])
+    rewards = {"beta": 0.01, "loss": "grpo", "functions": (f"{file}:vowels",)}
+    settings = recipe_for(file, steps=30, evaluate_every=0, rewards=rewards)
+    adapters = replace(settings, lora=Lora(rank=4), quantize=quantize, vocabulary="given")
+    train(adapters, tmp_path / "run", [prompts], weights=base)
+    found = lines(tmp_path / "run", "train")
+    assert found[0]["kl"] < 1e-6, "adapters change nothing at first"
+    assert found[-1]["kl"] > found[0]["kl"]
+    means = [np.mean([line["reward"] for line in some]) for some in (found[:5], found[-10:])]
+    assert means[1] > means[0] + 0.1
+
+
+@pytest.mark.slow
+def test_with_all_parameters_the_reference_is_what_training_began_with(file, prompts, tmp_path):
+    base = tmp_path / "base"
+    settings = recipe_for(file, steps=2, evaluate_every=0)
+    train(settings, base, [prompts])
+    told = replace(settings, steps=4, rewards=replace(settings.rewards, beta=0.1), vocabulary="given")
+    train(replace(told, steps=2), tmp_path / "half", [prompts], weights=base)
+    whole = train(told, tmp_path / "run", [prompts], weights=base)
+    found = [line["kl"] for line in lines(tmp_path / "run", "train")]
+    assert found[0] < 1e-6 < found[-1]
+    resumed = train(told, tmp_path / "half", [prompts], weights=base, resume=True)
+    same(resumed.state, whole.state)
+    with pytest.raises(TrainingError, match=r"rewards.beta is for a divergence from the model .*; give --weights"):
+        train(replace(told, vocabulary="byte"), tmp_path / "none", [prompts])
+
+
+@pytest.mark.slow
+def test_by_shuffled_rewards_nothing_is_learnt(file, prompts, tmp_path):
+    optimizer = OptimizerSettings(learning_rate=1e-2, schedule="constant", weight_decay=0.0)
+    settings = recipe_for(file, steps=40, batch=64, evaluate_every=0, optimizer=optimizer)
+    means = {}
+    for name in ("letters", "shuffled"):
+        told = replace(settings, rewards=replace(settings.rewards, functions=(f"{file}:{name}",)))
+        train(told, tmp_path / name, [prompts])
+        rewards = [line["reward"] for line in lines(tmp_path / name, "train")]
+        means[name] = np.mean(rewards[-5:]) - np.mean(rewards[:5])
+    assert means["letters"] > 0.4
+    assert abs(means["shuffled"]) < 0.1
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplog):
+    class Counting(StopAt):
+        def _write(self, text, *, stays):
+            super()._write(text, stays=stays)
+            if text.startswith("step 1/"):
+                caplog.clear()
+
+    with jax.log_compiles():
+        train(recipe_for(file, steps=4, evaluate_every=0, rewards={"updates": 2}), tmp_path, [prompts], log=Counting())
+    assert [record.message for record in caplog.records if "Compiling" in record.message] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "message"),
+    [
+        ({"chats": ChatReading()}, MeshSizes(), "rewards are for prompts, and chats for conversations"),
+        ({"z_loss": 1e-4}, MeshSizes(), "rewards have a loss of their own"),
+        ({"batch": 30}, MeshSizes(), "batch=30 answers must be a multiple of rewards.group=8"),
+        ({}, MeshSizes(data=8), r"are 4 prompts, which cannot be divided over data\*fsdp=8; give a multiple"),
+        ({}, MeshSizes(context=2), "which context divides"),
+        ({"length": 7}, MeshSizes(), "rewards.answer=8 leaves no room for a prompt in length=7"),
+    ],
+)
+def test_recipes_that_cannot_be(changes, mesh, message):
+    settings = recipe_for("judge.py")
+    with pytest.raises(TrainingError, match=message):
+        check(replace(settings, **changes), mesh)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": 1}, "rewards.group=1 must be at least 2"),
+        ({"truncated": "drop"}, "rewards.truncated='drop' must be one of count, mask"),
+        ({"held": -1}, "rewards.held=-1 must be an integer of at least 0"),
+        ({"temperature": 0.0}, "rewards.temperature=0.0 must be a finite number above 0"),
+        ({"clip": 2.0}, "clip=2.0 must be at least 0 and below 1"),
+    ],
+)
+def test_settings_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        RewardSettings(**changes)
+
+
+def test_what_fails_is_told_before_anything_is_compiled_or_where_it_is(file, prompts, tmp_path):
+    with pytest.raises(TrainingError, match=r"give one with --reward FILE.py:FUNCTION"):
+        train(recipe_for(file, rewards={"functions": ()}), tmp_path, [prompts])
+    wrong = tmp_path / "wrong.jsonl"
+    wrong.write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match=r"wrong.jsonl, line 1: prompt is missing"):
+        train(recipe_for(file), tmp_path / "run", [wrong])
+
+
+@pytest.mark.slow
+def test_a_function_that_fails_ends_the_run_with_one_line(file, prompts, tmp_path):
+    with pytest.raises(TrainingError, match=r"fails failed with KeyError: 'no such thing' \(.*judge.py, line 17, in fails"):
+        train(recipe_for(file, rewards={"functions": (f"{file}:fails",)}), tmp_path, [prompts])
+
+
+@pytest.mark.slow
+def test_the_command(file, prompts, tmp_path):
+    given = ["train", "grpo", "--weights", bundled(), "--data", prompts, "--workdir", tmp_path / "run"]
+    changes = [
+        "steps=2",
+        "batch=64",
+        "length=40",
+        "rewards.answer=16",
+        "lora.rank=4",
+        "evaluate_every=0",
+        "log_every=1",
+        "dtype=float32",
+        "optimizer.warmup_steps=1",
+    ]
+    done = run_here(*given, *changes, "--reward", f"{file}:letters")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "recipe.json").read_text())["rewards"]["functions"] == [f"{file}:letters"]
+    assert "reward" in done.stdout
+    plotted = run_here("plot", tmp_path / "run")
+    assert plotted.returncode == 0, plotted.stderr
