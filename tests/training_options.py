@@ -5,8 +5,8 @@ from llama_jax.training.objective import CHUNK, LossOptions
 from llama_jax.training.step import StepOptions
 
 
-def loss_options(dtype=None, remat="none", chunk=CHUNK, z_loss=0.0):
-    return LossOptions(Compute(dtype, remat), chunk, z_loss)
+def loss_options(dtype=None, remat="none", chunk=CHUNK, z_loss=0.0, neftune=0.0):
+    return LossOptions(Compute(dtype, remat), chunk, z_loss, neftune)
 
 
 def step_options(accumulate=1, clip_norm=0.0, ema_decay=0.0, **loss):

@@ -84,6 +84,10 @@ def load(
     check_quantize(quantize)
     if mesh is not None and not isinstance(mesh, MeshSizes):
         raise MeshError(f"mesh={shown(mesh, 40)} must be a MeshSizes, such as MeshSizes(tensor=2)")
+    if isinstance(adapters, str | os.PathLike):
+        raise CheckpointError(
+            f"adapters={shown(os.fspath(adapters))} is one path; give a list of them, or adapter for all rows"
+        )
     if adapter is not None and adapters:
         raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; give one of the two")
     if (adapter is not None or adapters) and shardings is not None:

@@ -222,10 +222,7 @@ def settled(params: Llama) -> Llama:
     Those without DoRA stay as they are, and nothing else is copied.
     """
 
-    def factor_of(leaf: Any) -> Any:
-        return leaf.settled().factor
-
-    run = jax.jit(jax.vmap(factor_of) if isinstance(params.blocks, Block) else factor_of)
+    run = _factors_of if isinstance(params.blocks, Block) else _factor_of
 
     def of(leaf: Any) -> Any:
         if not isinstance(leaf, AdaptedWeight | TabledWeight) or leaf.low_rank.magnitude is None:
@@ -233,6 +230,13 @@ def settled(params: Llama) -> Llama:
         return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=run(leaf))
 
     return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, AdaptedWeight | TabledWeight))
+
+
+def _settled_factor(leaf: AdaptedWeight | TabledWeight) -> Any:
+    return leaf.settled().factor
+
+
+_factor_of, _factors_of = jax.jit(_settled_factor), jax.jit(jax.vmap(_settled_factor))
 
 
 def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
-from llama_jax.model.adapters import adapted, init_adapters, with_base
+from llama_jax.model.adapters import adapted, init_adapters, settled, with_base
 from llama_jax.model.options import identity
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import init, stack
@@ -107,16 +107,18 @@ def _step(
 
 def loss_options(recipe: Recipe) -> LossOptions:
     """How the loss of a recipe is computed."""
-    return LossOptions(compute_of(recipe), recipe.chunk, recipe.z_loss)
+    return LossOptions(compute_of(recipe), recipe.chunk, recipe.z_loss, recipe.neftune)
 
 
 def _start(recipe: Recipe, params: Llama) -> TrainState:
     return init_state(make_optimizer(recipe.optimizer, recipe.steps), params, ema=recipe.ema_decay > 0)
 
 
-def _random(recipe: Recipe) -> TrainState:
+def _random(recipe: Recipe, base: Llama | None = None) -> TrainState:
     key = jax.random.key(recipe.seed)
-    return _start(recipe, init(recipe.model, key) if recipe.lora is None else init_adapters(recipe.model, recipe.lora, key))
+    if recipe.lora is None:
+        return _start(recipe, init(recipe.model, key))
+    return _start(recipe, init_adapters(recipe.model, recipe.lora, key, base=base))
 
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
@@ -148,10 +150,11 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     placement = shardings(mesh, specs)
     rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length))
     whole = NamedSharding(mesh, P())
+    begins_as = base if lora is not None and lora.dora else None
     # Nothing is ever whole on one device: the state is born where it stays.
     shapes = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        jax.eval_shape(partial(_random, recipe)),
+        jax.eval_shape(partial(_random, recipe), begins_as),
         placement,
     )
     config, layout = layout_over(recipe.model, mesh)
@@ -168,7 +171,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         return _step(recipe, objective, frozen, partial(train_step, config, layout=told))(state, batch)
 
     def model(params: Llama) -> Llama:
-        return params if base is None or lora is None else adapted(base, params, lora)
+        return params if base is None or lora is None else settled(adapted(base, params, lora))
 
     models = base, objective.frozen
     batches = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=rows), objective.shapes)
@@ -179,7 +182,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
 
     def start(params: Llama | None) -> TrainState:
         if params is None:
-            return jax.jit(partial(_random, recipe), out_shardings=placement)()
+            return jax.jit(partial(_random, recipe), out_shardings=placement)(begins_as)
         lie = shardings(mesh, param_specs(recipe.model, sizes, stacked=False))
         # Several processes have each read all of them; those of a run's folder stay on the device that they were read to.
         params = jax.tree.map(_spread, params, lie) if jax.process_count() > 1 else jax.device_put(params, lie)

@@ -32,7 +32,7 @@ BOOKKEEPING = frozenset(
 )
 
 # Settings that older runs did not have.
-LATER = ("attention", "attend", "loss", "lora", "quantize", "chats", "preference", "distill", "rewards")
+LATER = ("attention", "attend", "loss", "lora", "quantize", "chats", "preference", "distill", "rewards", "neftune")
 
 POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
 NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
@@ -58,7 +58,7 @@ class Recipe:
       dtype: of the computation; the parameters that are trained are float32.
       remat, attention, attend: see `Compute` of `model.options`.
       loss: of one's own, as `training.objective.total_loss`, which None takes.
-      chunk, z_loss: see `training.objective`.
+      chunk, z_loss, neftune: see `training.objective`; noise is made of the seed and the number of the batch.
       ema_decay: of a moving average of the parameters, which is then what is evaluated and loaded; 0 keeps none.
       skip_limit: steps in a row without finite gradients after which the run gives up.
       reading: where documents end in the data.
@@ -98,6 +98,7 @@ class Recipe:
     loss: Loss | None = None
     chunk: int = CHUNK
     z_loss: float = 0.0
+    neftune: float = 0.0
     ema_decay: float = 0.0
     skip_limit: int = 10
     reading: DocumentFormat = field(default_factory=DocumentFormat)
@@ -131,6 +132,8 @@ class Recipe:
             if self.optimizer.name == "muon":
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
             adapter_shapes(self.model, self.lora)  # raises for targets that the model has not
+        elif self.optimizer.lora_plus != 1:
+            raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; give lora.rank, too")
         elif self.quantize != "none":
             raise TrainingError(f"quantize={self.quantize!r} is for the frozen model under adapters; give lora.rank, too")
         Compute(attention=self.attention, attend=self.attend)
@@ -138,6 +141,10 @@ class Recipe:
             raise TrainingError(f"ema_decay={self.ema_decay} must be at least 0 and below 1")
         if not (math.isfinite(self.z_loss) and self.z_loss >= 0):
             raise TrainingError(f"z_loss={self.z_loss} must be at least 0")
+        if not (math.isfinite(self.neftune) and self.neftune >= 0):
+            raise TrainingError(f"neftune={self.neftune} must be at least 0")
+        if self.neftune and self.loss is not None:
+            raise TrainingError("neftune is noise in the library's own loss, and loss gives another; leave one of them out")
         if not 0 < self.validation < 1:
             raise TrainingError(
                 f"validation={self.validation} leaves nothing to train or to validate on; give a share between 0 and 1, or"
@@ -172,6 +179,9 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
     defaults = {f"model.{f.name}": f.default for f in dataclasses.fields(LlamaConfig)}
     defaults |= {f.name: f.default for f in dataclasses.fields(Recipe) if f.name in LATER}
+    for part, kind in (("optimizer", OptimizerSettings), ("lora", Lora)):
+        if isinstance(before.get(part), dict):
+            defaults |= {f"{part}.{f.name}": f.default for f in dataclasses.fields(kind)}
     old, new = defaults | _flat(before), _flat(after)  # what an older version did not write is as it was then
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"

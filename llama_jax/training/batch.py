@@ -19,12 +19,14 @@ class Batch(NamedTuple):
         padding. A token sees, and is predicted from, those of its own segment only. None: every row is one document.
       positions: int32[B, T + 1], from 0 in every segment. None: a token's place in its row.
       mask: bool[B, T + 1], which tokens are to be predicted, such as a chat's replies. None: all.
+      noise: uint32[B, T + 1], random numbers that the noise of each embedding is made of, see `LossOptions.neftune`.
     """
 
     tokens: Any
     segment_ids: Any = None
     positions: Any = None
     mask: Any = None
+    noise: Any = None
 
 
 class Shifted(NamedTuple):
@@ -36,6 +38,7 @@ class Shifted(NamedTuple):
       weights: bool[B, T], which targets count in the loss.
       segment_ids, positions: int32[B, T] of the tokens read, or None as in a `Batch`.
       rope_lengths: int32[B, T], see `forward`; None where the other three say it.
+      noise: uint32[B, T] of the tokens read, or None as in a `Batch`.
     """
 
     tokens: jax.Array
@@ -44,6 +47,7 @@ class Shifted(NamedTuple):
     segment_ids: jax.Array | None = None
     positions: jax.Array | None = None
     rope_lengths: jax.Array | None = None
+    noise: jax.Array | None = None
 
 
 def checked(batch: Batch) -> Batch:
@@ -65,8 +69,9 @@ def checked(batch: Batch) -> Batch:
 def shift(batch: Batch) -> Shifted:
     """Of each row the first T tokens to read and the last T to predict; for the errors see `checked`."""
     batch = checked(batch)
-    segment_ids, positions = (None if part is None else part[:, :-1] for part in (batch.segment_ids, batch.positions))
-    return Shifted(batch.tokens[:, :-1], batch.tokens[:, 1:], predicted(batch), segment_ids, positions)
+    read = (batch.segment_ids, batch.positions, batch.noise)
+    segment_ids, positions, noise = (None if part is None else part[:, :-1] for part in read)
+    return Shifted(batch.tokens[:, :-1], batch.tokens[:, 1:], predicted(batch), segment_ids, positions, noise=noise)
 
 
 def predicted(batch: Batch) -> jax.Array:

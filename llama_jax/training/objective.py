@@ -17,6 +17,7 @@ from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.ops.cross_entropy import LossSums
 from llama_jax.training.batch import Batch, predicted, shift
+from llama_jax.training.noise import noisy
 
 CHUNK = 64
 
@@ -29,6 +30,9 @@ class LossOptions:
       compute: of the forward pass: dtype, rematerialisation, attention.
       chunk: positions of each row whose logits are held at a time.
       z_loss: see `ops.LogitOptions`; 1e-4 is usual.
+      neftune: alpha of the noise that is added to what the embedding gives of a document of L tokens: uniform within
+        alpha / sqrt(L D) (NEFTune: Jain et al. 2023, algorithm 1); 5 to 15 are usual where few conversations are learnt. It
+        is made of `Batch.noise`. 0 adds none.
 
     Raises:
       ConfigError: a value that cannot be.
@@ -37,11 +41,14 @@ class LossOptions:
     compute: Compute = Compute()
     chunk: int = CHUNK
     z_loss: float = 0.0
+    neftune: float = 0.0
 
     def __post_init__(self) -> None:
         require_positive_int("chunk", self.chunk)
         if not 0 <= self.z_loss < float("inf"):
             raise ConfigError(f"z_loss={self.z_loss} must be at least 0")
+        if not 0 <= self.neftune < float("inf"):
+            raise ConfigError(f"neftune={self.neftune} must be at least 0")
 
 
 class TaskSums(NamedTuple):
@@ -91,10 +98,12 @@ def total_loss(
 
     Raises:
       GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
+      ConfigError: noise is asked for, and the batch has no random numbers for it.
     """
     rows = layout.arrange(shift(batch))
     places = Places(positions=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)
-    hidden, _ = forward(config, params, rows.tokens, places=places, compute=options.compute, layout=layout)
+    read = noisy(params, rows, options.neftune) if options.neftune else params
+    hidden, _ = forward(config, read, rows.tokens, places=places, compute=options.compute, layout=layout)
     with layout.context():
         hidden = layout.constrain(hidden, "hidden")
         weights = rows.weights.astype(jnp.promote_types(hidden.dtype, jnp.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import jax
@@ -14,13 +15,14 @@ from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a f
 import llama_jax
 from llama_jax.checkpoints import load_adapter
 from llama_jax.errors import CheckpointError
-from llama_jax.model.adapters import Lora, adapted, adapter_count
+from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.base import digest
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
+from llama_jax.runs.recipe import differences, to_dict
 from llama_jax.training.optimizer import OptimizerSettings
 
 FULL = replace(recipe(), steps=4, evaluate_every=4, save_every=4, log_every=4, ema_decay=0.0)
@@ -134,6 +136,9 @@ def test_recipes_that_cannot_be():
     for changes, message in (
         ({"optimizer": OptimizerSettings(name="muon")}, "optimizer.name='muon' is for whole matrices"),
         ({"lora": None, "quantize": "int8"}, "quantize='int8' is for the frozen model under adapters"),
+        ({"lora": None, "optimizer": OptimizerSettings(lora_plus=4.0)}, "lora_plus=4.0 is for adapters; give lora.rank"),
+        ({"neftune": -1.0}, "neftune=-1.0 must be at least 0"),
+        ({"neftune": 5.0, "loss": print}, "neftune is noise in the library's own loss, and loss gives another"),
         ({"quantize": "int3"}, "quantize='int3' must be one of none, int8"),
     ):
         with pytest.raises(TrainingError, match=message):
@@ -166,3 +171,39 @@ def test_a_digest_sees_every_bit_and_no_device():
     ):
         assert digest(params.replace(embedding=other)) != found
     assert digest(quantize(params, "int8")) != found
+
+
+@pytest.mark.slow
+def test_magnitudes_and_a_rate_for_b_over_a_mesh_and_resumed(base, text, tmp_path):
+    """DoRA, LoRA+ and NEFTune of a run, stopped and resumed with other devices; what is loaded is what was trained."""
+    changes = ["lora.dora=true", "optimizer.lora_plus=4", "neftune=5", "ema_decay=0", "steps=6", "save_every=3"]
+    dora = override(RECIPE, changes)
+    whole = train(dora, tmp_path / "whole", [text], weights=base, log=StopAt())
+    train(dora, tmp_path / "parts", [text], weights=base, mesh=MeshSizes(fsdp=2, tensor=2), log=StopAt("step 3/"))
+    parts = train(dora, tmp_path / "parts", [text], weights=base, resume=True, log=StopAt())
+    found, expected = (lines(tmp_path / name, "train")[-1] for name in ("parts", "whole"))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    assert parts.step == whole.step == 6
+    again = train(dora, tmp_path / "again", [text], weights=base, log=StopAt("step 4/"))
+    again = train(dora, tmp_path / "again", [text], weights=base, resume=True, log=StopAt())
+    same(again.state, whole.state)
+    config, params, _ = llama_jax.load(base)
+    adapter = load_adapter(tmp_path / "whole", config)
+    assert adapter.lora == dora.lora
+    same(llama_jax.stack(adapter.params), whole.state.params)
+    one = llama_jax.load(base, adapter=tmp_path / "whole").params
+    assert one.blocks[0].attention.out.low_rank.magnitude is None  # settled for inference
+    merged = merge(params, adapter.params, adapter.lora)
+    tokens = np.arange(1, 9)[None]
+    np.testing.assert_allclose(llama_jax.logits(config, one, tokens), llama_jax.logits(config, merged, tokens), atol=1e-4)
+
+
+def test_runs_that_were_begun_without_these_settings_go_on():
+    now = json.loads(json.dumps(to_dict(RECIPE)))
+    older = json.loads(json.dumps(now))
+    del older["lora"]["dora"], older["optimizer"]["lora_plus"], older["neftune"]
+    assert differences(older, now) == []
+    now["lora"]["dora"] = True
+    assert differences(older, now) == ["lora.dora: False in the folder, True now"]
+    older["lora"] = None
+    assert any(line.startswith("lora.rank: None in the folder") for line in differences(older, now))

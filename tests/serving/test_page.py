@@ -2,6 +2,7 @@
 
 import re
 import threading
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -127,6 +128,27 @@ def test_a_model_that_only_completes(browser):
         browser.press("Enter")
         browser.until(f"{BODY} === 'Once1: {SAID} end' && {IDLE}")
         assert browser.get("document.querySelectorAll('.token').length") == len(f"1: {SAID} end")
+
+
+@pytest.mark.slow
+def test_an_adapter_is_chosen_as_the_model(browser):
+    engine = FakeEngine(says=Hesitating())
+    with listening(engine, replace(served(), adapters=("pirate", "poet"))) as address:
+        browser.open(address)
+        browser.until("!document.getElementById('which').hidden")
+        options = "[...document.getElementById('models').options].map(one => one.value)"
+        assert browser.get(options) == ["fake", "pirate", "poet"]
+        choose = (
+            "const list = document.getElementById('models'); list.value = 'poet'; list.dispatchEvent(new Event('change'))"
+        )
+        browser.get(f"(() => {{ {choose} }})(), 0")
+        assert browser.get("document.title") == "poet"
+        browser.get("document.getElementById('text').focus()")
+        browser.type("Hello")
+        browser.press("Enter")
+        browser.until(f"{BODY} === '1: {SAID} end' && {IDLE}")
+        assert [request.adapter for request in engine.admitted] == [1]
+        assert browser.get("document.querySelector('.answer b').textContent") == "poet"
 
 
 def test_the_page_loads_nothing():

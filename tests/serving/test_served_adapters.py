@@ -14,6 +14,8 @@ from test_api import ask, error_of
 from test_engine import SMALL, Client, exhaust, some_request
 
 import llama_jax
+from llama_jax.analysis.hlo import ProgramText
+from llama_jax.analysis.programs import find_copies
 from llama_jax.checkpoints import save_adapter
 from llama_jax.cli.serve import Serve
 from llama_jax.errors import CheckpointError, GenerationError
@@ -23,6 +25,8 @@ from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.http.metrics import PREFIX
+from llama_jax.serving.model import ServedModel
+from llama_jax.serving.programs import Wishes, take_turn
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
 TINY = llama_jax.EngineOptions(rows=2, long_rows=1, short=32, context=32, piece=16, smallest_capacity=32)
@@ -148,6 +152,19 @@ def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monk
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
+    """Of one row with three adapters its own slices are cut out, of four rows all is multiplied."""
+    config, params = tabled
+    model = ServedModel.of(config, params, TINY.cache, TINY.compute)
+    state, wishes = model.empty_state(rows, 32), Wishes.none(rows, config.vocab_size)
+    turn = jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2)
+    text = turn.lower(config, params, state, wishes, model.compute, model.layout).compile().as_text()
+    held = {leaf.nbytes for leaf in jax.tree.leaves(params.blocks) if leaf.nbytes > 2048}
+    assert not held & {copy.bytes for copy in find_copies(ProgramText(text), 1024)}
+
+
+@pytest.mark.slow
 def test_over_a_mesh_and_quantised(model, alone, tmp_path):
     config, params, adapters = model
     llama_jax.save(tmp_path / "model", config, params)
@@ -179,6 +196,8 @@ def test_a_table_is_loaded(model, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, adapter_table(config, params, adapters[:1]))
     with pytest.raises(CheckpointError, match="adapter is for all rows, and adapters are a table to choose from"):
         llama_jax.load(tmp_path / "model", adapter=tmp_path / "a", adapters=[tmp_path / "a"])
+    with pytest.raises(CheckpointError, match="is one path; give a list of them, or adapter for all rows"):
+        llama_jax.load(tmp_path / "model", adapters=tmp_path / "a")
 
 
 SHOWN = replace(served(), adapters=("pirate", "poet"))

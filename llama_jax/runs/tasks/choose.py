@@ -27,4 +27,6 @@ def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
     check_mesh(recipe, mesh, backend)
     if backend not in kind.backends:
         raise TrainingError(f"{backend} does not train on {kind.name}; use the backend {' or '.join(kind.backends)}")
+    if recipe.neftune and kind is not text.KIND:
+        raise TrainingError(f"neftune={recipe.neftune} is noise in learning texts and chats, not {kind.name}; leave it at 0")
     kind.check(recipe, mesh)

@@ -65,7 +65,20 @@ def objective(recipe: Recipe) -> Objective:
     """The recipe's loss of packed rows."""
     rows = jax.ShapeDtypeStruct((recipe.batch, recipe.length + 1), jnp.int32)
     mask = None if recipe.chats is None else jax.ShapeDtypeStruct(rows.shape, jnp.bool_)
-    return Objective(Batch(rows, rows, rows, mask), lambda _: recipe.loss or total_loss)
+    noise = jax.ShapeDtypeStruct(rows.shape, jnp.uint32) if recipe.neftune else None
+    return Objective(Batch(rows, rows, rows, mask, noise), lambda _: recipe.loss or total_loss)
+
+
+def noise_of(seed: int, number: int, rows: tuple[int, int, int], length: int) -> np.ndarray:
+    """Random numbers for some rows of a batch, uint32[rows, T + 1]: the same on any number of hosts.
+
+    Args:
+      number: of the batch.
+      rows: the first, how many, and of how many of all hosts.
+    """
+    first, count, batch = rows
+    bits = np.random.Philox(key=[seed, number]).random_raw(batch * (length + 1)).astype(np.uint32)
+    return bits.reshape(batch, length + 1)[first : first + count]
 
 
 class TextFeed:
@@ -75,6 +88,8 @@ class TextFeed:
         share, shares = beginning.program.share
         first = 0 if beginning.place is None else beginning.place["next_batch"]
         self._recipe, self._held = recipe, corpora.validation
+        own = recipe.batch // shares
+        self._rows = own * share, own, recipe.batch
         self._batches = training_batches(
             corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, start=first
         )
@@ -85,7 +100,11 @@ class TextFeed:
         return self._batches.state
 
     def next(self, model: Callable[[], Llama]) -> Batch:
-        return next(self._batches)
+        number = self._batches.state["next_batch"]
+        batch = next(self._batches)
+        if not self._recipe.neftune:
+            return batch
+        return batch._replace(noise=noise_of(self._recipe.seed, number, self._rows, self._recipe.length))
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
         return {}

@@ -1,0 +1,91 @@
+"""What a table of LoRA adapters costs a turn of a server: rows without an adapter beside rows of a model without a table.
+
+    python experiments/bench_adapters.py      writes JSON and prints a table, 3 minutes on two cores
+
+Programs of `llama_jax.serving` with tables of several sizes take turns: each runs a few tokens of all rows. Rank
+16 on all seven matrices, float32, 128 slots. Which adapter a row uses, or none, changes no time: the program is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from measuring import cpu_name, settings, versions, write_report
+
+import llama_jax
+from llama_jax.model.adapter_table import adapter_table
+from llama_jax.serving.engine import Engine
+from llama_jax.serving.options import EngineOptions
+from llama_jax.serving.programs import Wishes
+
+SLOTS, RANK = 128, 16
+
+
+class Turns:
+    """A state of rows that all decode, none of which ends."""
+
+    def __init__(self, config: llama_jax.LlamaConfig, params: llama_jax.Llama, rows: int) -> None:
+        options = EngineOptions(rows=rows, short=SLOTS, context=SLOTS, smallest_capacity=SLOTS)
+        self._model = Engine(config, params, options).model
+        self._wishes = jax.device_put(Wishes.none(rows, config.vocab_size)._replace(live=np.ones(rows, bool)))
+        state = self._model.empty_state(rows, SLOTS)
+        request = state.request.replace(limit=np.full(rows, 2**30, np.int32))
+        self._state = state.replace(done=np.zeros(rows, bool), request=request)
+
+    def run(self, tokens: int) -> float:
+        """Seconds for a token of every row, from the first slot on."""
+        self._state = self._state.replace(cache=self._state.cache.replace(length=0 * self._state.cache.length))
+        started = time.perf_counter()
+        for _ in range(tokens):
+            self._state, packed = self._model.take_turn(self._state, self._wishes)
+        jax.block_until_ready(packed)
+        return (time.perf_counter() - started) / tokens
+
+
+def measure(model: str, rows: int, tables: list[int], arguments: Any) -> list[dict[str, Any]]:
+    """A row for each size of the table."""
+    config, lora = llama_jax.preset(model), llama_jax.Lora(rank=RANK)
+    base = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    adapters = [(llama_jax.init_adapters(config, lora, jax.random.key(i)), lora) for i in range(max(tables))]
+    programs = {n: Turns(config, adapter_table(config, base, adapters[:n]) if n else base, rows) for n in tables}
+    for turns in programs.values():
+        turns.run(4)
+    seconds: dict[int, list[float]] = {n: [] for n in tables}
+    for _ in range(arguments.rounds):
+        for n, turns in programs.items():
+            seconds[n].append(turns.run(arguments.tokens))
+    found = []
+    for n in tables:
+        ratios = [with_table / without for with_table, without in zip(seconds[n], seconds[tables[0]], strict=True)]
+        middle = statistics.median(seconds[n])
+        found.append({"model": model, "rows": rows, "adapters": n, "seconds": middle, "times": statistics.median(ratios)})
+        print(f"{model:12} {rows:3} rows, {n:3} adapters: {1e3 * middle:7.2f} ms a turn, {found[-1]['times']:.3f} times")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="stories-15m,stories-110m")
+    parser.add_argument("--rows", default="1,16")
+    parser.add_argument("--adapters", default="0,1,4,16", help="sizes of tables, the first of which the others are beside")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=32, help="in a round")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "bench_adapters_cpu.json")
+    arguments = parser.parse_args()
+    tables = [int(n) for n in arguments.adapters.split(",")]
+    found = []
+    for model in arguments.models.split(","):
+        for rows in map(int, arguments.rows.split(",")):
+            found += measure(model, rows, tables, arguments)
+    about = {"cpu": cpu_name(), "versions": versions("jax", "jaxlib"), "settings": settings(arguments)}
+    write_report(arguments.output, about | {"turns": found})
+
+
+if __name__ == "__main__":
+    main()
