@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,7 +30,7 @@ class LmEval(LoadOptions):
     tasks are downloaded by the harness. Needs the extra 'lm-eval'.
     """
 
-    model: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]  # type: ignore[assignment]
+    model: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]] = field()  # none by default
     """A model's folder or file, of any format that is read."""
     tasks: str
     """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""

@@ -20,7 +20,7 @@ from llama_jax.evaluation.texts import TextModel, wish_of
 from llama_jax.tokenizers import Message
 
 
-class HarnessModel(LM):  # type: ignore[misc]  # an untyped class where the package is not installed
+class HarnessModel(LM):
     """What the harness calls. It begins no process and no device of its own: `world_size` is 1, whatever the mesh.
 
     Args:

@@ -21,6 +21,7 @@ from llama_jax.model.checks import check_tokens
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
+from llama_jax.runs.evaluate import usual_batch
 
 SHORTEST = 512  # tokens of a row; each further length is four times the one before, so that few programs are compiled
 CHUNK = 64  # tokens whose logits are made at a time
@@ -113,7 +114,7 @@ def score_pairs(
         context, or logits that are not numbers.
     """
     context = config.max_seq_len if context is None else context
-    batch = (1 if jax.default_backend() == "cpu" else 8) if batch is None else batch
+    batch = usual_batch() if batch is None else batch
     if batch < 1:
         raise GenerationError(f"batch={batch} must be at least 1 row")
     runs = _runs(config, pairs, context)

@@ -183,7 +183,7 @@ def _completed(written: dict[str, Any], kind: Any) -> dict[str, Any]:
         if f.name not in found:
             default: Any = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
             if default is not dataclasses.MISSING:
-                found[f.name] = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
+                found[f.name] = default if inner is None or default is None else dataclasses.asdict(default)
         elif inner is not None and isinstance(found[f.name], dict):
             found[f.name] = _completed(found[f.name], inner)
     return found
