@@ -126,6 +126,7 @@ _ROOMS = (
     "config",
     "data",
     "errors",
+    "evaluation",
     "inference",
     "model",
     "ops",

@@ -29,6 +29,7 @@ FLOOR = {
     "verify": 6,  # compares what is read with what others make of the same file
     "runs": 6,  # the training loop: reads data, lays it out, writes checkpoints
     "serving": 6.5,  # runs what is below as a service, with clocks and threads
+    "evaluation": 6.7,  # asks a model in texts, by the engine
     "cli": 7,
     "__main__": 8,
 }

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf_adapter, peft, store
 from llama_jax.checkpoints.appearing import appearing
+from llama_jax.checkpoints.huggingface_config import read_config
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, existing_step, find_checkpoints, is_step
 from llama_jax.checkpoints.sums import verify
@@ -92,6 +93,17 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
         else:
             found = read_object(folder / peft.CONFIG, CheckpointError).get("base_model_name_or_path")
     return found if isinstance(found, str) and found else None
+
+
+def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
+    """The configuration of an adapter's base, where the adapter is a training run's, which keeps it; None of others.
+
+    Raises:
+      CheckpointError: a damaged file.
+    """
+    with reading(path, CheckpointError):
+        step = _step_in(Path(path))
+        return None if step is None else read_config(step / ABOUT)
 
 
 def _step_in(folder: Path) -> Path | None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, store
+from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, peft, store
 from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
 from llama_jax.checkpoints.bundled import bundled
@@ -201,6 +201,10 @@ def _open_folder(path: Path) -> Opened | store.Stored:
         return store.open_folder(checkpoints / str(existing_step(checkpoints, None)))
     if (path / "config.json").exists():
         return huggingface.open_folder(path)  # says which weights are missing
+    if (path / peft.CONFIG).exists():
+        raise CheckpointError(
+            f"{path} holds an adapter and no model; give its base as the model, and this as its adapter (--adapter)"
+        )
     raise CheckpointError(f"{path} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
-from llama_jax.checkpoints.adapters import base_of, is_adapter, load_adapter, save_adapter
+from llama_jax.checkpoints.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
 from llama_jax.checkpoints.appearing import appearing, check_room
 from llama_jax.checkpoints.beside import files_beside, write_beside
 from llama_jax.checkpoints.layout import Piece
@@ -142,11 +142,12 @@ def _convert_adapter(
 ) -> None:
     said = base_of(source)
     where = Path(base or said or "")
-    if base is None and (said is None or not where.exists()):
+    config = base_config(source) if base is None else None
+    if config is None and base is None and (said is None or not where.exists()):
         whom = "says nothing of its base" if said is None else f"was trained on {shown(said)}, which is not here"
         raise CheckpointError(f"{source} {whom}; give the base's folder or file as base (--base)")
     check_room(Path(path), folder=Path(path).suffix.lower() != ".gguf", overwrite=overwrite, sources=[Path(source), where])
-    config = open_checkpoint(where).config
+    config = open_checkpoint(where).config if config is None else config
     adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[KINDS[dtype]])
     save_adapter(path, config, adapter.params, adapter.lora, base=said or os.fspath(where), overwrite=overwrite)
 

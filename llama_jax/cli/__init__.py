@@ -21,6 +21,7 @@ from llama_jax.cli.estimate import Estimate
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
 from llama_jax.cli.inspect import Inspect
+from llama_jax.cli.lm_eval import LmEval
 from llama_jax.cli.merge import Merge
 from llama_jax.cli.needle import Needle
 from llama_jax.cli.plot import Plot
@@ -43,6 +44,7 @@ Command = (
     | Annotated[Merge, tyro.conf.subcommand("merge", prefix_name=False)]
     | Annotated[Data, tyro.conf.subcommand("data", prefix_name=False)]
     | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
+    | Annotated[LmEval, tyro.conf.subcommand("lm-eval", prefix_name=False)]
     | Annotated[Needle, tyro.conf.subcommand("needle", prefix_name=False)]
     | Annotated[Plot, tyro.conf.subcommand("plot", prefix_name=False)]
     | Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]

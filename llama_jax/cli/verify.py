@@ -55,8 +55,8 @@ class Verify:
     """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files.
     The reference is not quantised; where none is given it is PATH itself."""
     adapter: Path | None = None
-    """A LoRA adapter beside the weights of PATH: a folder of PEFT's, or of a run that trains one. The reference has none:
-    give the merged model as one."""
+    """A LoRA adapter beside the weights of PATH: a folder of PEFT's, or of a run that trains one. A reference that is given
+    has none: let it be the merged model. With --quantize alone PATH is beside itself, both with the adapter."""
     per_layer: bool = False
     """Show how every layer differs, and with --quantize every matrix."""
     json: bool = False
@@ -95,7 +95,9 @@ class Verify:
         if self.against is not None:
             reference = run_transformers(self.against, tokens)
         elif reference is None and quantize is not None:
-            reference = trace(load(self.path, self.dtype, progress=loading_bar).params, tokens, origin)
+            dense = load(self.path, self.dtype, adapter=self.adapter, progress=loading_bar).params
+            reference = trace(dense, tokens, origin)
+            del dense
         params = load(self.path, self.dtype, quantize=quantize, adapter=self.adapter, progress=loading_bar).params
         ours = trace(params, tokens, replace(origin, quantized=self._quantized(config)))
         if self.write_oracle is not None:
@@ -143,8 +145,6 @@ class Verify:
             for name, value in (("text", self.text), ("tokens", self.tokens), ("write-oracle", self.write_oracle)):
                 if value is not None:
                     raise UserError(f"--{name} cannot go with --oracle, whose tokens and numbers are given; leave it out")
-        if self.adapter is not None and self.quantize != "none":
-            raise UserError("--adapter and --quantize each change what is compared; verify one after the other")
         if self.oracle is None and self.against is None and self.per_layer and self.quantize == "none":
             raise UserError("--per-layer compares with a reference; give one with --against or --oracle")
         if self.write_oracle is not None and self.quantize != "none":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -272,6 +273,22 @@ def layout_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
         mesh=mesh.abstract_mesh,
     )
     return fit.fitted(config, sizes), layout
+
+
+def reading_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
+    """As `layout_over`, of rows that are only read, as in an evaluation: each is whole on a device, over `context` too.
+
+    Without a backward pass a row takes little memory, and no keys need go around a ring. The number of rows must be a
+    multiple of `shares`.
+
+    Raises:
+      MeshError: a dimension that cannot be split over the mesh.
+    """
+    config, layout = layout_over(config, mesh)
+    if layout.arrange is identity:
+        return config, layout
+    whole = partial(attend, division=Division((*BATCH, "context"), ("tensor",)))
+    return config, replace(layout, attend=whole, arrange=identity)
 
 
 def step_over(config: LlamaConfig, mesh: Mesh) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:

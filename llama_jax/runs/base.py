@@ -41,6 +41,8 @@ def load_weights(
 ) -> tuple[Llama | None, Base | None]:
     """The parameters that a new run begins with, or None; and the base of adapters, which a resumed run needs too.
 
+    Blocks are stacked, and each device gets its share as it is read: nothing is ever whole on one.
+
     Args:
       note: of the checkpoint to go on from.
 
@@ -50,7 +52,8 @@ def load_weights(
     if recipe.lora is None:
         if weights is None or note is not None:
             return None, None
-        return dequantize(load(weights, "float32").params), None
+        places = param_shardings(recipe.model, mesh, fitted=False)
+        return _stacked(dequantize(load(weights, "float32", shardings=places).params)), None
     assert weights is not None
     params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
     before = {} if note is None else note.get("base", {})

@@ -153,10 +153,15 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
             f"in {corpus.document_count} documents there is nothing to predict: a token is predicted from the one before;"
             " give more data"
         )
-    batch = (1 if jax.default_backend() == "cpu" else 8) if batch is None else batch
+    batch = usual_batch() if batch is None else batch
     if batch < 1:
         raise DataError(f"batch={batch} must be at least 1 row")
     return Sizes(length, stride, batch)
+
+
+def usual_batch() -> int:
+    """Rows that a device reads at once where nobody says, see `evaluate`."""
+    return 1 if jax.default_backend() == "cpu" else 8
 
 
 def check_vocabulary(config: LlamaConfig, corpus: Corpus) -> None:
@@ -209,9 +214,9 @@ def nats_of(
     """
 
     def predict(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = constrain(unembed(config, params, hidden), "logits")
+        logits = constrain(unembed(config, params, hidden), "logits")  # of V tokens, or more on a mesh: see there
         # Compared and not gathered, for the vocabulary may lie on several devices.
-        chosen = jnp.sum(jnp.where(jnp.arange(config.vocab_size) == targets[..., None], logits, 0), axis=-1)
+        chosen = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0), axis=-1)
         return jnp.where(targets >= 0, jax.nn.logsumexp(logits, axis=-1) - chosen, 0)
 
     return in_chunks(predict, hidden, targets, chunk)

@@ -333,8 +333,8 @@ class _TrainingRun:
         self.validation, self.validated = found, step
         self._write("validation", step, **found.numbers)
         self.log.line(f"step {step:,}: validation {found.text}")
-        texts = continued(self.recipe, params, self.prompts, self.tokenizer)
-        for prompt, text in zip(self.recipe.prompts, texts, strict=False):  # none but in process 0
+        texts = continued(self.recipe, self.program, params, self.prompts, self.tokenizer)
+        for prompt, text in zip(self.recipe.prompts, texts, strict=True):
             self._write("sample", step, prompt=prompt, text=text)
             self.log.line("    " + text.replace("\n", "\n    "))
         self.processes.wait("samples")  # and not inside a step, where patience has limits

@@ -51,7 +51,7 @@ def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[st
         key = f"{within}{name}"
         if name not in {f.name for f in dataclasses.fields(settings)}:
             raise TrainingError(f"{key!r} is not a setting of the recipe; {_meant(key, within, known)}")
-        inner, made = getattr(settings, name), _optional(types_[name])
+        inner, made = getattr(settings, name), dataclass_of(types_[name])
         if isinstance(value, dict) and made is not None and (inner is None or "kind" in value):
             found[name] = _made(made, value, f"{key}.", known)
         elif isinstance(value, dict):
@@ -63,12 +63,10 @@ def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[st
     return dataclasses.replace(settings, **found)
 
 
-def _optional(kind: Any) -> Any:
-    """The dataclass of a field that may be None, or None where it is of another type."""
-    options = [option for option in get_args(kind) if option is not type(None)]
-    if get_origin(kind) in (Union, types.UnionType) and len(options) == 1 and dataclasses.is_dataclass(options[0]):
-        return options[0]
-    return None
+def dataclass_of(kind: Any) -> Any:
+    """The dataclass that a field of this type holds, also where it may be None; None for a type of another sort."""
+    options = [option for option in get_args(kind) or (kind,) if option is not type(None)]
+    return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) else None
 
 
 def _made(kind: Any, values: dict[str, Any], within: str, known: list[str]) -> Any:
@@ -153,7 +151,7 @@ def _keys(settings: Any, within: str = "") -> list[str]:
     for f in dataclasses.fields(settings):
         inner = getattr(settings, f.name)
         found.append(f"{within}{f.name}")
-        if inner is None and (made := _optional(types_[f.name])):
+        if inner is None and (made := dataclass_of(types_[f.name])):
             found += [f"{within}{f.name}.{part.name}" for part in dataclasses.fields(made)]
         elif dataclasses.is_dataclass(inner):
             found += _keys(inner, f"{within}{f.name}.")

@@ -10,20 +10,20 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.adapters import adapted, init_adapters, settled, with_base
-from llama_jax.model.options import identity
+from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import init, stack
+from llama_jax.model.trees import init
 from llama_jax.ops.attention import observed
+from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.pmapped import pmap_step, replicate
-from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, shardings, train_state_specs
+from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, reading_over, shardings, train_state_specs
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Frozen, Objective, compute_of
@@ -43,11 +43,15 @@ class TrainingProgram:
       step: a state, which is donated, and a placed batch to the next state and the step's metrics.
       place: the rows that this process reads onto its devices.
       share: which part of a batch these are, of how many.
-      start: the state before the first step, from random parameters or from given ones.
+      start: the state before the first step, from random parameters or from given ones: stacked, where `param_specs` says,
+        and not to be used again.
       shapes: of the state, with shardings, for `Snapshots.restore`.
       adopt: makes a restored state one that `step` takes.
       model: the model that trained parameters are: they themselves, or adapters joined with their base.
       jit: `jax.jit` of a function of such a model and of arrays that every process has, whose result every process gets.
+      fit: makes of such a model one of `config`, which can be evaluated and generate where it lies.
+      config: of that model, as the mesh holds it.
+      layout: of passes that only read with it: its `shares` are how many ways the rows are divided.
       devices: how many.
       description: of the devices, in words.
       compile_seconds: of `step`.
@@ -62,6 +66,9 @@ class TrainingProgram:
     adopt: Callable[[TrainState], TrainState]
     model: Callable[[Llama], Llama]
     jit: Callable[[Callable[..., Any]], Callable[..., Any]]
+    fit: Callable[[Llama], Llama]
+    config: LlamaConfig
+    layout: Layout
     devices: int
     description: str
     compile_seconds: float
@@ -173,6 +180,9 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     def model(params: Llama) -> Llama:
         return params if base is None or lora is None else settled(adapted(base, params, lora))
 
+    _, reading = reading_over(recipe.model, mesh)
+    # Where nothing is padded or copied the model is as it is: `jit` would copy it.
+    as_it_is = laid_out(recipe.model, sizes) == recipe.model
     models = base, objective.frozen
     batches = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=rows), objective.shapes)
     jitted = jax.jit(step, donate_argnums=1, out_shardings=(placement, whole))
@@ -183,10 +193,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     def start(params: Llama | None) -> TrainState:
         if params is None:
             return jax.jit(partial(_random, recipe), out_shardings=placement)(begins_as)
-        lie = shardings(mesh, param_specs(recipe.model, sizes, stacked=False))
-        # Several processes have each read all of them; those of a run's folder stay on the device that they were read to.
-        params = jax.tree.map(_spread, params, lie) if jax.process_count() > 1 else jax.device_put(params, lie)
-        return jax.jit(lambda params: _start(recipe, stack(params)), out_shardings=placement)(params)
+        return jax.jit(partial(_start, recipe), donate_argnums=0, out_shardings=placement)(params)
 
     def place(batch: Any) -> Any:
         return jax.tree.map(
@@ -203,6 +210,9 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         model=model,
         # All processes read the same rows, and each the whole answer.
         jit=jax.jit if jax.process_count() == 1 else partial(jax.jit, out_shardings=whole),
+        fit=identity if as_it_is else jax.jit(layout.fit),
+        config=config,
+        layout=reading,
         devices=sizes.devices,
         description=f"mesh {sizes}" if sizes.devices > 1 else "one device",
         compile_seconds=time.perf_counter() - began,
@@ -220,8 +230,8 @@ def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> Tra
     began = time.perf_counter()
 
     def start(params: Llama | None) -> TrainState:
-        make = partial(_random, recipe) if params is None else lambda: _start(recipe, stack(params))
-        return replicate(jax.jit(make)(), devices)
+        state = jax.jit(partial(_random, recipe))() if params is None else jax.jit(partial(_start, recipe))(params)
+        return replicate(state, devices)
 
     return TrainingProgram(
         step=pmap_step(_step(recipe, objective, Frozen(None, None), partial(train_step, recipe.model)), devices),
@@ -232,6 +242,9 @@ def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> Tra
         adopt=lambda state: replicate(state, devices),
         model=identity,
         jit=jax.jit,
+        fit=partial(jax.tree.map, lambda array: array.addressable_data(0)),
+        config=recipe.model,
+        layout=Layout(),
         devices=len(devices),
         description=f"pmap over {len(devices)} devices",
         compile_seconds=time.perf_counter() - began,
@@ -247,29 +260,3 @@ def _share(rows: NamedSharding, batch: int) -> tuple[int, int]:
     if sum(stop - start for start, stop in bounds) != size or batch % size or begin % size:
         return 0, 1
     return begin // size, batch // size
-
-
-def _spread(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has, over the devices of all."""
-    whole = np.asarray(array)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda part: whole[part])
-
-
-def on_one_device(params: Llama) -> Llama | None:
-    """The parameters together on the first device of process 0, for generating samples; None in the others.
-
-    All processes take part, array by array.
-    """
-    first = jax.process_index() == 0
-    device = jax.local_devices()[0]
-
-    def gather(array: jax.Array) -> jax.Array | None:
-        whole: jax.Array | np.ndarray = array
-        if not array.is_fully_addressable:
-            whole = multihost_utils.process_allgather(array, tiled=True)
-        elif len(array.devices()) > 1:
-            whole = np.asarray(array)
-        return jax.device_put(whole, device) if first else None
-
-    gathered = jax.tree.map(gather, params)
-    return gathered if first else None

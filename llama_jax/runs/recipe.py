@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import ChatReading, DocumentFormat
@@ -15,6 +15,7 @@ from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.weights import Kept
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.overrides import dataclass_of
 from llama_jax.runs.reward_settings import RewardSettings
 from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.objective import CHUNK
@@ -30,9 +31,6 @@ BOOKKEEPING = frozenset(
     | {"rewards.held", "rewards.samples"}
     | {"distill.teacher", "rewards.functions"}  # which are known by their numbers and files
 )
-
-# Settings that older runs did not have.
-LATER = ("attention", "attend", "loss", "lora", "quantize", "chats", "preference", "distill", "rewards", "neftune")
 
 POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
 NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
@@ -176,18 +174,31 @@ def _name_of(function: Callable[..., Any] | None) -> str | None:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``."""
-    defaults = {f"model.{f.name}": f.default for f in dataclasses.fields(LlamaConfig)}
-    defaults |= {f.name: f.default for f in dataclasses.fields(Recipe) if f.name in LATER}
-    for part, kind in (("optimizer", OptimizerSettings), ("lora", Lora)):
-        if isinstance(before.get(part), dict):
-            defaults |= {f"{part}.{f.name}": f.default for f in dataclasses.fields(kind)}
-    old, new = defaults | _flat(before), _flat(after)  # what an older version did not write is as it was then
+    """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``.
+
+    A field that an older version did not write is as its default says: who adds a field gives it a default that computes
+    what was computed without it.
+    """
+    old, new = _flat(_completed(before, Recipe)), _flat(after)
     return [
         f"{name}: {old.get(name)!r} in the folder, {new.get(name)!r} now"
-        for name in sorted(_flat(before).keys() | new.keys())
+        for name in sorted(old.keys() | new.keys())
         if name not in BOOKKEEPING and old.get(name) != new.get(name)
     ]
+
+
+def _completed(written: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """A recipe, or a part of one, with the fields of its dataclass that it has not."""
+    found, types_ = dict(written), get_type_hints(kind)
+    for f in dataclasses.fields(kind):
+        inner = dataclass_of(types_[f.name])
+        if f.name not in found:
+            default: Any = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            if default is not dataclasses.MISSING:
+                found[f.name] = default if inner is None or default is None else dataclasses.asdict(default)
+        elif inner is not None and isinstance(found[f.name], dict):
+            found[f.name] = _completed(found[f.name], inner)
+    return found
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from llama_jax.checkpoints.fill import Array
 from llama_jax.model.params import Llama, row_at
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, QuantizedWeight
 from llama_jax.ops.weights.planes import bits_of
 
 RUN = 1 << 22  # numbers that are compared at a time
@@ -38,15 +38,15 @@ def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
     """Of every matrix that is quantised, in the order of the model.
 
     Args:
-      params: with one block for each layer.
+      params: with one block for each layer; of an adapted matrix that is the one without its adapter.
       reference: the same in floats; or, so that it need not be in memory, what a checkpoint's parameters are made of, as
         `checkpoints.assemble.plan` gives it: then it is read by runs of rows.
     """
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
     found = []
-    given = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
-    for (path, weight), dense in zip(given, jax.tree.leaves(reference), strict=True):
-        if is_weight(weight):
+    given = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: hasattr(leaf, "project"))
+    for (path, leaf), dense in zip(given, jax.tree.leaves(reference), strict=True):
+        weight = leaf.base if isinstance(leaf, AdaptedWeight) else leaf
+        if isinstance(weight, QuantizedWeight | JoinedWeight):
             layer = next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), None)
             name = row_at(path).path.removeprefix("blocks.")
             found.append(MatrixError(name, layer, _kind(weight), _bits(weight), _relative(weight, dense)))

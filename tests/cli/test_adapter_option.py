@@ -13,7 +13,7 @@ from llama_jax.cli.eval import Eval
 from llama_jax.cli.generate import Generate
 from llama_jax.cli.merge import Merge
 from llama_jax.cli.verify import Verify
-from llama_jax.errors import CheckpointError, UserError
+from llama_jax.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,6 @@ def test_a_merged_model_says_what_the_adapted_one_does(calling, stories_folder, 
 
 
 def test_what_cannot_be(calling, stories_folder, adapter, hf_folder, tmp_path):
-    with pytest.raises(UserError, match="--adapter and --quantize each change what is compared"):
-        calling(Verify, stories_folder, "--adapter", adapter, "--quantize", "int8")
     with pytest.raises(CheckpointError, match="is this the adapter's base"):
         calling(Generate, "x", "--model", hf_folder, "--adapter", adapter)
     (tmp_path / "there").mkdir()
@@ -71,6 +69,19 @@ def test_what_cannot_be(calling, stories_folder, adapter, hf_folder, tmp_path):
         calling(Merge, stories_folder, adapter, tmp_path / "there")
     with pytest.raises(CheckpointError, match="is, contains or is inside the model that is read"):
         calling(Merge, stories_folder, adapter, adapter)
+
+
+@pytest.mark.slow
+def test_a_quantised_base_is_verified_beside_itself(calling, stories_folder, adapter, capsys):
+    with pytest.raises(SystemExit) as ended:
+        calling(Verify, stories_folder, "--adapter", adapter, "--quantize", "int8", "--tokens", 16, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, found["same"], found["rounding"]) == (0, True, "int8")
+    assert found["here"]["name"] == found["there"]["name"]
+    assert found["here"]["name"].endswith(f" with {adapter}")
+    assert (found["here"]["quantized"], found["there"]["quantized"]) == ("int8", None)
+    assert {error["name"] for error in found["matrices"]} >= {"embedding", "attention.qkv", "feed_forward.down"}
+    assert all(0 < error["relative"] < 0.02 for error in found["matrices"])
 
 
 def test_it_is_merged_into_other_formats(calling, stories, stories_folder, adapter, tmp_path):

@@ -87,6 +87,25 @@ def test_checkpoints_hold_the_adapters_alone(whole, base):
 
 
 @pytest.mark.slow
+def test_adapters_are_converted_without_their_base(whole, base, tmp_path):
+    """The run itself says what its base is like."""
+    folder, _, _ = whole
+    config = llama_jax.load(base).config
+    away = base.rename(tmp_path / "away")
+    try:
+        llama_jax.convert(folder, tmp_path / "adapter")
+    finally:
+        away.rename(base)
+    found, wanted = load_adapter(tmp_path / "adapter", config), load_adapter(folder, config)
+    assert (found.lora, found.base) == (wanted.lora, str(base))
+    same(found.params, wanted.params)
+    with pytest.raises(CheckpointError, match=r"holds an adapter and no model; give its base .* \(--adapter\)"):
+        llama_jax.load(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="is inside the model that is read"):
+        llama_jax.convert(folder, folder / "adapter")
+
+
+@pytest.mark.slow
 def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, base, text, tmp_path):
     stopped = train(RECIPE, tmp_path, [text], weights=base, log=StopAt("step 4/"))
     assert 4 <= stopped.step < 8

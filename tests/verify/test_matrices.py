@@ -3,11 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from adapters import LORA, random_adapters
 
 import llama_jax
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.loading import open_checkpoint
+from llama_jax.model.adapters import adapted
 from llama_jax.model.trees import quantize
 from llama_jax.ops.weights import KINDS, JoinedWeight
 from llama_jax.verify import matrices
@@ -45,6 +47,13 @@ def test_read_from_the_file_as_from_memory(stories_model):
     for one, other in zip(from_file, matrix_errors(found, params), strict=True):
         assert one[:4] == other[:4]
         assert one.relative == pytest.approx(other.relative)
+
+
+def test_adapters_are_left_out(stories_model):
+    config, params, _ = stories_model
+    found = quantize(params, "q8_0")
+    beside = adapted(found, random_adapters(config), LORA)
+    assert matrix_errors(beside, params) == matrix_errors(found, params)
 
 
 def test_floats_and_parts_of_several_kinds(stories_model):

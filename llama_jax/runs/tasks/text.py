@@ -19,7 +19,7 @@ from llama_jax.data.duplicates import without
 from llama_jax.errors import GenerationError
 from llama_jax.model.params import Llama
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.evaluate import evaluate, token_nats
+from llama_jax.runs.evaluate import evaluate, token_nats, usual_batch
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Beginning, Finding, Given, Kind, Objective, Task, compute_of
@@ -93,7 +93,9 @@ class TextFeed:
         self._batches = training_batches(
             corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, start=first
         )
-        self._measure = beginning.program.jit(partial(token_nats, recipe.model, compute=compute_of(recipe)))
+        self._program = program = beginning.program
+        nats = partial(token_nats, program.config, compute=compute_of(recipe), layout=program.layout)
+        self._measure = program.jit(nats)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -110,8 +112,16 @@ class TextFeed:
         return {}
 
     def evaluate(self, model: Llama) -> Finding:
-        length = self._recipe.length
-        found = evaluate(self._recipe.model, model, self._held, length=length, stride=length, measure=self._measure)
+        program, length = self._program, self._recipe.length
+        found = evaluate(
+            program.config,
+            program.fit(model),
+            self._held,
+            length=length,
+            stride=length,
+            batch=program.layout.shares * usual_batch(),
+            measure=self._measure,
+        )
         numbers = {name: asdict(found)[name] for name in ("loss", "perplexity", "bits_per_byte")}
         text = f"loss {found.loss:.4f}, perplexity {found.perplexity:.2f}, {found.bits_per_byte:.4f} bits per byte"
         return Finding(found.loss, numbers, text, found)

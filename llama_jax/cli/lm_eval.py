@@ -1,0 +1,187 @@
+"""``llama-jax lm-eval``: the tasks of the lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from llama_jax.cli.options import LoadOptions
+from llama_jax.cli.page import printable
+from llama_jax.errors import UserError, shown
+from llama_jax.tokenizers import Format
+
+if TYPE_CHECKING:
+    from llama_jax.evaluation.texts import TextModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmEval(LoadOptions):
+    """Print what a model scores on tasks of the lm-evaluation-harness, through its own interface, without torch.
+
+    A task may be a file of one's own: --include-path is the folder of its .yaml, and data_files in it may be local. Other
+    tasks are downloaded by the harness. Needs the extra 'lm-eval'.
+    """
+
+    model: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]] = field()  # none by default
+    """A model's folder or file, of any format that is read."""
+    tasks: str
+    """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""
+    include_path: Path | None = None
+    """A folder with .yaml files of further tasks."""
+    num_fewshot: int | None = None
+    """Examples before each question; by default what the task says."""
+    limit: float | None = None
+    """Only the first so many questions of each task, or below 1 a share of them: to try, not to report."""
+    batch: int | None = None
+    """Rows that are scored at once, by default 1 on a CPU, whose caches more would leave, and 8 elsewhere; and texts that
+    are continued at once, by default 16."""
+    apply_chat_template: bool = False
+    """Ask as a user in a chat, in the model's own format."""
+    format: Format = "auto"
+    """The format of chats; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's."""
+    fewshot_as_multiturn: bool = True
+    """With --apply-chat-template: examples are turns of their own, and not all in one."""
+    system: str | None = None
+    """A system prompt."""
+    bos: bool = True
+    """Begin texts with the begin-of-sequence token, where the vocabulary has one."""
+    seed: int = 0
+    """Start of the random stream of tasks that sample; most are greedy."""
+    output: Path | None = None
+    """Write all results into this file, as one JSON object."""
+    samples: bool = False
+    """With --output: every question as well, with what the model answered."""
+    overwrite: bool = False
+    """Replace the file of --output."""
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        self._check()
+        from llama_jax.cli.runtime import start_backend, use_compilation_cache
+
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+        tasks, manager = self._find_tasks()
+        use_compilation_cache()
+        start_backend()
+        import lm_eval
+
+        from llama_jax.evaluation.harness import HarnessModel
+
+        texts = self._texts()
+        try:
+            found = lm_eval.simple_evaluate(
+                model=HarnessModel(texts, str(self.model)),
+                tasks=tasks,
+                task_manager=manager,
+                num_fewshot=self.num_fewshot,
+                limit=self.limit,
+                apply_chat_template=self.apply_chat_template,
+                fewshot_as_multiturn=self.fewshot_as_multiturn,
+                system_instruction=self.system,
+                log_samples=self.samples,
+            )
+        finally:
+            texts.close()
+        self._show(found, texts)
+        print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
+
+    def _check(self) -> None:
+        """What can be wrong without looking at anything: UserError."""
+        if find_spec("lm_eval") is None:
+            raise UserError('tasks need the lm-evaluation-harness; get it with pip install -e ".[lm-eval]"')
+        for name, least in (("num_fewshot", 0), ("batch", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name}={value} must be at least {least}")
+        if self.limit is not None and not (0 < self.limit < 1 or (self.limit >= 1 and self.limit == int(self.limit))):
+            raise UserError(f"limit={self.limit} must be a number of questions, or a share of them between 0 and 1")
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise UserError(f"--include-path {self.include_path} is not a folder; give one with .yaml files of tasks")
+        for name, given in (
+            ("--format", self.format != "auto"),
+            ("--no-fewshot-as-multiturn", not self.fewshot_as_multiturn),
+        ):
+            if given and not self.apply_chat_template:
+                raise UserError(f"{name} is of chats; it goes with --apply-chat-template")
+        if self.output is None and (self.samples or self.overwrite):
+            raise UserError(f"--{'samples' if self.samples else 'overwrite'} is of a file; give one with --output")
+        if self.output is not None:
+            self._check_output(self.output)
+
+    def _check_output(self, output: Path) -> None:
+        if output.is_dir():
+            raise UserError(f"--output {output} is a folder; give a file")
+        if output.exists() and not self.overwrite:
+            raise UserError(f"{output} exists; remove it, or replace it with --overwrite")
+
+    def _find_tasks(self) -> tuple[list[str], Any]:
+        """The names that --tasks means, and what knows them; UserError for one that means none."""
+        from lm_eval.tasks import TaskManager
+
+        manager = TaskManager(include_path=None if self.include_path is None else str(self.include_path))
+        found: list[str] = []
+        for name in filter(None, (part.strip() for part in self.tasks.split(","))):
+            names = manager.match_tasks([name])
+            if not names:
+                where = "" if self.include_path is None else f", and none in {self.include_path}"
+                raise UserError(f"--tasks: {shown(name)} is no task of the lm-evaluation-harness{where}")
+            found += names
+        if not found:
+            raise UserError("--tasks names no task; give one, as in arc_easy,hellaswag")
+        return list(dict.fromkeys(found)), manager
+
+    def _texts(self) -> TextModel:
+        from llama_jax.evaluation.texts import TextModel
+        from llama_jax.model.options import Compute
+        from llama_jax.serving.options import EngineOptions
+        from llama_jax.tokenizers import resolve_format
+
+        config, params, tokenizer = self.load()
+        if self.apply_chat_template:
+            resolve_format(tokenizer, self.format)
+        return TextModel(
+            config,
+            params,
+            tokenizer,
+            bos=self.bos,
+            format=self.format,
+            batch=self.batch,
+            seed=self.seed,
+            options=EngineOptions(rows=self.batch or EngineOptions.rows, compute=Compute(attention=self.attention)),
+        )
+
+    def _show(self, found: dict[str, Any], texts: TextModel) -> None:
+        """The harness' own tables on stdout, and all in the file."""
+        from lm_eval.utils import handle_non_serializable, make_table
+
+        import llama_jax
+
+        about = {
+            "version": llama_jax.__version__,
+            "model": str(self.model),
+            "adapter": None if self.adapter is None else str(self.adapter),
+            "dtype": self.dtype,
+            "quantize": self.quantize,
+            "bos": self.bos,
+            "cut": texts.cut,
+        }
+        if self.output is not None:
+            from llama_jax.writing import appearing
+
+            whole = json.dumps({"llama_jax": about, **found}, indent=2, ensure_ascii=False, default=handle_non_serializable)
+            with appearing(self.output) as target:
+                target.write_text(whole + "\n", encoding="utf-8")
+        print(printable(str(self.model)))
+        print(make_table(found))
+        if found.get("groups"):
+            print(make_table(found, "groups"))
+        if texts.cut:
+            print(f"llama-jax: {texts.cut} texts were longer than the context and lost their beginning", file=sys.stderr)

@@ -1,0 +1,114 @@
+"""A model as the lm-evaluation-harness asks it (Gao et al. 2024): ``lm_eval.simple_evaluate(model=HarnessModel(...))``.
+
+Neither torch nor transformers takes part. The package ``lm_eval`` must be installed: the extra ``lm-eval``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from llama_jax.errors import GenerationError, shown
+from llama_jax.evaluation.scoring import Pair
+from llama_jax.evaluation.texts import TextModel, wish_of
+from llama_jax.tokenizers import Message
+
+
+class HarnessModel(LM):
+    """What the harness calls. It begins no process and no device of its own: `world_size` is 1, whatever the mesh.
+
+    Args:
+      texts: the model.
+      name: of the model, for reports and for the harness' caches.
+    """
+
+    def __init__(self, texts: TextModel, name: str = "llama_jax") -> None:
+        super().__init__()
+        self.texts = texts
+        self.name = name
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that are read at most."""
+        return self.texts.context
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Of each (context, continuation) the log-probability in nats, and whether it is what greedy decoding gives.
+
+        Raises:
+          GenerationError: a continuation of no tokens, or longer than the context.
+        """
+        pairs = [self.texts.pair(*request.args) for request in requests]
+        found = [(score.logprob, score.greedy) for score in self.texts.score(pairs, _bar("loglikelihood", disable_tqdm))]
+        return self._kept("loglikelihood", requests, found)
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Of each (text,) the log-probability in nats, through windows that do not overlap but for the last.
+
+        As in the harness' own backend for transformers the token that begins a text is predicted too, from another one
+        before it, where texts begin with one.
+        """
+        pairs: list[Pair] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.texts.encode(*request.args),
+                prefix_token=self.texts.prefix,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs += [Pair(*make_disjoint_window(window)) for window in windows]
+            owners += [number] * (len(pairs) - len(owners))
+        found = [0.0] * len(requests)
+        for owner, score in zip(owners, self.texts.score(pairs, _bar("rolling", disable_tqdm)), strict=True):
+            found[owner] += score.logprob
+        return self._kept("loglikelihood_rolling", requests, found)
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continue each (context, settings) as its settings say, see `texts.wish_of`.
+
+        Raises:
+          GenerationError: settings that are not supported, or that leave no room for the context.
+        """
+        asked = [(context, wish_of(settings)) for context, settings in (request.args for request in requests)]
+        bar = partial(tqdm, desc="generate_until", total=len(asked), leave=False, disable=disable_tqdm or None)
+        return self._kept("generate_until", requests, self.texts.generate(asked, bar))
+
+    def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """A chat as a text, see `TextModel.chat`."""
+        return self.texts.chat(chat_history, reply=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that chats are rendered by, for reports; None where none is asked for.
+
+        Raises:
+          GenerationError: a template asked for by its name, or a model without a chat format.
+        """
+        if isinstance(chat_template, str):
+            raise GenerationError(f"chat_template={shown(chat_template, 40)}: only the model's default template is used")
+        return self.texts.chat_template if chat_template else None
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness adds to the configuration in its results."""
+        return {"model": self.name, "max_length": self.max_length}
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness' cache of requests is named by."""
+        return self.name.replace("/", "__")
+
+    def _kept(self, kind: str, requests: Sequence[Instance], found: list[Any]) -> list[Any]:
+        """The answers, which the harness' cache gets too."""
+        for request, answer in zip(requests, found, strict=True):
+            self.cache_hook.add_partial(kind, request.args, answer)
+        return found
+
+
+def _bar(name: str, disable: bool) -> Any:
+    return partial(tqdm, desc=name, unit=" batches", leave=False, disable=disable or None)

@@ -1,0 +1,100 @@
+"""What a run does beside its steps where its model lies on several devices: evaluation, samples, weights to begin with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from mortal_run import recipe
+
+import llama_jax
+from llama_jax.model.options import Compute
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.specs import param_specs, reading_over, shardings
+from llama_jax.runs.base import load_weights
+from llama_jax.runs.evaluate import token_nats
+from llama_jax.runs.program import make_program
+from llama_jax.runs.samples import continued
+from llama_jax.runs.tasks.text import objective
+from llama_jax.runs.windows import WindowRows
+from llama_jax.tokenizers.making import byte_tokenizer
+
+RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
+# Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.
+MESHES = [
+    MeshSizes(data=8),
+    MeshSizes(data=2, fsdp=2, tensor=2),
+    MeshSizes(fsdp=2, context=2, tensor=2),
+    MeshSizes(tensor=4),
+]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(partial(llama_jax.init, RECIPE.model))(jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_an_evaluation_is_divided(params, sizes):
+    mesh = make_mesh(sizes)
+    config, layout = reading_over(RECIPE.model, mesh)
+    assert layout.shares == sizes.rows * sizes.context
+    tokens = np.random.default_rng(0).integers(0, 320, (8, 25), dtype=np.int32)
+    segments = np.repeat([[1] * 10 + [2] * 14], 8, axis=0).astype(np.int32)
+    positions = np.repeat([[*range(10), *range(14)]], 8, axis=0).astype(np.int32)
+    rows = WindowRows(tokens[:, :-1], tokens[:, 1:], segments, positions)
+    alone = jax.jit(partial(token_nats, RECIPE.model, compute=Compute())).lower(params, rows).compile()
+    spread = jax.device_put(params, shardings(mesh, param_specs(RECIPE.model, sizes)))
+    over = jax.jit(lambda params, rows: token_nats(config, layout.fit(params), rows, layout=layout))
+    compiled = over.lower(spread, rows).compile()
+    np.testing.assert_allclose(compiled(spread, rows), alone(params, rows), atol=2e-5)
+    share = compiled.cost_analysis()["flops"] / alone.cost_analysis()["flops"]
+    assert share < 1.5 / sizes.devices, "each device computes more than its share"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_samples_are_made_where_the_model_lies(params, sizes):
+    tokenizer = byte_tokenizer()
+    prompts = [tokenizer.encode("the "), tokenizer.encode("llama"), tokenizer.encode("a")]
+    wanted = llama_jax.generate(
+        RECIPE.model,
+        params,
+        prompts,
+        max_new_tokens=6,
+        sampling=llama_jax.Sampling(temperature=0.8, top_p=0.95),
+        stop_tokens=tokenizer.stop_ids,
+    )
+    program = make_program(RECIPE, objective(RECIPE), sizes, "jit")
+    spread = jax.device_put(params, shardings(make_mesh(sizes), param_specs(RECIPE.model, sizes)))
+    found = continued(RECIPE, program, spread, prompts, tokenizer)
+    known = [[token for token in row.tokens if token < tokenizer.vocab_size] for row in wanted]
+    assert found == [tokenizer.decode(prompt + tokens) for prompt, tokens in zip(prompts, known, strict=True)]
+    held = {
+        (len(leaf.devices()), leaf.is_fully_replicated)
+        for leaf in jax.tree.leaves(program.fit(spread).blocks)
+        if leaf.ndim > 2
+    }
+    assert held == {(sizes.devices, sizes.devices == sizes.data)}
+
+
+@pytest.mark.slow
+def test_weights_are_read_straight_into_shares(params, tmp_path):
+    sizes = MeshSizes(data=2, fsdp=2, tensor=2)
+    llama_jax.save(tmp_path / "model", RECIPE.model, llama_jax.unstack(params))
+    start, base = load_weights(RECIPE, tmp_path / "model", sizes, None)
+    assert base is None
+    places = shardings(make_mesh(sizes), param_specs(RECIPE.model, sizes))
+    jax.tree.map(
+        lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim) or pytest.fail(str(leaf)), start, places
+    )
+    program = make_program(RECIPE, objective(RECIPE), sizes, "jit")
+    state = program.start(start)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    by_pmap = make_program(RECIPE, objective(RECIPE), MeshSizes(data=8), "pmap")
+    start, _ = load_weights(RECIPE, tmp_path / "model", MeshSizes(data=8), None)
+    jax.tree.map(np.testing.assert_array_equal, by_pmap.start(start).params, params)
