@@ -36,6 +36,8 @@ class LmEval(LoadOptions):
     """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""
     include_path: Path | None = None
     """A folder with .yaml files of further tasks."""
+    adapter: Path | None = None
+    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     num_fewshot: int | None = None
     """Examples before each question; by default what the task says."""
     limit: float | None = None
@@ -144,7 +146,7 @@ class LmEval(LoadOptions):
         from llama_jax.serving.options import EngineOptions
         from llama_jax.tokenizers import resolve_format
 
-        config, params, tokenizer = self.load()
+        config, params, tokenizer = self.load_beside(self.adapter)
         if self.apply_chat_template:
             resolve_format(tokenizer, self.format)
         return TextModel(

@@ -11,11 +11,13 @@ import make_goldens
 import pytest
 import tokenizers
 import vocabularies
+from adapters import LORA, random_adapters
 from commands import run_here
 from conftest import write_hf_folder
 
 import llama_jax
 from llama_jax import EngineOptions
+from llama_jax.checkpoints import save_adapter
 from llama_jax.errors import GenerationError
 
 pytestmark = [pytest.mark.parity, pytest.mark.filterwarnings("ignore")]
@@ -206,6 +208,25 @@ def test_the_command(tasks, tmp_path):
     assert (again.returncode, "exists; remove it" in again.stderr) == (2, True)
     none = run_here("lm-eval", folder, "--tasks", "mine_none", "--include-path", tasks)
     assert (none.returncode, "'mine_none' is no task" in none.stderr) == (2, True)
+
+
+def test_the_command_with_an_adapter_in_fewer_bits(tasks, tmp_path):
+    folder, out = model_folder(tmp_path / "model", "bytes"), tmp_path / "out.json"
+    config = llama_jax.load(folder).config
+    save_adapter(tmp_path / "adapter", config, random_adapters(config), LORA)
+    told = "--adapter", tmp_path / "adapter", "--quantize", "int8"
+    done = run_here(
+        *("lm-eval", folder, "--tasks", "mine_choose", "--include-path", tasks, *told, "--limit", 1),
+        *("--output", out, "--samples"),
+    )
+    assert done.returncode == 0, done.stderr
+    (sample,) = json.loads(out.read_text())["samples"]["mine_choose"]
+    texts = importlib.import_module("llama_jax.evaluation.texts")
+    model = texts.TextModel(*llama_jax.load(folder, adapter=tmp_path / "adapter", quantize="int8"), options=SMALL)
+    (score,) = model.score([model.pair(*sample["arguments"][0])])
+    assert next(numbers([sample["filtered_resps"][0]])) == pytest.approx(score.logprob, abs=1e-4)
+    (plain,) = ours(folder).texts.score([model.pair(*sample["arguments"][0])])
+    assert plain.logprob != pytest.approx(score.logprob, abs=1e-2)
 
 
 def test_what_the_harness_may_ask_for(tmp_path):
