@@ -104,10 +104,10 @@ def open_task(recipe: Recipe, given: Given) -> Task:
             raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
         reference, known = load_frozen(given.weights, recipe.model, given.mesh, recipe.dtype, "none")
         digests["reference"] = known["digest"]
-    batch, length = recipe.batch, recipe.length
+    batch, length = recipe.batch, length_of(recipe, train, held)
     frozen = recipe.lora is not None
     return Task(
-        objective=replace(objective(recipe), frozen=reference),
+        objective=replace(objective(recipe, length), frozen=reference),
         digests=digests,
         facts=(about(recipe, train, held),),
         tokens=batch * length,
@@ -134,12 +134,17 @@ def loss_of(recipe: Recipe) -> AnswerLoss:
     return AnswerLoss(PolicyOptions(r.loss, r.clip, r.clip_high, r.beta, length), r.temperature)
 
 
-def objective(recipe: Recipe) -> Objective:
-    """The recipe's loss of judged answers."""
+def length_of(recipe: Recipe, train: PromptSet, held: PromptSet) -> int:
+    """T: what the longest prompt and an answer need of the recipe's length."""
+    return max(train.longest, held.longest) + settings_of(recipe).answer - 1
+
+
+def objective(recipe: Recipe, length: int) -> Objective:
+    """The recipe's loss of judged answers in rows of T predicted tokens."""
     r, loss = settings_of(recipe), loss_of(recipe)
-    rows = (recipe.batch, recipe.length)
+    rows = (recipe.batch, length)
     numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
-    tokens = jax.ShapeDtypeStruct((recipe.batch, recipe.length + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((recipe.batch, length + 1), jnp.int32)
     judged = Scored(
         batch=Batch(tokens, mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
         advantages=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
@@ -210,6 +215,7 @@ class RewardFeed:
         self._prompts = recipe.batch // self._settings.group
         # Those of all data, so that one program is for all.
         self._width = max(self._train.longest, self._held.longest)
+        self._length = length_of(recipe, *prompts)
         place = beginning.place or {"next_batch": 0, "update": 0, "rows": None, "found": [], "reported": False}
         self._number, self._update = place["next_batch"], place["update"]
         self._rows = None if place["rows"] is None else unpacked(place["rows"], self._shapes())
@@ -222,7 +228,7 @@ class RewardFeed:
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
     def _shapes(self) -> Scored:
-        return objective(self._recipe).shapes
+        return objective(self._recipe, length_of(self._recipe, self._train, self._held)).shapes
 
     def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """One program for all batches, compiled before the first step."""
@@ -323,7 +329,7 @@ class RewardFeed:
         rewards = weighted(self._rewards, values)
         advantages = group_advantages(jnp.asarray(rewards, jnp.float32), r.group, scale=r.scale)
         learnt = answers.stopped if r.truncated == "mask" else np.ones(len(texts), bool)
-        rows = lay_rows([self._train.ids[i] for i in asked.numbers], answers, learnt, self._recipe.length)
+        rows = lay_rows([self._train.ids[i] for i in asked.numbers], answers, learnt, self._length)
         judged = rows._replace(advantages=np.asarray(advantages.values))
         if self._score is not None:
             judged = judged._replace(sampled=np.asarray(self._score(model, rows.batch)))
