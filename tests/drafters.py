@@ -38,12 +38,15 @@ def told(results, vocab: int, wrong: float = 0.0, seed: int = 0, tokens: int = 5
     return Told(np.where(rng.random(answers.shape) < wrong, spoilt, answers).astype(np.int32), tokens)
 
 
-def forced(*numbers: int) -> type:
-    """A pace that drafts these numbers in turn, whatever comes of it."""
+def forced(*numbers: int, on: tuple[int, ...] = (0,)) -> type:
+    """A pace that drafts these numbers in turn, whatever comes of it.
+
+    After a piece of one of the numbers `on`, every other time steps are started before it is seen what the piece gave.
+    """
 
     class Forced:
         def __init__(self, left: Iterator[int]):
-            self.left = left
+            self.left, self.alternately = left, itertools.cycle((True, False))
             self.passes = itertools.cycle((1, 1, 2, 4))
 
         @classmethod
@@ -52,6 +55,9 @@ def forced(*numbers: int) -> type:
 
         def choose(self):
             return next(self.left)
+
+        def goes_on(self, number):
+            return number in on and next(self.alternately)
 
         def length(self, number):
             return next(self.passes) * (1 if number else CHUNK)

@@ -3,7 +3,7 @@
 The host sees how long a pass with each number of drafts takes, 0 being plain decoding, and how many drafts are accepted, and
 takes the number with the highest rate. A drafter that costs nothing also says of text that came without drafts how many
 would have been right; with another one a few passes are spent on that. What is not taken is tried again at times, for a
-hundredth of the time.
+hundredth of the time at most.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from llama_jax.inference.state import CHUNK
 
 TRYING = 0.01  # of the time may go into trying what is slower, as far as is known
+PROMISING = 1.25  # tokens of a pass; where there would be fewer, few devices make it pay, and a twentieth of that time goes
 MEMORY = 48  # tokens of a row after which what was accepted counts half
 PATIENCE = 4  # pieces between two tries
-GUESS = 2.0  # times a step: a pass that has not been measured; measured on CPUs were 1.4 to 2.4
+GUESS = 1.4, 0.15  # steps that a pass takes that has not been measured, and for each draft; on CPUs 1.6 to 4.8 were with 8
 FIRST = 6  # passes after which the acceptance of a drafter is known that says nothing beforehand
-MARGIN = 1.05  # by which drafts must be faster: the acceptance is known from few tokens
+MARGIN, UNTRIED = 1.05, 1.2  # by which drafts must be faster: the acceptance is known from few tokens, the time is a guess
 SHORT, LONG = 0.04, 0.1  # seconds of a piece, beside each of which the host works for one half of a millisecond
 SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
 
@@ -73,19 +74,36 @@ class Pace:
         return sum(self.acceptance**i for i in range(number + 1))
 
     def rate(self, number: int) -> float:
-        """Tokens of a row per second; of a number that has not been tried as if it cost what the next smaller one does."""
+        """Tokens of a row per second."""
         step = self.seconds[0]
-        if step is None:
-            return 0.0
+        return 0.0 if step is None else self.expected(number) / (self._known(number) or self._guessed(number, step))
+
+    def _known(self, number: int) -> float | None:
+        """Seconds of a pass; of a number that has not been tried those of the next smaller one."""
         known = [s for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and 0 < n <= number]
-        seconds = step if number == 0 else known[-1] if known else GUESS * step
-        return self.expected(number) / seconds
+        return self.seconds[0] if not number else known[-1] if known else None
+
+    def _guessed(self, number: int, step: float) -> float:
+        """Seconds of a pass that is smaller than all that were tried: half of what they take beside a step is for drafts."""
+        tried = [(n, s) for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and n > number]
+        guess = (GUESS[0] + GUESS[1] * number) * step
+        return max([guess, *(step + (seconds - step) * (1 + number / n) / 2 for n, seconds in tried[:1])])
 
     @property
     def best(self) -> int:
         """The number with the highest rate; none where drafts are hardly better."""
         number = max(self.numbers[1:], key=self.rate)
-        return number if self.rate(number) > MARGIN * self.rate(0) else 0
+        margin = UNTRIED if self._known(number) is None else MARGIN
+        return number if self.rate(number) > margin * self.rate(0) else 0
+
+    def goes_on(self, number: int) -> bool:
+        """Whether steps may be started after a piece with `number` drafts before it is seen what the piece gives.
+
+        So that the device does not wait for the host; what is seen changes the choice a piece later.
+        """
+        if number:
+            return not self.blind and (number != self.best or self.seconds[self.numbers.index(number)] is None)
+        return self.seconds[0] is not None and self.choose() == 0
 
     def choose(self) -> int:
         """The number to draft next."""
@@ -100,7 +118,8 @@ class Pace:
             return best
         seconds = self.expected(other) / self.rate(other)  # of a pass, which may give no more than one token
         costs = max(seconds - 1 / self.rate(best), 0.0)
-        return other if self.wasted + costs <= TRYING * self.elapsed else best
+        share = TRYING if best or self.blind else TRYING / (2 if self.expected(other) >= PROMISING else 20)
+        return other if self.wasted + costs <= share * self.elapsed else best
 
     def observe(self, number: int, passes: int, rows: float, accepted: int, looked_at: int, seconds: float | None) -> Pace:
         """After a piece.

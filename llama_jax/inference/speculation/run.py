@@ -44,47 +44,75 @@ def drafted_pieces(
     hindsight = drafter.hindsight(tokens, lengths)
     if hindsight:
         hindsight(piece)
-    pace, met = pace or Pace.of(drafter.tokens, hindsight is None), set[Any]()
+    pace, met, seen = pace or Pace.of(drafter.tokens, hindsight is None), set[Any](), 0.0
+    ahead: _Steps | None = None
     while not done.all():
-        number = pace.choose()
-        width = number + 1 if number else CHUNK
-        longest = min(turns, MOST_TURNS) if number == 0 else min(max(turns * CHUNK // width, 1), MOST_PASSES)
-        count = min(pace.length(number) if number else pace.length(0) // CHUNK, longest)
+        number = 0 if ahead else pace.choose()
         filled = int(text.known.max())
-        if options.window is None:
-            state = state.replace(cache=run.enlarge(state.cache, bucket(filled + width, SMALLEST_CACHE)))
-            count = min(count, (state.cache.capacity - filled) // width)
-        text = text.with_room(
-            state.cache.capacity if options.window is None else bucket(filled + count * width, SMALLEST_CACHE)
-        )
         if number:
+            width = number + 1
+            count = min(pace.length(number), max(turns * CHUNK // width, 1), MOST_PASSES)
+            if options.window is None:
+                state = state.replace(cache=run.enlarge(state.cache, bucket(filled + width, SMALLEST_CACHE)))
+                count = min(count, (state.cache.capacity - filled) // width)
+            filled += count * width
+            text = text.with_room(state.cache.capacity if options.window is None else bucket(filled, SMALLEST_CACHE))
             memory = drafter.follow(memory, text.history, text.known, text.capacity)
-
-        started = time.perf_counter()
-        if number:
-            passes = _passes_on(_platform(state))
+            passes, program = _passes_on(_platform(state)), (number, state.cache.capacity, text.capacity)
+            started = time.perf_counter()
             state, memory, packed = passes(
                 model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
             )
+        else:
+            started = seen if ahead else time.perf_counter()
+            state, steps = (state, ahead) if ahead else _start(run, state, filled, options, pace.length(0), turns)
+            packed, filled, program = steps.packed, steps.filled, (0, steps.capacity, 0)
+
+        ahead = None
+        if pace.goes_on(number) and (options.window is not None or state.cache.capacity - filled >= CHUNK):
+            state, ahead = _start(run, state, filled, options, CHUNK if number else pace.length(0), turns)
+        if number:
             piece, done, taken, counts, looked_at = _unpack(packed, number)
         else:
-            state, packed = run.decode(state, count, min(turns, LONGEST_PIECE))
             piece, done, taken = unpack(packed)
             taken *= CHUNK
             given = piece.valid.sum(axis=1)
-            counts, looked_at = Counts(given, np.zeros_like(given), np.zeros_like(given)), 0
-        seconds = time.perf_counter() - started
-
-        program = number, state.cache.capacity, text.capacity if number else 0
-        rows, accepted = counts.passes.sum() / taken, int(counts.accepted.sum())
-        right = hindsight(piece) if hindsight else (0, 0)
-        if not number:
-            accepted, looked_at = right
+            counts = Counts(given, np.zeros_like(given), np.zeros_like(given))
+        seen = time.perf_counter()
+        would_be = hindsight(piece) if hindsight else (0, 0)
+        right = (int(counts.accepted.sum()), looked_at) if number else would_be
+        seconds = seen - started
         counts_for = program in met or seconds < COMPILING
-        pace = pace.observe(number, taken, rows, accepted, looked_at, seconds if counts_for else None)
+        pace = pace.observe(number, taken, counts.passes.sum() / taken, *right, seconds if counts_for else None)
         met.add(program)
         text = text.with_piece(piece)
         yield DraftedPiece.of(piece, counts)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Steps of plain decoding that have been started.
+
+    Attributes:
+      packed: what they give.
+      filled: tokens of the longest row after them, at most.
+      capacity: of the cache.
+    """
+
+    packed: jax.Array
+    filled: int
+    capacity: int
+
+
+def _start(run: Run, state: State, filled: int, options: CacheOptions, steps: int, turns: int) -> tuple[State, _Steps]:
+    """So many steps, or what there is room for, after `filled` tokens of the longest row."""
+    count = min(steps // CHUNK, turns, MOST_TURNS)
+    if options.window is None:
+        state = state.replace(cache=run.enlarge(state.cache, bucket(filled + CHUNK, SMALLEST_CACHE)))
+        count = min(count, (state.cache.capacity - filled) // CHUNK)
+    capacity = state.cache.capacity
+    state, packed = run.decode(state, count, min(turns, LONGEST_PIECE))
+    return state, _Steps(packed, filled + count * CHUNK, capacity)
 
 
 @dataclass(frozen=True)
