@@ -38,7 +38,7 @@ def both(corpus):
     """The corpus in as few rows as hold it, and each conversation in a row of its own."""
     (packed,) = validation_batches(corpus, 4, LENGTH)
     rows = [next(iter(validation_batches(corpus.select(np.array([i])), 1, LENGTH))) for i in range(corpus.document_count)]
-    alone = Batch(*(np.concatenate(parts) for parts in zip(*rows, strict=True)))
+    alone = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
     assert packed.segment_ids.max() > alone.segment_ids.max() == 1
     return packed, alone
 
@@ -52,8 +52,8 @@ def test_loss_and_gradients_are_those_of_rows_of_their_own(models, kind):
     with jax.enable_x64(True):
         measured = jax.jit(jax.value_and_grad(partial(next_token_loss, config, options=loss_options())))
         params = as_float64(params)
-        loss, gradients = measured(params, batch=Batch(*map(jnp.asarray, packed)))
-        expected, wanted = measured(params, batch=Batch(*map(jnp.asarray, alone)))
+        loss, gradients = measured(params, batch=jax.tree.map(jnp.asarray, packed))
+        expected, wanted = measured(params, batch=jax.tree.map(jnp.asarray, alone))
         np.testing.assert_allclose(loss, expected, rtol=1e-9)
         # The rotary angles are float32 on both sides, and the same ones.
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9), gradients, wanted)
