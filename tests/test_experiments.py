@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 import context_extension
+import finetune
 import jax
 import jax.numpy as jnp
 import measuring
@@ -333,3 +334,58 @@ def test_a_server_stands_what_comes(tmp_path):
     assert report["cancelled"]["counts"]["left"] >= 20
     assert report["soak"]["metrics"]["compilations_after_ready_total"] == 0
     assert not any(part["failed"] for part in report.values() if isinstance(part, dict) and "failed" in part)
+
+
+def test_what_is_asked_is_in_the_story_and_neither_common_nor_rare():
+    names = [f"name{chr(97 + i)}" for i in range(10)]
+    rare = [chr(97 + i) * size for i in range(26) for size in (5, 6)]
+    written = [f"There was a {names[i % 10]} with a {names[i * 7 % 10]} once, and {rare[i % 52]}." for i in range(208)]
+    lines = finetune.requests(written, 2, seed=0)
+    assert lines == finetune.requests(written, 2, seed=0)
+    asked = {word for line in lines for word in line["words"]}
+    assert asked == set(rare)  # the others are in a fifth of the stories, or in all
+    for line in lines:
+        assert line["prompt"] == finetune.request(line["words"])
+        assert set(line["words"]) <= finetune.words_in(line["completion"])
+
+
+def test_answers_are_judged_by_whole_words_and_a_whole_end():
+    answers = ["A bird in the Garden.", "A bird in the gardens.", "A bird in the garden", 'In the garden: "Bird!"']
+    words = [["bird", "garden"]] * 4
+    assert finetune.included(answers, words) == [1, 0.5, 1, 1]
+    assert finetune.told(answers, words, prompt=[""] * 4) == [1, 0, 0, 1]
+    shuffled = [finetune.shuffled([*answers, str(i)], [*words, ["lion"]]) for i in range(8)]
+    assert all(sorted(rewards) == [0, 0, 0, 1, 1] for rewards in shuffled)
+    assert shuffled[0] == finetune.shuffled([*answers, "0"], [*words, ["lion"]])
+    assert len(set(map(tuple, shuffled))) > 1
+
+
+def test_of_a_pair_each_is_preferred_after_its_own_request():
+    said = {"bird": ("A bird.", "No.", "A bird and a lion."), "lion": ("One lion.", "A lion", "The lion."), "tree": ("No.",)}
+    lines = [{"prompt": finetune.request([word]), "words": [word]} for word in said]
+    given = [[finetune.Answer(text, ended=text.endswith(".")) for text in texts] for texts in said.values()]
+    assert finetune.pairs(lines, given) == [
+        {"prompt": lines[0]["prompt"], "chosen": " A bird.", "rejected": " One lion."},
+        {"prompt": lines[1]["prompt"], "chosen": " One lion.", "rejected": " A bird."},
+    ]  # the second bird is with a lion
+    found = finetune.rates(lines, given)
+    assert (found["words"], found["ended"], found["success"]) == (5 / 7, 6 / 7, 4 / 7)
+
+
+@pytest.mark.slow
+def test_finetune(tmp_path, capsys):
+    arguments = finetune.Arguments((3,), "small", tmp_path / "runs", tmp_path / "found.json")
+    finetune.main(arguments)
+    [run] = json.loads(arguments.output.read_text())["runs"]
+    for name in finetune.MODELS:
+        assert 0 <= run[name]["success"] <= run[name]["ended"] <= 1
+    assert run["dpo"]["held_pairs"] > 0
+    for name in finetune.REWARDED:
+        assert run[name]["curve"]["step"] == [1, 2, 3]
+    assert run["grpo"]["curve"]["reward"][0] == run["shuffled"]["curve"]["reward"][0]  # the same answers, of the same model
+    assert "| 3 | grpo |" in arguments.output.with_suffix(".md").read_text()
+    assert arguments.output.with_suffix(".png").stat().st_size > 10_000
+    assert "shuffled" in capsys.readouterr().out
+    before = arguments.output.read_text()
+    finetune.main(arguments)  # of what is finished nothing runs again
+    assert arguments.output.read_text() == before

@@ -14,7 +14,7 @@ from llama_jax.runs.errors import TrainingError
 
 
 def function_of(name: str, what: str) -> Callable[..., Any]:
-    """The function of that name, of which the file is run.
+    """The function of that name, of which the file is run, with its folder among those that it may import from.
 
     Args:
       what: what it is for, in messages.
@@ -33,6 +33,7 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
+    sys.path.insert(0, str(path.parent))  # the file may import what lies beside it, as a script may
     try:
         spec.loader.exec_module(module)
     except UserError:
@@ -42,6 +43,8 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
         line = own[-1].lineno if own else getattr(error, "lineno", None)
         at = f", line {line}" if line else ""
         raise TrainingError(f"{what} {name!r}: {path}{at} fails with {type(error).__name__}: {reason_of(error)}") from None
+    finally:
+        sys.path.remove(str(path.parent))
     found = getattr(module, function, None)
     if not callable(found):
         there = "is no function" if found is not None else "is not there"

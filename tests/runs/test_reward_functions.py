@@ -1,5 +1,7 @@
 """Functions that judge answers: how they are called, and what is said of those that cannot be."""
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -113,3 +115,12 @@ def test_the_columns_are_what_the_function_takes(file):
         check_columns(find_rewards([f"{file}:only"]), ("prompt",))
     with pytest.raises(TrainingError, match="a field 'completions', which is what the answers are called; rename it"):
         check_columns(find_rewards([f"{file}:length"]), ("prompt", "completions"))
+
+
+def test_a_file_may_import_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside_judge.py").write_text("N = 7.0\n")
+    (tmp_path / "judge.py").write_text("from beside_judge import N\n\ndef seven(c, **_):\n    return [N for _ in c]\n")
+    before = list(sys.path)
+    [reward] = find_rewards([f"{tmp_path / 'judge.py'}:seven"])
+    assert sys.path == before
+    assert judge([reward], ["a"], {}).tolist() == [[7]]
