@@ -1,4 +1,5 @@
-"""Imports only go down: a file may use the floors below its own, and files of its own room. Functions take few arguments."""
+"""Imports only go down: a file may use the floors below its own, and files of its own room. Functions take few arguments. A
+name of a type has one meaning."""
 
 import ast
 import subprocess
@@ -94,3 +95,12 @@ def test_the_public_face_is_what_it_says():
     with pytest.raises(AttributeError, match="no attribute 'lama'"):
         llama_jax.lama  # noqa: B018
     assert set(llama_jax.__all__) <= set(dir(llama_jax))
+
+
+def test_the_name_of_a_type_has_one_meaning():
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

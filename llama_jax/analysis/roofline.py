@@ -32,7 +32,7 @@ OPTIMIZER_TRAFFIC = (4 + 3 + 1) * FLOAT32
 
 
 @dataclass(frozen=True)
-class Exchange:
+class DeviceExchange:
     """An exchange that a strategy cannot do without.
 
     Attributes:
@@ -94,7 +94,7 @@ class Roofline:
 
 def least_traffic(
     config: LlamaConfig, sizes: MeshSizes, batch: int, length: int, dtype: DTypeLike, remat: Remat = "full"
-) -> list[Exchange]:
+) -> list[DeviceExchange]:
     """The least that a training step exchanges, by strategy.
 
     - `data`: every gradient is summed once (Rajbhandari et al. 2020, section 7.1).
@@ -131,7 +131,7 @@ def least_traffic(
         axes = (axes,) if isinstance(axes, str) else axes
         group = math.prod(getattr(sizes, axis) for axis in axes)
         if group > 1 and count:
-            found.append(Exchange(what, kind, axes, group, size, count))
+            found.append(DeviceExchange(what, kind, axes, group, size, count))
 
     add("weights of each layer, forward", "all-gather", held, layer * wide, c.n_layers)
     add("weights of each layer, backward", "all-gather", held, layer * wide, c.n_layers)
@@ -175,7 +175,7 @@ def training_roofline(
     dtype: DTypeLike,
     remat: Remat,
     hardware: Hardware,
-    exchanges: Iterable[Collective | Exchange],
+    exchanges: Iterable[Collective | DeviceExchange],
 ) -> Roofline:
     """The least time of a training step with AdamW.
 
@@ -229,7 +229,7 @@ def decoding_roofline(
     return Roofline(useful, resident / hardware.memory_bandwidth, exchange, useful)
 
 
-def exchange_seconds(exchanges: Iterable[Collective | Exchange], sizes: MeshSizes, hardware: Hardware) -> float:
+def exchange_seconds(exchanges: Iterable[Collective | DeviceExchange], sizes: MeshSizes, hardware: Hardware) -> float:
     """The least seconds that exchanges take one after the other, by the bandwidth of what they cross.
 
     Devices are taken to be numbered as the mesh counts them, a domain after the other. Within a domain a group's bytes go
@@ -242,7 +242,7 @@ def exchange_seconds(exchanges: Iterable[Collective | Exchange], sizes: MeshSize
     return math.fsum(x.count * _seconds(x, sizes, hardware) for x in exchanges)
 
 
-def _seconds(exchange: Collective | Exchange, sizes: MeshSizes, hardware: Hardware) -> float:
+def _seconds(exchange: Collective | DeviceExchange, sizes: MeshSizes, hardware: Hardware) -> float:
     kind, size, group = exchange.kind, exchange.bytes, exchange.group
     together = min(_members_together(sizes, exchange.axes, hardware.domain), group)
     domains = math.ceil(group / together)

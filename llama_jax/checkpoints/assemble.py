@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import Array, Part
+from llama_jax.checkpoints.fill import ArrayParts, Part
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.quantising import Quantization, fill_weight
 from llama_jax.checkpoints.tensors import FLOATS, Opened, target_dtype
@@ -56,7 +56,7 @@ def assemble(
 
 
 def plan(opened: Opened) -> Llama:
-    """A `Llama` of `Array`: what each parameter is made of.
+    """A `Llama` of `ArrayParts`: what each parameter is made of.
 
     Raises:
       CheckpointError: a tensor that is missing, left over or misshapen.
@@ -77,7 +77,7 @@ def plan(opened: Opened) -> Llama:
             raise CheckpointError(f"{where}: tensor {name!r} is {tensor.kind}; a float of 16 or 32 bits is needed")
         return Part(f"{where}: tensor {name!r}", tensor, columns, rotary and opened.interleaved)
 
-    def array(row: Row, layer: int) -> Array:
+    def array(row: Row, layer: int) -> ArrayParts:
         """A parameter; its shares lie side by side along its second axis, where there are several."""
         parts, first = [], 0
         for share in shares_of(row):
@@ -89,7 +89,7 @@ def plan(opened: Opened) -> Llama:
             if share.name == "embedding":
                 name = table
             parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
-        return Array(row.shape(c), tuple(parts), row.is_matrix)
+        return ArrayParts(row.shape(c), tuple(parts), row.is_matrix)
 
     # Checked by counting before names are made: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):

@@ -44,7 +44,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Array:
+class ArrayParts:
     """What an array is made of: its shape, its parts, and whether it is a matrix that may be quantised."""
 
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class Array:
 
 
 @dataclass(frozen=True)
-class Target:
+class ArrayToFill:
     """An array to be made.
 
     Attributes:
@@ -95,13 +95,13 @@ class Target:
 Rows = Callable[[int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
-def fill(array: Array, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def fill(array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
     """The array on the devices of `sharding` (None: the default device), of which only the rows that they need are read."""
-    target = Target(array.shape, dtype, sharding)
+    target = ArrayToFill(array.shape, dtype, sharding)
     return fill_targets(array, [target], lambda start, stop, out: [array.rows(start, stop, dtype, out[0])])[0]
 
 
-def fill_targets(array: Array, targets: Sequence[Target], rows: Rows) -> list[jax.Array]:
+def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows) -> list[jax.Array]:
     """Arrays with one leading axis, made of the rows of `array` by `rows`."""
     places = [target.places() for target in targets]
     distinct = [{_key(place): place for place in there.values()} for there in places]  # several devices may hold the same
@@ -117,7 +117,7 @@ def fill_targets(array: Array, targets: Sequence[Target], rows: Rows) -> list[ja
     return found
 
 
-def shards(array: Array, wanted: Sequence[tuple[Target, Sequence[Place]]], rows: Rows) -> list[list[np.ndarray]]:
+def shards(array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows) -> list[list[np.ndarray]]:
     """The parts of each target that lie at its places, checked and cast; each run of rows that any needs is read once.
 
     What a device will hold is written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over
@@ -146,7 +146,7 @@ def _key(place: Place) -> tuple:
     return tuple((i.start, i.stop) for i in place)
 
 
-def _each_run(array: Array, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
+def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
     """Call work(start, stop) for runs that cover the union of ranges of the leading axis, on a few threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)

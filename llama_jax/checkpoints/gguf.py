@@ -18,7 +18,7 @@ import numpy as np
 
 from llama_jax.checkpoints.gguf_file import TYPES, is_gguf, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
-from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.layout import WrittenTensor, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
@@ -165,7 +165,7 @@ def write_file(
     tokenizer: Tokenizer | None,
     kind: str | None = None,
     *,
-    progress: Callable[[list[Piece]], Iterable[Piece]] | None = None,
+    progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
     """Write a model as GGUF version 3, tensor by tensor, as llama.cpp reads it.
 
@@ -188,7 +188,7 @@ def write_file(
     if kind not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
 
-    def stored_as(piece: Piece) -> str:
+    def stored_as(piece: WrittenTensor) -> str:
         if keep and piece.tensor.kind in KEPT_TYPES and blocks_of(piece.tensor) is not None:
             return piece.tensor.kind
         return "F32" if len(piece.tensor.shape) == 1 else kind

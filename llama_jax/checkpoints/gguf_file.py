@@ -45,7 +45,7 @@ MOST_ENTRIES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Quantised:
+class BlockTensor:
     """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` gives float32."""
 
     path: Path
@@ -75,7 +75,7 @@ class Quantised:
         width = self.shape[-1] // self.block[0] * self.block[1]
         return Dense(self.path, self.offset, (*self.shape[:-1], width), "U8")
 
-    def entry(self, index: int) -> Quantised:
+    def entry(self, index: int) -> BlockTensor:
         """One of the tensors that a tensor with three axes holds."""
         return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
 
@@ -182,11 +182,11 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
             raise ValueError(f"tensor {shown(name)} stands twice")
         if not shape or shape[-1] % block[0]:
             raise ValueError(f"tensor {shown(name)} of {list(shape)} is not made of blocks of {block[0]}")
-        tensor: Dense | Quantised
+        tensor: Dense | BlockTensor
         if kind in FLOATS:
             tensor = Dense(path, start + offset, shape, kind)
         else:
-            tensor = Quantised(path, start + offset, shape, kind, (block[0], block[1]))
+            tensor = BlockTensor(path, start + offset, shape, kind, (block[0], block[1]))
         excess = tensor.offset + tensor.nbytes - len(cursor.content)
         if excess > 0:
             raise ValueError(f"tensor {shown(name)} ends {excess} bytes after the end of the file")

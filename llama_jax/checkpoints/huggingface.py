@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.checkpoints.huggingface_config import read_config, read_scheme, write_config
-from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.layout import WrittenTensor, pieces
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.quantized_files import with_weights
@@ -98,7 +98,7 @@ def _experts_joined(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Te
     return found
 
 
-def _experts_apart(piece: Piece) -> list[Piece]:
+def _experts_apart(piece: WrittenTensor) -> list[WrittenTensor]:
     """A tensor to be written, or those of the experts that it holds."""
     if len(piece.tensor.shape) < 3:
         return [piece]
@@ -106,7 +106,7 @@ def _experts_apart(piece: Piece) -> list[Piece]:
     return [replace(piece, tensor=tensor.entry(i), expert=i) for i in range(tensor.shape[0])]
 
 
-def _name(piece: Piece) -> str:
+def _name(piece: WrittenTensor) -> str:
     name = NAMES[piece.part].format(piece.layer)
     return name if piece.expert is None else name.replace(".experts.", f".experts.{piece.expert}.")
 
@@ -123,7 +123,7 @@ def write_folder(
     kind: str | None = None,
     *,
     largest_file: int = 5_000_000_000,
-    progress: Callable[[list[Piece]], Iterable[Piece]] | None = None,
+    progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None,
 ) -> None:
     """Write a model into an empty folder, tensor by tensor.
 

@@ -17,7 +17,7 @@ from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_h
 
 
 @dataclass(frozen=True)
-class Piece:
+class WrittenTensor:
     """One tensor of a Llama, to be written.
 
     Attributes:
@@ -75,7 +75,7 @@ class Turned(Derived):
         return turned.reshape(-1, *self.shape[1:])[start - first : stop - first].copy()
 
 
-def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:
+def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
 
     Args:
@@ -87,14 +87,14 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[Piece]:
     plan(opened)
     config = opened.config
 
-    def piece(share: Share, layer: int = 0) -> Piece:
+    def piece(share: Share, layer: int = 0) -> WrittenTensor:
         name = opened.names[share.name].format(layer)
         if share.name == "embedding" and name not in opened.tensors:
             name = opened.names["lm_head"]  # a tied model that keeps the other name
         tensor = opened.tensors[name]
         if share.rotary and opened.interleaved != interleaved:
             tensor = Turned(tensor, config.head_dim, interleaved)
-        return Piece(share.name, layer, tensor, f"{opened.path}: tensor {name!r}")
+        return WrittenTensor(share.name, layer, tensor, f"{opened.path}: tensor {name!r}")
 
     table = rows(config)
     layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in shares_of(row)]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints import meta
-from llama_jax.checkpoints.layout import Piece, pieces
+from llama_jax.checkpoints.layout import WrittenTensor, pieces
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
@@ -45,7 +45,7 @@ MASK = re.compile(r"layers\.\d+\.attention\.mask")
 
 
 @dataclass(frozen=True)
-class Quantised:
+class GroupedTensor:
     """A tensor of version 2: int8[rows, columns], then a float32 scale for each run of `group` numbers."""
 
     path: Path
@@ -114,7 +114,7 @@ def open_file(path: Path) -> Opened:
     largest = path.stat().st_size
     if config.n_layers > MOST_LAYERS or (version == 2 and not 0 < group < largest):
         raise CheckpointError(f"{path}: its header is damaged ({config.n_layers} layers, groups of {group}); copy it again")
-    tensors: dict[str, Dense | Quantised] = {}
+    tensors: dict[str, Dense | GroupedTensor] = {}
     tensors.update(_dense(path, config, VERSIONED, HEADER) if version == 1 else _quantised(path, config, group))
     end = max(tensor.offset + tensor.nbytes for tensor in tensors.values())
     if end != largest:
@@ -192,13 +192,13 @@ def _dense(path: Path, config: LlamaConfig, order: tuple[str, ...], offset: int)
         offset += tensor.nbytes
 
 
-def _quantised(path: Path, config: LlamaConfig, group: int) -> Iterator[tuple[str, Dense | Quantised]]:
+def _quantised(path: Path, config: LlamaConfig, group: int) -> Iterator[tuple[str, Dense | GroupedTensor]]:
     offset = HEADER
     for part, name, shape in _each(config, VERSIONED):
         if part not in NORMS and math.prod(shape) % group:
             raise CheckpointError(f"{path}: {name} of {list(shape)} does not divide into groups of {group}; copy it again")
         plain = part in NORMS
-        tensor = Dense(path, offset, shape, "F32") if plain else Quantised(path, offset, shape, group)
+        tensor = Dense(path, offset, shape, "F32") if plain else GroupedTensor(path, offset, shape, group)
         yield name, tensor
         offset += tensor.nbytes
 
@@ -249,7 +249,9 @@ def _open_training(path: Path) -> Opened:
     return _opened("llama2.c ckpt.pt", path, config, tensors, names)
 
 
-def write_file(path: Path, opened: Opened, *, progress: Callable[[list[Piece]], Iterable[Piece]] | None = None) -> None:
+def write_file(
+    path: Path, opened: Opened, *, progress: Callable[[list[WrittenTensor]], Iterable[WrittenTensor]] | None = None
+) -> None:
     """Write a model as a legacy ``.bin``, float32, as run.c reads it.
 
     Raises:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.checkpoints.fill import Array, Part, Target, fill, fill_targets
+from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Part, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
-from llama_jax.checkpoints.stored_weights import Weight
+from llama_jax.checkpoints.stored_weights import StoredWeight
 from llama_jax.checkpoints.tensors import Described, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
@@ -43,7 +43,7 @@ def check_kept(tensors: Sequence[Described], where: Path) -> None:
         raise CheckpointError(
             f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
         )
-    of_orbax = any(isinstance(tensor, Weight) for tensor in tensors)
+    of_orbax = any(isinstance(tensor, StoredWeight) for tensor in tensors)
     if not of_orbax and not any(tensor.kind.lower() in KINDS and blocks_of(tensor) is not None for tensor in tensors):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
@@ -51,7 +51,7 @@ def check_kept(tensors: Sequence[Described], where: Path) -> None:
         )
 
 
-def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sharding: Any) -> Any:
+def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any) -> Any:
     """A parameter on the devices of `sharding`: `fill`, or what stands in the place of its array.
 
     Args:
@@ -74,7 +74,7 @@ def fill_weight(array: Array, dtype: np.dtype, quantize: Quantization | None, sh
     if len(set(forms)) > 1:
         parts = [replace(part, columns=None) for part in array.parts]
         shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
-        alone = [Array(shape, (part,), is_matrix=True) for shape, part in zip(shapes, parts, strict=True)]
+        alone = [ArrayParts(shape, (part,), is_matrix=True) for shape, part in zip(shapes, parts, strict=True)]
         return JoinedWeight(tuple(fill_weight(one, dtype, quantize, sharding) for one in alone))
     if forms[0] is None:
         return fill(array, dtype, sharding)
@@ -106,7 +106,7 @@ def _kept_as(part: Part) -> Kind | None:
     return form if form is not None and blocks_of(part.tensor) is not None else None
 
 
-def _check_columns(array: Array, form: Kind, sharding: Any) -> None:
+def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
     columns = array.shape[-1]
     parts = columns // columns_on_each(array.shape, sharding)
     if columns % (form.block * parts):
@@ -117,11 +117,11 @@ def _check_columns(array: Array, form: Kind, sharding: Any) -> None:
 
 
 def _fill_planes(
-    array: Array, form: Kind, dtype: np.dtype, sharding: Any, rows: Callable[[int, int], Sequence[np.ndarray]]
+    array: ArrayParts, form: Kind, dtype: np.dtype, sharding: Any, rows: Callable[[int, int], Sequence[np.ndarray]]
 ) -> QuantizedWeight:
     places = shardings_of_planes(form, sharding, len(array.shape))
     targets = [
-        Target(plane.shape(array.shape), np.dtype(plane.dtype), place)
+        ArrayToFill(plane.shape(array.shape), np.dtype(plane.dtype), place)
         for plane, place in zip(form.planes, places, strict=True)
     ]
 
@@ -135,7 +135,7 @@ def _fill_planes(
     return QuantizedWeight(tuple(fill_targets(array, targets, write)), form.name, str(dtype))
 
 
-def _reading_blocks(array: Array, kept: Kind, form: Kind) -> Callable[[int, int], Sequence[np.ndarray]]:
+def _reading_blocks(array: ArrayParts, kept: Kind, form: Kind) -> Callable[[int, int], Sequence[np.ndarray]]:
     """Reads rows of a kind as planes of `form`, which may have smaller groups.
 
     Blocks lie along the columns, so that rows may be moved as those of floats are.

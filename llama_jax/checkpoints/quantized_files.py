@@ -17,7 +17,7 @@ from llama_jax.checkpoints.quantized_tensors import (
     Gptq,
     Nf4,
     Packed,
-    Quantized,
+    QuantizedTensor,
     Reordered,
     Scaled,
     bytes_of,
@@ -72,7 +72,7 @@ def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> d
     return found
 
 
-def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> Quantized:
+def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedTensor:
     """A weight, after all shapes and types have been held against each other."""
 
     def need(end: str, kinds: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
@@ -153,7 +153,7 @@ def _in_groups(name: str, family: str, width: int, columns: int) -> Kind:
     return KINDS[f"{family}_{group}" if f"{family}_{group}" in KINDS else family]
 
 
-def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> Quantized:
+def _nf4(name: str, parts: Mapping[str, Dense], scheme: Scheme, need: Any) -> QuantizedTensor:
     state = _state(parts[QUANT_STATE], name)
     shape = state["shape"]
     count = shape[0] * shape[1]

@@ -37,7 +37,7 @@ ROWS_OF_TURNED = 512  # rows to read at a time of a tensor whose file has them a
 
 
 @dataclass(frozen=True)
-class Quantized(ABC):
+class QuantizedTensor(ABC):
     """A weight [rows, columns]; subclasses give its planes, which are all that is particular to a layout.
 
     Attributes:
@@ -74,7 +74,7 @@ class Quantized(ABC):
     @property
     def blocks(self) -> Tensor | None:
         """See `tensors.blocks_of`."""
-        return Rows(self)
+        return RowBytes(self)
 
     def part(self, end: str, start: int, stop: int) -> np.ndarray:
         """Rows of one of its tensors."""
@@ -88,10 +88,10 @@ class Quantized(ABC):
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowBytes:
     """The rows of a quantised weight as bytes, see `Kind.to_rows`."""
 
-    weight: Quantized
+    weight: QuantizedTensor
     dtype = np.dtype(np.uint8)
     kind = "U8"
 
@@ -111,7 +111,7 @@ class Rows:
 # --- layouts ---------------------------------------------------------------------------------------------------------------
 
 
-class Packed(Quantized):
+class Packed(QuantizedTensor):
     """compressed-tensors, "pack-quantized": eight integers of 4 bits of a row in a word, the first lowest, all plus 8."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
@@ -126,7 +126,7 @@ class Packed(Quantized):
         return values, scales, self.spread(zeros.view(np.int8) - 8, np.int8)
 
 
-class Scaled(Quantized):
+class Scaled(QuantizedTensor):
     """Integers or floats of 8 bits, with one factor, or one for each row, or for each block of rows and columns."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
@@ -145,7 +145,7 @@ class Scaled(Quantized):
         return values, self.part(end, start, stop).astype(np.float32).reshape(-1)
 
 
-class Turned(Quantized):
+class ColumnMajor(QuantizedTensor):
     """Base of the layouts whose files store [columns, rows]."""
 
     rows_at_once = ROWS_OF_TURNED
@@ -163,7 +163,7 @@ class Turned(Quantized):
         return values, scales, self.spread(zeros.T.view(np.int8) - 8, np.int8)
 
 
-class Gptq(Turned):
+class Gptq(ColumnMajor):
     """GPTQ: eight integers of a column in a word, so that words are [columns / 8, rows], and zeros [groups, rows / 8]."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
@@ -205,7 +205,7 @@ class Reordered(Gptq):
         return None
 
 
-class Awq(Turned):
+class Awq(ColumnMajor):
     """AWQ, "gemm": eight outputs of a column in a word, in an order of their own; words and zeros are [..., rows / 8]."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
@@ -224,7 +224,7 @@ class Awq(Turned):
 
 
 @dataclass(frozen=True)
-class Nf4(Quantized):
+class Nf4(QuantizedTensor):
     """bitsandbytes: two numbers in a byte, the first one high, and factors for each 64; both of the flattened tensor.
 
     Attributes:

@@ -15,7 +15,7 @@ from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
 from llama_jax.checkpoints.appearing import appearing, check_room
 from llama_jax.checkpoints.beside import files_beside, write_beside
-from llama_jax.checkpoints.layout import Piece
+from llama_jax.checkpoints.layout import WrittenTensor
 from llama_jax.checkpoints.loading import load, open_checkpoint
 from llama_jax.checkpoints.memory import from_params
 from llama_jax.checkpoints.quantising import Quantization, check_quantize
@@ -33,7 +33,7 @@ Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 FOLDERS = ("safetensors", "orbax")
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
-WritingProgress = Callable[[list[Piece]], Iterable[Piece]]
+WritingProgress = Callable[[list[WrittenTensor]], Iterable[WrittenTensor]]
 
 
 def save(

@@ -36,7 +36,7 @@ Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that a
 
 
 @dataclass(frozen=True)
-class Array:
+class StoredArray:
     """What orbax's metadata says of an array."""
 
     shape: tuple[int, ...]
@@ -73,11 +73,11 @@ class Stored:
     format: str
     path: Path
     config: LlamaConfig
-    tensors: Mapping[str, Array | stored_weights.Weight]
+    tensors: Mapping[str, StoredArray | stored_weights.StoredWeight]
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
     stacked: bool
-    found: Mapping[str, Array]
+    found: Mapping[str, StoredArray]
     kinds: stored_weights.Kinds
 
 
@@ -127,30 +127,32 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
     return settings if isinstance(settings, dict) else None
 
 
-def _tensors(shapes: Llama, found: Mapping[str, Array], dtype: np.dtype) -> dict[str, Array | stored_weights.Weight]:
+def _tensors(
+    shapes: Llama, found: Mapping[str, StoredArray], dtype: np.dtype
+) -> dict[str, StoredArray | stored_weights.StoredWeight]:
     """What is stored, with the planes of each quantised matrix as one."""
-    tensors: dict[str, Array | stored_weights.Weight] = {}
+    tensors: dict[str, StoredArray | stored_weights.StoredWeight] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = name_of(path)
         if isinstance(leaf, QuantizedWeight):
             size = sum(found[name_of((*path, *rest))].nbytes for rest, _ in jax.tree.leaves_with_path(leaf))
-            tensors[name] = stored_weights.Weight(stored_weights.matrix_of(leaf), dtype, leaf.kind.upper(), size)
+            tensors[name] = stored_weights.StoredWeight(stored_weights.matrix_of(leaf), dtype, leaf.kind.upper(), size)
         else:
             tensors[name] = found[name]
     return tensors
 
 
-def describe(folder: Path, name: str) -> dict[str, Array]:
+def describe(folder: Path, name: str) -> dict[str, StoredArray]:
     """The arrays of what orbax wrote into a folder under a name, by the names that `read_arrays` gives them.
 
     Raises:
       CheckpointError: it cannot be read.
     """
-    described: dict[str, Array] = {}
+    described: dict[str, StoredArray] = {}
     for path, leaf in jax.tree.leaves_with_path(_metadata(folder, name)):
         if not hasattr(leaf, "shape"):
             continue
-        array, key = Array(tuple(leaf.shape), np.dtype(leaf.dtype)), name_of(path)
+        array, key = StoredArray(tuple(leaf.shape), np.dtype(leaf.dtype)), name_of(path)
         if key.endswith(JOINED):
             half = replace(array, shape=(*array.shape[:-2], array.shape[-1]))
             described |= dict.fromkeys(_parts_of(key), half)

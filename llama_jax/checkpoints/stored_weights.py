@@ -30,7 +30,7 @@ Kinds = Mapping[str, Any]  # by the name of a weight: its kind; of a joined one 
 
 
 @dataclass(frozen=True)
-class Weight:
+class StoredWeight:
     """A quantised weight, as `inspect` names it."""
 
     shape: tuple[int, ...]

@@ -20,7 +20,7 @@ from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
     from llama_jax.data.chats import Example
-    from llama_jax.data.conversations import ChatReading, Counts
+    from llama_jax.data.conversations import ChatReading, ExampleCounts
     from llama_jax.tokenizers import Taught, Tokenizer
 
 TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
@@ -133,7 +133,7 @@ class Data:
                 else:
                     yield example, found
 
-    def _counts(self, tokenizer: Tokenizer, reading: ChatReading) -> Counts:
+    def _counts(self, tokenizer: Tokenizer, reading: ChatReading) -> ExampleCounts:
         from llama_jax.data.conversations import open_chats, open_preferences
 
         length = self.length or 1 << 30

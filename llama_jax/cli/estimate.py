@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llama_jax.analysis.findings import Findings
     from llama_jax.analysis.hardware import Hardware
     from llama_jax.analysis.memory import Program
-    from llama_jax.analysis.roofline import Exchange, Roofline
+    from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
     from llama_jax.parallel.mesh import MeshSizes
 
@@ -139,7 +139,7 @@ class Estimate:
             return None
         return "full" if self.remat == "auto" else self.remat
 
-    def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[Exchange]:
+    def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[DeviceExchange]:
         """The least that the strategy exchanges; of training whole models only."""
         from llama_jax.analysis.roofline import least_traffic
 
@@ -153,7 +153,7 @@ class Estimate:
         sizes: MeshSizes,
         hardware: Hardware,
         found: dict[str, Findings],
-        least: list[Exchange],
+        least: list[DeviceExchange],
     ) -> dict[str, Roofline]:
         """The rooflines of the compiled program and, when training, of one with the least exchanges."""
         from llama_jax.analysis.roofline import decoding_roofline, training_roofline

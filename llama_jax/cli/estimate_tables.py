@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from llama_jax.analysis.collectives import Collective
     from llama_jax.analysis.findings import Findings
     from llama_jax.analysis.hardware import Hardware
-    from llama_jax.analysis.roofline import Exchange, Roofline
+    from llama_jax.analysis.roofline import DeviceExchange, Roofline
 
 
 LABELS = {
@@ -26,7 +26,7 @@ LABELS = {
 def as_json(
     about: dict[str, Any],
     found: dict[str, Findings],
-    least: list[Exchange],
+    least: list[DeviceExchange],
     hardware: Hardware | None,
     bounds: dict[str, Roofline],
     *,
@@ -123,7 +123,7 @@ def programs_table(found: dict[str, Findings]) -> str:
     return "\n".join(lines)
 
 
-def exchange_table(n_layers: int, found: dict[str, Findings], least: list[Exchange], *, own: bool) -> str:
+def exchange_table(n_layers: int, found: dict[str, Findings], least: list[DeviceExchange], *, own: bool) -> str:
     """What a device exchanges while each program runs once, and beside it the least."""
     from llama_jax.inference.generate import CHUNK
 
@@ -164,7 +164,7 @@ def _kinds(program: str, members: list[Collective], n_layers: int) -> list[str]:
     return lines
 
 
-def _least_of_each(least: list[Exchange]) -> list[str]:
+def _least_of_each(least: list[DeviceExchange]) -> list[str]:
     lines = [f"{'the least that this strategy exchanges':<81}{'count':>11}{'GB sent':>11}"]
     for one in least:
         name = f"{','.join(one.axes)} {one.kind}: {one.what}"
@@ -172,7 +172,7 @@ def _least_of_each(least: list[Exchange]) -> list[str]:
     return lines
 
 
-def _sums(members: list[Collective], least: list[Exchange]) -> list[str]:
+def _sums(members: list[Collective], least: list[DeviceExchange]) -> list[str]:
     """A line for each axis, or group of axes, of the mesh."""
     lines = [f"{'GB sent by a device along':<48}" + "".join(f"{c:>11}" for c in ("compiled", "scattered", "least"))]
     for axes in sorted({one.axes for one in members} | {one.axes for one in least}):

@@ -73,7 +73,7 @@ class Eval(TextOptions, RememberOptions):
 
     def run(self) -> None:
         lengths = self._check()
-        from llama_jax.cli.eval_answers import Reading, kind_of_lines
+        from llama_jax.cli.eval_answers import ExampleOptions, kind_of_lines
         from llama_jax.ops.attention import observed
 
         # What is quick comes first: no mistake shall be found after minutes of loading.
@@ -85,7 +85,7 @@ class Eval(TextOptions, RememberOptions):
             return self._preferences(subject)
         counts = None
         if kind == "chats":
-            corpus, counts = Reading(self.format, self.too_long, self.max_documents).chats(
+            corpus, counts = ExampleOptions(self.format, self.too_long, self.max_documents).chats(
                 self.data, subject.tokenizer, self._length(config)
             )
         else:
@@ -146,7 +146,7 @@ class Eval(TextOptions, RememberOptions):
         """Accuracy and margin on pairs."""
         from tqdm import tqdm
 
-        from llama_jax.cli.eval_answers import Reading, page_of_preferences
+        from llama_jax.cli.eval_answers import ExampleOptions, page_of_preferences
         from llama_jax.model.adapters import base_of
         from llama_jax.model.options import Compute
         from llama_jax.runs.preferring import log_answers, prefer
@@ -156,7 +156,7 @@ class Eval(TextOptions, RememberOptions):
         shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
         if not 1 <= length <= shortest:
             raise UserError(f"length={length} must be at least 1 and within the context of {shortest}")
-        reading = Reading(self.format, self.too_long, self.max_documents)
+        reading = ExampleOptions(self.format, self.too_long, self.max_documents)
         pairs, counts = reading.preferences(self.data, subject.tokenizer, length)
         params = self.load(subject)
         seconds = subject.stopwatch()

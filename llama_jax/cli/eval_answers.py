@@ -13,7 +13,7 @@ from llama_jax.cli.page import columns, printable
 
 if TYPE_CHECKING:
     from llama_jax.data import Corpus
-    from llama_jax.data.conversations import Counts
+    from llama_jax.data.conversations import ExampleCounts
     from llama_jax.data.pairs import Pairs
     from llama_jax.runs.preferring import Preferring
     from llama_jax.tokenizers import Tokenizer
@@ -36,14 +36,14 @@ def kind_of_lines(data: Sequence[Path], field: str) -> Literal["text", "chats", 
 
 
 @dataclass(frozen=True)
-class Reading:
+class ExampleOptions:
     """How examples are read: the chat format, what becomes of long ones, and how many are taken at most."""
 
     format: Any
     too_long: Literal["cut", "drop"]
     most: int | None
 
-    def chats(self, data: Sequence[Path], tokenizer: Tokenizer, length: int) -> tuple[Corpus, Counts]:
+    def chats(self, data: Sequence[Path], tokenizer: Tokenizer, length: int) -> tuple[Corpus, ExampleCounts]:
         """Conversations whose targets are what the assistant says."""
         import numpy as np
 
@@ -52,7 +52,7 @@ class Reading:
         corpus, counts = open_chats(data, tokenizer, length, ChatReading(self.format, self.too_long))
         return corpus.select(np.arange(corpus.document_count)[: self.most]), counts
 
-    def preferences(self, data: Sequence[Path], tokenizer: Tokenizer, length: int) -> tuple[Pairs, Counts]:
+    def preferences(self, data: Sequence[Path], tokenizer: Tokenizer, length: int) -> tuple[Pairs, ExampleCounts]:
         """Pairs of answers."""
         import numpy as np
 
@@ -64,7 +64,7 @@ class Reading:
         return pairs.select(np.arange(pairs.count)[: self.most]), counts
 
 
-def page_of_preferences(found: Preferring, facts: dict[str, Any], counts: Counts) -> str:
+def page_of_preferences(found: Preferring, facts: dict[str, Any], counts: ExampleCounts) -> str:
     """How often the chosen answer is preferred, and by how much."""
     against = "" if facts["against"] is None else f" against {printable(facts['against'])}"
     error = "" if math.isnan(found.margin_error) else f" ± {found.margin_error:.2g}"

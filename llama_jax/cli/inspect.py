@@ -156,10 +156,10 @@ def _files(opened: Opened | Stored) -> list[Path]:
 
 
 def _files_of(tensor: Any) -> list[Path]:
-    from llama_jax.checkpoints.quantized_tensors import Quantized
+    from llama_jax.checkpoints.quantized_tensors import QuantizedTensor
     from llama_jax.checkpoints.tensors import Combined, Derived
 
-    if isinstance(tensor, Quantized):
+    if isinstance(tensor, QuantizedTensor):
         return [part.path for part in tensor.parts.values()]
     if isinstance(tensor, Combined):
         return [file for part in tensor.parts for file in _files_of(part)]

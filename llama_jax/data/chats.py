@@ -80,7 +80,7 @@ def read_chats(path: Path) -> Iterator[Example]:
         yield Example(prompt, (answer,), () if isinstance(answer, str) else at.tools(), line, read)
 
 
-class Asked(NamedTuple):
+class AskedLine(NamedTuple):
     """A line of a file of prompts.
 
     Attributes:
@@ -96,7 +96,7 @@ class Asked(NamedTuple):
     line: int
 
 
-def read_prompts(path: Path) -> Iterator[Asked]:
+def read_prompts(path: Path) -> Iterator[AskedLine]:
     """What is asked: `prompt`, a text or messages, before which a `system` text is the first message. Any other fields may
     be there, the same in all lines: what is to be known to judge the answers.
 
@@ -115,7 +115,7 @@ def read_prompts(path: Path) -> Iterator[Asked]:
         prompt = at.said("prompt")
         if not isinstance(prompt, str) and prompt[0]["role"] != "system":
             prompt = (*at.system(), *prompt)
-        yield Asked(prompt, () if isinstance(prompt, str) else at.tools(), found, line)
+        yield AskedLine(prompt, () if isinstance(prompt, str) else at.tools(), found, line)
 
 
 def read_preferences(path: Path) -> Iterator[Example]:

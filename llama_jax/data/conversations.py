@@ -49,7 +49,7 @@ class ChatReading:
 
 
 @dataclass
-class Counts:
+class ExampleCounts:
     """What became of the lines.
 
     Attributes:
@@ -88,7 +88,7 @@ class Chats(NamedTuple):
     """Conversations to train on, each a document with targets, and what became of the lines."""
 
     corpus: Corpus
-    counts: Counts
+    counts: ExampleCounts
 
 
 class Preferences(NamedTuple):
@@ -96,7 +96,7 @@ class Preferences(NamedTuple):
 
     chosen: Corpus
     rejected: Corpus
-    counts: Counts
+    counts: ExampleCounts
 
 
 class Judged(NamedTuple):
@@ -104,7 +104,7 @@ class Judged(NamedTuple):
 
     answers: Corpus
     desirable: np.ndarray
-    counts: Counts
+    counts: ExampleCounts
 
 
 def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Chats:
@@ -173,10 +173,10 @@ def _read(
     length: int,
     reading: ChatReading,
     read: Callable[[Path], Iterator[Example]],
-) -> tuple[list[Corpus], Counts, list[bool | None]]:
+) -> tuple[list[Corpus], ExampleCounts, list[bool | None]]:
     if length < 1:
         raise DataError(f"length={length} must be at least 1 token")
-    counts = Counts()
+    counts = ExampleCounts()
     sides: list[_Growing] = []
     desirable: list[bool | None] = []
     special = special_pattern(tokenizer.special_tokens)
@@ -213,7 +213,7 @@ def _read(
     return corpora, counts, desirable
 
 
-def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_long: TooLong, counts: Counts) -> bool:
+def _take(sides: list[_Growing], found: tuple[Taught, ...], length: int, too_long: TooLong, counts: ExampleCounts) -> bool:
     """Add an example to the corpora, or to those that are dropped; whether it is kept."""
     kept = [shortened(taught, length, too_long) for taught in found]
     whole = [taught for taught in kept if taught is not None]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from llama_jax.data.chats import Asked, read_prompts
+from llama_jax.data.chats import AskedLine, read_prompts
 from llama_jax.data.errors import DataError
 from llama_jax.data.shuffle import check_seed, shuffled
 from llama_jax.data.sources import Paths, describe, find_files, untouched
@@ -141,7 +141,7 @@ class _Encoder:
     def close(self) -> None:
         self._renderer.close()
 
-    def encode(self, file: Path, asked: Asked) -> tuple[int, ...]:
+    def encode(self, file: Path, asked: AskedLine) -> tuple[int, ...]:
         prompt, tokenizer = asked.prompt, self._tokenizer
         if not isinstance(prompt, str) and self._format is None:
             self._format = resolve_format(tokenizer, self._reading.format)

@@ -15,7 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from llama_jax.errors import GenerationError, shown
-from llama_jax.evaluation.scoring import Pair
+from llama_jax.evaluation.scoring import Continuation
 from llama_jax.evaluation.texts import TextModel, wish_of
 from llama_jax.tokenizers import Message
 
@@ -54,7 +54,7 @@ class HarnessModel(LM):
         As in the harness' own backend for transformers the token that begins a text is predicted too, from another one
         before it, where texts begin with one.
         """
-        pairs: list[Pair] = []
+        pairs: list[Continuation] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -63,7 +63,7 @@ class HarnessModel(LM):
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            pairs += [Pair(*make_disjoint_window(window)) for window in windows]
+            pairs += [Continuation(*make_disjoint_window(window)) for window in windows]
             owners += [number] * (len(pairs) - len(owners))
         found = [0.0] * len(requests)
         for owner, score in zip(owners, self.texts.score(pairs, _bar("rolling", disable_tqdm)), strict=True):

@@ -27,7 +27,7 @@ SHORTEST = 512  # tokens of a row; each further length is four times the one bef
 CHUNK = 64  # tokens whose logits are made at a time
 
 
-class Pair(NamedTuple):
+class Continuation(NamedTuple):
     """Token ids, at least one of each: what is read, and what is to be predicted after it."""
 
     context: Sequence[int]
@@ -46,7 +46,7 @@ class Score(NamedTuple):
     greedy: bool
 
 
-class Rows(NamedTuple):
+class PackedRows(NamedTuple):
     """A batch as the model reads it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
     count: Any
 
 
-Measure = Callable[[Llama, Rows], tuple[jax.Array, jax.Array]]
+Measure = Callable[[Llama, PackedRows], tuple[jax.Array, jax.Array]]
 
 
 class _Run(NamedTuple):
@@ -87,7 +87,7 @@ class _Run(NamedTuple):
 def score_pairs(
     config: LlamaConfig,
     params: Llama,
-    pairs: Sequence[Pair],
+    pairs: Sequence[Continuation],
     *,
     context: int | None = None,
     batch: int | None = None,
@@ -152,7 +152,7 @@ def measure_with(config: LlamaConfig, params: Llama, compute: Compute = Compute(
 
 
 def score_rows(
-    config: LlamaConfig, params: Llama, rows: Rows, *, compute: Compute = Compute(), layout: Layout = Layout()
+    config: LlamaConfig, params: Llama, rows: PackedRows, *, compute: Compute = Compute(), layout: Layout = Layout()
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target, float32[N], and whether it is the most probable token, bool[N].
 
@@ -181,7 +181,7 @@ def score_rows(
     return logprobs, best
 
 
-def _runs(config: LlamaConfig, pairs: Sequence[Pair], most: int) -> list[_Run]:
+def _runs(config: LlamaConfig, pairs: Sequence[Continuation], most: int) -> list[_Run]:
     """What is read, each text once where a row has room for all that is asked of it."""
     shortest = min(SHORTEST, most)
     runs: list[_Run] = []
@@ -222,7 +222,7 @@ def _batches(runs: Sequence[_Run], context: int, batch: int) -> list[tuple[int, 
     return found
 
 
-def _lay(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[Rows, np.ndarray]:
+def _lay(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[PackedRows, np.ndarray]:
     """The rows as the model reads them, filled up with padding, and int64[count], the pair that each target is of."""
     tokens, segment_ids, positions = np.zeros((3, batch, length), np.int32)
     places, targets = np.zeros((2, -(-batch * length // CHUNK) * CHUNK), np.int32)
@@ -240,4 +240,4 @@ def _lay(rows: Sequence[Sequence[_Run]], batch: int, length: int) -> tuple[Rows,
                 targets[here] = continuation
                 owner += [number] * len(continuation)
             begin += run.size
-    return Rows(tokens, segment_ids, positions, places, targets, np.int32(len(owner))), np.array(owner, np.int64)
+    return PackedRows(tokens, segment_ids, positions, places, targets, np.int32(len(owner))), np.array(owner, np.int64)

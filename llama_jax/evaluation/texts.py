@@ -9,7 +9,7 @@ from typing import Any
 from llama_jax.config import LlamaConfig
 from llama_jax.data.opening import Progress
 from llama_jax.errors import GenerationError, shown
-from llama_jax.evaluation.scoring import Pair, Score, measure_with, score_pairs
+from llama_jax.evaluation.scoring import Continuation, Score, measure_with, score_pairs
 from llama_jax.inference.sampling import Sampling
 from llama_jax.model.params import Llama
 from llama_jax.serving.engine import Engine
@@ -146,7 +146,7 @@ class TextModel:
         ids = self.tokenizer.encode(text, bos=False, special=True)
         return ids[1:] if ids[:1] == [self.prefix] else ids
 
-    def pair(self, context: str, continuation: str) -> Pair:
+    def pair(self, context: str, continuation: str) -> Continuation:
         """The ids of a text and of what follows it, divided as the whole is.
 
         Raises:
@@ -157,16 +157,16 @@ class TextModel:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
         if context:
             before = self.encode(context)
-            found = Pair(before, self.encode(context + continuation)[len(before) :])
+            found = Continuation(before, self.encode(context + continuation)[len(before) :])
         else:
-            found = Pair([self.prefix], self.alone(continuation))
+            found = Continuation([self.prefix], self.alone(continuation))
         if not found.continuation:
             raise GenerationError(
                 f"the continuation {shown(continuation)} adds no token to {shown(context[-40:])}: nothing is to be predicted"
             )
         return found
 
-    def score(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Score]:
+    def score(self, pairs: Sequence[Continuation], progress: Progress | None = None) -> list[Score]:
         """See `score_pairs`."""
         self.cut += sum(len(context) + len(continuation) > self.context + 1 for context, continuation in pairs)
         return score_pairs(

@@ -40,7 +40,7 @@ MOST_DOTS = 16  # of a run; more would hide the line
 
 
 @dataclass(frozen=True)
-class Run:
+class RunHistory:
     """What a run wrote down, in the order of its steps.
 
     Attributes:
@@ -70,7 +70,7 @@ MORE = {
 }
 
 
-def read_run(folder: str | os.PathLike[str]) -> Run:
+def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     """The metrics of a run's folder.
 
     Of several lines for a step the last holds, and where a run went on from a step, what an earlier process wrote
@@ -109,10 +109,10 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     known = np.isfinite(train["tokens"])
     if known.any():
         validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
-    return Run(Path(folder).resolve().name, train, validation, tuple(unreadable))
+    return RunHistory(Path(folder).resolve().name, train, validation, tuple(unreadable))
 
 
-def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[Run]:
+def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
     """The metrics of several folders, each with a name that no other has: as much of its path as that takes.
 
     Raises:
@@ -155,7 +155,7 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
     return values
 
 
-def draw(runs: Sequence[Run], *, by: By = "step", log: bool = False, smoothing: float = 0.01) -> Figure:
+def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoothing: float = 0.01) -> Figure:
     """Loss, learning rate, gradient norm and throughput of runs, and what one of them has of `MORE`, one over the other.
 
     Args:

@@ -16,7 +16,7 @@ from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
 from llama_jax.runs.tasks.preferences import read_all
 from llama_jax.training.objective import LossOptions
-from llama_jax.training.pairs import Answers, answer_logprobs
+from llama_jax.training.pairs import AnswerSums, answer_logprobs
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def log_answers(
     batch: int,
     compute: Compute = Compute(),
     progress: Progress | None = None,
-) -> Answers:
+) -> AnswerSums:
     """Log-probabilities and lengths of both answers of N pairs, float32[N, 2] each.
 
     Args:
@@ -68,7 +68,7 @@ def log_answers(
     return read_all(partial(read, params), pairs, batch, length, progress=progress)
 
 
-def prefer(answers: Answers, reference: Answers | None = None) -> Preferring:
+def prefer(answers: AnswerSums, reference: AnswerSums | None = None) -> Preferring:
     """The numbers, given what a model, and where there is one a reference, think of pairs."""
     own = np.asarray(answers.logprobs, np.float64)
     ratios = own if reference is None else own - np.asarray(reference.logprobs, np.float64)

@@ -11,7 +11,7 @@ import numpy as np
 
 from llama_jax.inference.rollouts import Answers
 from llama_jax.tokenizers import TextStream, Tokenizer
-from llama_jax.training.answers import Scored
+from llama_jax.training.answers import ScoredAnswers
 from llama_jax.training.batch import Batch
 
 
@@ -21,7 +21,7 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join([*map(stream.push, ids), stream.finish()])
 
 
-def lay_rows(prompts: Sequence[Sequence[int]], answers: Answers, learnt: np.ndarray, length: int) -> Scored:
+def lay_rows(prompts: Sequence[Sequence[int]], answers: Answers, learnt: np.ndarray, length: int) -> ScoredAnswers:
     """Prompts and answers one after the other, [B, T + 1], without advantages.
 
     Args:
@@ -37,16 +37,16 @@ def lay_rows(prompts: Sequence[Sequence[int]], answers: Answers, learnt: np.ndar
         tokens[i, :begin], tokens[i, begin:end] = prompt, answers.tokens[i, :count]
         mask[i, begin:end] = learnt[i]
         drawn[i, begin - 1 : end - 1] = answers.logprobs[i, :count]
-    return Scored(Batch(tokens, mask=mask), np.zeros(batch, np.float32), drawn)
+    return ScoredAnswers(Batch(tokens, mask=mask), np.zeros(batch, np.float32), drawn)
 
 
-def packed(judged: Scored) -> str:
+def packed(judged: ScoredAnswers) -> str:
     """Arrays as JSON can hold them, bit for bit."""
     whole = b"".join(np.ascontiguousarray(part).tobytes() for part in jax.tree.leaves(judged))
     return base64.b64encode(zlib.compress(whole, 1)).decode()
 
 
-def unpacked(text: str, shapes: Scored) -> Scored:
+def unpacked(text: str, shapes: ScoredAnswers) -> ScoredAnswers:
     """Undoes `packed`."""
     whole, at = zlib.decompress(base64.b64decode(text)), 0
     leaves, form = jax.tree.flatten(shapes)

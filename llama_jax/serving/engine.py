@@ -18,10 +18,10 @@ from llama_jax.serving.admission import Queue, checked
 from llama_jax.serving.drafting import Drafting
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.pool import Pending, Pool, Row
+from llama_jax.serving.pool import DecodingRow, Pending, Pool
 from llama_jax.serving.prefix import PrefixCache
-from llama_jax.serving.programs import Choice, unpack
-from llama_jax.serving.reading import PromptReading
+from llama_jax.serving.programs import ChosenTokens, unpack
+from llama_jax.serving.reading import PromptProgress
 from llama_jax.serving.requests import (
     BusyError,
     ClosedError,
@@ -223,7 +223,7 @@ class Engine:
         self._counts["prompt_tokens"] += len(reading.tokens)
         request = ticket.request
         constraint = request.constraint
-        row = Row(ticket, request, slots=len(reading.tokens), turns=request.max_new_tokens - 1)
+        row = DecodingRow(ticket, request, slots=len(reading.tokens), turns=request.max_new_tokens - 1)
         ticket.row = row
         row.allowed = None if constraint is None else constraint.allowed()
         if self.drafting is not None and constraint is None:
@@ -249,7 +249,7 @@ class Engine:
             if ticket.reading is None:
                 self._queue.remove(ticket)
         if ticket.reading is None:
-            ticket.reading = PromptReading(self.model, ticket.request, self.options.piece, self._capacities)
+            ticket.reading = PromptProgress(self.model, ticket.request, self.options.piece, self._capacities)
             self._reading.append(ticket)
         return ticket
 
@@ -281,7 +281,7 @@ class Engine:
         for one in pending:
             choice = unpack(one.packed)
             if one.settle is None:
-                choice = Choice(*(x[:, None] for x in choice))
+                choice = ChosenTokens(*(x[:, None] for x in choice))
             else:
                 one.settle(choice.valid.sum(axis=1).tolist())
             for at in zip(*(axis.tolist() for axis in choice.valid.nonzero()), strict=True):
@@ -289,7 +289,7 @@ class Engine:
                 if row is not None and not row.ended:
                     self._take_token(row, choice, at)
 
-    def _take_token(self, row: Row, choice: Choice, at: tuple[int, ...]) -> None:
+    def _take_token(self, row: DecodingRow, choice: ChosenTokens, at: tuple[int, ...]) -> None:
         request, ticket = row.request, row.ticket
         update = Update()
         if row.count == 0:
@@ -380,7 +380,7 @@ class Engine:
             self.after_turn()
 
 
-def scored(choice: Choice, at: tuple[int, ...], alternatives: int) -> ScoredToken:
+def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> ScoredToken:
     """One token of a choice."""
     beside: Iterator[tuple[int, float]] = zip(
         choice.ids[at][:alternatives].tolist(), choice.logprobs[at][:alternatives].tolist(), strict=True
@@ -388,7 +388,7 @@ def scored(choice: Choice, at: tuple[int, ...], alternatives: int) -> ScoredToke
     return ScoredToken(int(choice.token[at]), float(choice.logprob[at]), tuple(beside) if alternatives else ())
 
 
-def _scores(reading: PromptReading) -> list[ScoredToken]:
+def _scores(reading: PromptProgress) -> list[ScoredToken]:
     """The tokens of a prompt, each with what the model said of it after those before."""
     found = [ScoredToken(int(reading.tokens[0]), None)]
     for packed in reading.scores:

@@ -21,7 +21,7 @@ PATIENCE = 8  # turns for which a smaller state must do before the rows are move
 
 
 @dataclass(eq=False)
-class Row:
+class DecodingRow:
     """A request that is being decoded.
 
     Attributes:
@@ -54,7 +54,7 @@ class Pending(NamedTuple):
     """
 
     packed: jax.Array
-    rows: list[Row | None]
+    rows: list[DecodingRow | None]
     shape: tuple[int, int] | None = None
     settle: Callable[[list[int]], None] | None = None
 
@@ -75,7 +75,7 @@ class Pool:
     model: ServedModel
     options: PoolOptions
     drafting: Drafting | None = None
-    rows: list[Row | None] = field(init=False)
+    rows: list[DecodingRow | None] = field(init=False)
     state: State = field(init=False)
     unsettled: bool = field(init=False, default=False)
     _wishes: Wishes | None = field(init=False, default=None)  # on the device; None where they have to be made again
@@ -91,14 +91,14 @@ class Pool:
         return self.options.capacities[-1]
 
     @property
-    def running(self) -> list[Row]:
+    def running(self) -> list[DecodingRow]:
         return [row for row in self.rows if row is not None]
 
     @property
     def free(self) -> int:
         return self.options.rows[-1] - len(self.running)
 
-    def join(self, row: Row, one: State) -> None:
+    def join(self, row: DecodingRow, one: State) -> None:
         """Take a request in, whose state of one row has just begun, or comes from another pool."""
         self._fit([*self.running, row], one.cache.capacity)
         at = self.rows.index(None)
@@ -106,7 +106,7 @@ class Pool:
         self.rows[at] = row
         self._wishes = None
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: DecodingRow) -> None:
         """The request is over, or goes to another pool."""
         if row in self.rows:
             self.rows[self.rows.index(row)] = None
@@ -116,11 +116,11 @@ class Pool:
         """What some row's constraint allows is no longer what it was."""
         self._wishes = None
 
-    def take_row(self, row: Row) -> State:
+    def take_row(self, row: DecodingRow) -> State:
         """The state of a row alone, which goes on."""
         return self.model.take_row(self.state, self.rows.index(row))
 
-    def outgrown(self) -> Iterator[Row]:
+    def outgrown(self) -> Iterator[DecodingRow]:
         """Rows that have no slot left for their next token."""
         return (row for row in self.running if row.slots >= self.longest)
 
@@ -178,7 +178,7 @@ class Pool:
         rows = list(self.rows)
         return Pending(packed, rows, self.shape, partial(self._settle, rows))
 
-    def _settle(self, rows: list[Row | None], counts: list[int]) -> None:
+    def _settle(self, rows: list[DecodingRow | None], counts: list[int]) -> None:
         """Take in how many tokens a turn with drafts has given each row."""
         assert self.drafting is not None
         self.unsettled = False
@@ -195,7 +195,7 @@ class Pool:
                 write_wishes(wishes, i, row.request, row.allowed)
         return jax.device_put(wishes)
 
-    def _fit(self, rows: list[Row], slots: int = 1) -> None:
+    def _fit(self, rows: list[DecodingRow], slots: int = 1) -> None:
         """Grow the state for these rows and so many slots at once, or shrink it if it has been too large for a while."""
         shape = self.shape
         slots = max(slots, *(min(row.slots + 1, self.longest) for row in rows))

@@ -68,7 +68,7 @@ class Wishes(NamedTuple):
         return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
 
 
-class Choice(NamedTuple):
+class ChosenTokens(NamedTuple):
     """A token of each row, as the host reads it.
 
     Attributes:
@@ -88,7 +88,7 @@ class Choice(NamedTuple):
 def take_turn(
     config: LlamaConfig, params: Llama, state: State, wishes: Wishes, compute: Compute, layout: Layout
 ) -> tuple[State, jax.Array]:
-    """One more token of every live row; and the packed `Choice`."""
+    """One more token of every live row; and the packed `ChosenTokens`."""
     params = choose_adapters(params, wishes.adapter)
     state = state.replace(done=state.done | ~wishes.live)
     state, (_, packed, _) = advance(config, params, state, compute, layout, partial(_choose, wishes))
@@ -104,7 +104,7 @@ def take_drafts(
     compute: Compute,
     layout: Layout,
 ) -> tuple[State, jax.Array]:
-    """Up to K + 1 more tokens of every live row: those of int32[B, K] drafts that are its own, and one; `Choice`s packed.
+    """Up to K + 1 more tokens of every live row: those of int32[B, K] drafts that are its own, and one; packed.
 
     Each row must have K + 1 slots, also one that is not live: what is read is written there.
     """
@@ -124,7 +124,7 @@ def begin(
     wishes: Wishes,
     layout: Layout,
 ) -> tuple[State, jax.Array]:
-    """The state of a prompt that has been read, with its first token; and the packed `Choice`.
+    """The state of a prompt that has been read, with its first token; and the packed `ChosenTokens`.
 
     Args:
       seen: bool[1, rows of the output projection], the prompt's tokens.
@@ -141,7 +141,7 @@ def _seen_by_host(state: State, layout: Layout) -> State:
 
 
 def _choose(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
-    """`choose` of what is permitted: the state, and the packed `Choice` with log-probabilities among all tokens."""
+    """`choose` of what is permitted: the state, and the packed `ChosenTokens` with log-probabilities among all tokens."""
     valid = ~state.done
     barred = state.count < wishes.least
     scores = lax.cond(
@@ -151,7 +151,7 @@ def _choose(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> 
     )
     state, _ = choose(state, layout.constrain(scores, "logits"), layout)
     ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
-    choice = Choice(state.token, logprob_of(logits, state.token), valid, ids, logprobs)
+    choice = ChosenTokens(state.token, logprob_of(logits, state.token), valid, ids, logprobs)
     return state, layout.constrain(pack(choice), "everywhere")
 
 
@@ -211,7 +211,7 @@ def score(
     compute: Compute,
     layout: Layout,
 ) -> tuple[Reading, jax.Array]:
-    """`read` a piece int32[1, C], and what the model says of the token after each of its own: a packed `Choice` of C rows.
+    """`read` a piece int32[1, C], and what is said of the token after each of its own: C rows of packed `ChosenTokens`.
 
     Args:
       targets: int32[C], the tokens that follow.
@@ -222,7 +222,7 @@ def score(
     last = jnp.take_along_axis(new, (places.lengths - 1)[:, None, None], axis=1)[:, 0]
     with layout.context():
         logits = unembed(config, params, new[0]).astype(jnp.float32)  # [C, V]
-        choice = Choice(
+        choice = ChosenTokens(
             targets,
             logprob_of(logits, targets),
             jnp.arange(len(targets)) < places.lengths[0],
@@ -232,18 +232,18 @@ def score(
     return Reading(lay_out(cache, layout), layout.constrain(last, "row")), packed
 
 
-def pack(choice: Choice) -> jax.Array:
+def pack(choice: ChosenTokens) -> jax.Array:
     """All of a choice as one array, int32[B, 3 + 2 A], which is one transfer."""
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     columns = [choice.token[:, None], as_bits(choice.logprob)[:, None], choice.valid[:, None].astype(jnp.int32)]
     return jnp.concatenate([*columns, choice.ids, as_bits(choice.logprobs)], axis=1)
 
 
-def unpack(packed: jax.Array) -> Choice:
+def unpack(packed: jax.Array) -> ChosenTokens:
     """Undo `pack`, waiting for it: arrays of numpy, with whatever leading axes it has."""
     array = np.asarray(packed)
     floats, ends = array.view(np.float32), 3 + (array.shape[-1] - 3) // 2
-    return Choice(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])
+    return ChosenTokens(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])
 
 
 def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> State:

@@ -17,7 +17,7 @@ from llama_jax.serving.programs import Wishes
 from llama_jax.serving.requests import GenerationRequest
 
 
-class PromptReading:
+class PromptProgress:
     """How far a prompt has been read.
 
     Piece i covers tokens [i C, (i + 1) C), the last one what is left. Its program, and with it every bit of what it writes,

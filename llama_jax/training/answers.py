@@ -20,7 +20,7 @@ from llama_jax.training.rewards import PolicyOptions, policy_loss
 from llama_jax.training.step import in_parts
 
 
-class Scored(NamedTuple):
+class ScoredAnswers(NamedTuple):
     """Answers with their advantages, a row each.
 
     Attributes:
@@ -51,7 +51,9 @@ class AnswerLoss:
     policy: PolicyOptions
     temperature: float
 
-    def __call__(self, config: LlamaConfig, params: Llama, judged: Scored, options: LossOptions, layout: Layout) -> TaskSums:
+    def __call__(
+        self, config: LlamaConfig, params: Llama, judged: ScoredAnswers, options: LossOptions, layout: Layout
+    ) -> TaskSums:
         """Sums over rows, for a `train_step` that counts them by `count`.
 
         Of `more`, "tokens" are those of the answers; "clipped", "divergence" and "gap", |drawn - own|, are sums over them.
@@ -65,7 +67,7 @@ class AnswerLoss:
         more = {"tokens": found.tokens, "clipped": found.clipped, "divergence": found.divergence, "gap": gap}
         return TaskSums(found.loss, lax.stop_gradient(found.loss), jax.tree.map(lax.stop_gradient, more))
 
-    def count(self, judged: Scored) -> jax.Array:
+    def count(self, judged: ScoredAnswers) -> jax.Array:
         """float32[]: what the sum of the losses is divided by: tokens, answers, or answers times the longest's tokens."""
         if self.policy.kind == "dapo":
             return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
@@ -78,7 +80,9 @@ class AnswerLoss:
           parts: into which the rows are divided, one after the other, for want of memory.
         """
 
-        def prepare(config: LlamaConfig, _: Llama, judged: Scored, options: LossOptions, layout: Layout) -> Scored:
+        def prepare(
+            config: LlamaConfig, _: Llama, judged: ScoredAnswers, options: LossOptions, layout: Layout
+        ) -> ScoredAnswers:
             measure = partial(token_logprobs, config, reference)
             found = lax.map(lambda batch: measure(batch, options, layout, self.temperature), in_parts(judged.batch, parts))
             return judged._replace(reference=found.swapaxes(0, 1).reshape(-1, found.shape[-1]))  # undoes `in_parts`

@@ -42,7 +42,7 @@ class PairBatch(NamedTuple):
     divergence: Any = None
 
 
-class Answers(NamedTuple):
+class AnswerSums(NamedTuple):
     """Of each answer the sum of its tokens' log-probabilities and their number, float32[B, S, P] of S sides; 0 of none."""
 
     logprobs: jax.Array
@@ -60,7 +60,7 @@ def answer_logprobs(
     batch: PairBatch,
     options: LossOptions = LossOptions(),
     layout: Layout = Layout(),
-) -> Answers:
+) -> AnswerSums:
     """What a model thinks of all answers of a batch, of both sides in one forward pass; see `token_logprobs`."""
     parts = batch.tokens, batch.segment_ids, batch.positions, batch.mask
     rows = Batch(*(part.reshape(-1, part.shape[-1]) for part in parts))
@@ -69,7 +69,7 @@ def answer_logprobs(
     of = (rows.segment_ids[:, 1:, None] == numbers) & predicted(rows)[..., None]  # [B * S, T, P]
     sums = jnp.sum(jnp.where(of, found[..., None], 0), axis=1)
     shape = *batch.tokens.shape[:2], batch.there.shape[1]
-    return Answers(sums.reshape(shape), jnp.sum(of, axis=1, dtype=sums.dtype).reshape(shape))
+    return AnswerSums(sums.reshape(shape), jnp.sum(of, axis=1, dtype=sums.dtype).reshape(shape))
 
 
 def in_turn(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
@@ -117,7 +117,7 @@ def preparing(kto: bool, reference: Llama | None, parts: int) -> Callable[..., P
     return prepare
 
 
-def preferred(answers: Answers, batch: PairBatch, options: PreferenceOptions) -> Preferred:
+def preferred(answers: AnswerSums, batch: PairBatch, options: PreferenceOptions) -> Preferred:
     """The loss of every pair and the rewards, float32[B, P] each; of what is not there 0. For KTO the chosen reward is that
     of the answer, and the other one is 0."""
     there = batch.there
@@ -159,7 +159,7 @@ def pair_loss(
     return TaskSums(loss, lax.stop_gradient(loss), more)
 
 
-def sums_of(answers: Answers, found: Preferred, batch: PairBatch) -> dict[str, jax.Array]:
+def sums_of(answers: AnswerSums, found: Preferred, batch: PairBatch) -> dict[str, jax.Array]:
     """The `more` of `pair_loss`."""
     if batch.desirable is None:
         good, bad = answers.logprobs[:, 0], answers.logprobs[:, 1]

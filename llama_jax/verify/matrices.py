@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import Array
+from llama_jax.checkpoints.fill import ArrayParts
 from llama_jax.model.params import Llama, row_at
 from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, QuantizedWeight
 from llama_jax.ops.weights.planes import bits_of
@@ -58,7 +58,7 @@ def _relative(weight: Any, dense: Any) -> float:
     wrong = whole = 0.0
     for start in range(0, weight.shape[0], step):
         stop = min(start + step, weight.shape[0])
-        exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, Array) else dense[start:stop]
+        exact = dense.rows(start, stop, np.dtype(np.float32)) if isinstance(dense, ArrayParts) else dense[start:stop]
         exact = np.asarray(exact, np.float64)
         kept = jax.tree.map(lambda plane, start=start, stop=stop: plane[start:stop], weight)
         wrong += float(np.square(np.asarray(kept.decoded(), np.float64) - exact).sum())

@@ -11,7 +11,7 @@ from llama_jax.analysis.hardware import Hardware, named_hardware
 from llama_jax.analysis.memory import train_programs
 from llama_jax.analysis.roofline import (
     OPTIMIZER_TRAFFIC,
-    Exchange,
+    DeviceExchange,
     Roofline,
     decoding_roofline,
     exchange_seconds,
@@ -147,7 +147,7 @@ def test_the_compiled_step_gathers_its_weights_as_rarely_as_the_least():
 
 
 def exchange(kind, size, axes=("tensor",), group=2, count=1):
-    return Exchange("test", kind, axes, group, size, count)
+    return DeviceExchange("test", kind, axes, group, size, count)
 
 
 def test_within_a_domain_the_links_count():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.checkpoints import fill as room
-from llama_jax.checkpoints.fill import Array, Part, Target, cast, check, fill, shards
+from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Part, cast, check, fill, shards
 from llama_jax.checkpoints.layout import Turned
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.tensors import Dense, Joined
@@ -68,8 +68,8 @@ def test_each_place_gets_its_part_and_no_other_row_is_read(layout, run):
     whole = np.concatenate(blocks, axis=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "RUN", run)
-        array = Array(shape, tuple(parts))
-        wanted = [(Target(shape, F32), places)]
+        array = ArrayParts(shape, tuple(parts))
+        wanted = [(ArrayToFill(shape, F32), places)]
         (held,) = shards(array, wanted, lambda start, stop, out: [array.rows(start, stop, F32, out[0])])
     for place, got in zip(places, held, strict=True):
         np.testing.assert_array_equal(got, whole[place])
@@ -83,7 +83,7 @@ def test_each_place_gets_its_part_and_no_other_row_is_read(layout, run):
 
 def test_fill_without_and_with_a_sharding():
     tensor = Watched(np.arange(24, dtype=np.float32).reshape(6, 4))
-    array = Array((6, 4), (Part("x", tensor),))
+    array = ArrayParts((6, 4), (Part("x", tensor),))
     plain = fill(array, F32, None)
     placed = fill(array, F32, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     for got in (plain, placed):

@@ -146,7 +146,7 @@ def test_k_quantised_blocks_are_read_by_rows_as_the_package_reads_them_whole(kin
         blocks[..., at : at + 2] = rng.uniform(0.001, 0.01, (40, 3, 1)).astype("<f2").view(np.uint8)
     path = tmp_path / "blocks"
     path.write_bytes(b"12345" + blocks.tobytes())
-    tensor = gguf_file.Quantised(path, 5, (40, 3 * block), kind, (block, size))
+    tensor = gguf_file.BlockTensor(path, 5, (40, 3 * block), kind, (block, size))
     whole = quants.dequantize(blocks.reshape(40, -1), GGMLQuantizationType[kind])
     assert tensor.nbytes == blocks.nbytes
     np.testing.assert_array_equal(tensor.read(0, 40), whole)

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 import llama_jax
 from llama_jax import writing
 from llama_jax.checkpoints import convert, huggingface, open_checkpoint, save
-from llama_jax.checkpoints.layout import Piece
+from llama_jax.checkpoints.layout import WrittenTensor
 from llama_jax.errors import CheckpointError
 from llama_jax.tokenizers.making import train_bpe
 
@@ -379,9 +379,9 @@ def test_nothing_is_left_when_writing_fails(format, error, tmp_path, monkeypatch
             raise error
         return whole(self, dtype)
 
-    whole = Piece.rows
+    whole = WrittenTensor.rows
     save(tmp_path / "model", *models["gqa"], format=format)
-    monkeypatch.setattr(Piece, "rows", fail)
+    monkeypatch.setattr(WrittenTensor, "rows", fail)
     for name, overwrite in (("other", False), ("model", True)):
         expected = (CheckpointError, r"cannot be written \(No space left on device\); the disk is full")
         with (

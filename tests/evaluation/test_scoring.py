@@ -12,7 +12,7 @@ from adapters import LORA, random_adapters
 import llama_jax
 from llama_jax.errors import GenerationError
 from llama_jax.evaluation import scoring
-from llama_jax.evaluation.scoring import Pair, measure_with, score_pairs
+from llama_jax.evaluation.scoring import Continuation, measure_with, score_pairs
 from llama_jax.model.whole import logits
 
 CONFIG = replace(make_goldens.KINDS["gqa"], max_seq_len=64)
@@ -48,7 +48,7 @@ def measure(model):
 
 def random_pairs(sizes, seed=0):
     draw = np.random.default_rng(seed).integers
-    return [Pair(draw(0, CONFIG.vocab_size, n), draw(0, CONFIG.vocab_size, m)) for n, m in sizes]
+    return [Continuation(draw(0, CONFIG.vocab_size, n), draw(0, CONFIG.vocab_size, m)) for n, m in sizes]
 
 
 def check(found, pairs, plain, **options):
@@ -67,7 +67,7 @@ def test_each_is_what_it_is_alone(model, measure, plain):
             row[0, : len(read[-64:])] = read[-64:]
             found.append(int(np.argmax(logits(*model, row)[0, len(read[-64:]) - 1])))
             read.append(found[-1])
-        pairs.append(Pair(context[-60:], found if len(context) < 60 else found[:1]))
+        pairs.append(Continuation(context[-60:], found if len(context) < 60 else found[:1]))
     found = score_pairs(*model, pairs, batch=2, measure=measure)
     check(found, pairs, plain)
     assert found[-2].greedy
@@ -81,8 +81,12 @@ def test_what_is_too_long_loses_its_beginning(model, measure, plain):
 
 def test_answers_to_the_same_question_share_what_is_read(model, measure, plain, monkeypatch):
     question = np.arange(20) % CONFIG.vocab_size
-    pairs = [Pair(question, [answer]) for answer in range(40)]  # more than 64 tokens of 3 questions would hold
-    pairs += [Pair(question, [3, 4]), Pair(np.append(question, 3), [4, 9]), Pair(np.append(question, 3), [4])]
+    pairs = [Continuation(question, [answer]) for answer in range(40)]  # more than 64 tokens of 3 questions would hold
+    pairs += [
+        Continuation(question, [3, 4]),
+        Continuation(np.append(question, 3), [4, 9]),
+        Continuation(np.append(question, 3), [4]),
+    ]
     read = []
 
     def counting(params, rows):
@@ -91,7 +95,9 @@ def test_answers_to_the_same_question_share_what_is_read(model, measure, plain, 
 
     check(score_pairs(*model, pairs, batch=2, measure=counting), pairs, plain)
     assert sum(read) == 3  # of 43: the question, with an answer of one token after it, and with one of two
-    many = [Pair([5], [answer % CONFIG.vocab_size]) for answer in range(150)]  # a row of 64 tokens has no room for all
+    many = [
+        Continuation([5], [answer % CONFIG.vocab_size]) for answer in range(150)
+    ]  # a row of 64 tokens has no room for all
     check(score_pairs(*model, many, batch=2, measure=measure), many, plain)
 
 
@@ -101,7 +107,7 @@ def test_of_equal_tokens_the_first_is_greedy(model):
     best = int(np.argmax(logits(config, params, np.array([context]))[0, -1]))
     other = (best + 1) % config.vocab_size
     tied = params.replace(lm_head=params.lm_head.at[other].set(params.lm_head[best]))
-    found = score_pairs(config, tied, [Pair(context, [best]), Pair(context, [other])])
+    found = score_pairs(config, tied, [Continuation(context, [best]), Continuation(context, [other])])
     assert found[0].logprob == found[1].logprob
     assert [one.greedy for one in found] == [best < other, other < best]
 
@@ -135,11 +141,11 @@ def test_a_model_with_an_adapter_in_fewer_bits_and_on_a_mesh(tmp_path, plain, mo
 @pytest.mark.parametrize(
     ("pairs", "options", "message"),
     [
-        ([Pair([], [1])], {}, "context 0 is empty"),
-        ([Pair([1], [1]), Pair([1], [])], {}, "continuation 1 is empty"),
-        ([Pair([1], [10_000])], {}, "token id 10000 is outside the vocabulary"),
-        ([Pair([1], [1] * 65)], {}, "continuation 0 has 65 tokens, the context 64"),
-        ([Pair([1], [1])], {"batch": 0}, "batch=0 must be at least 1 row"),
+        ([Continuation([], [1])], {}, "context 0 is empty"),
+        ([Continuation([1], [1]), Continuation([1], [])], {}, "continuation 1 is empty"),
+        ([Continuation([1], [10_000])], {}, "token id 10000 is outside the vocabulary"),
+        ([Continuation([1], [1] * 65)], {}, "continuation 0 has 65 tokens, the context 64"),
+        ([Continuation([1], [1])], {"batch": 0}, "batch=0 must be at least 1 row"),
     ],
 )
 def test_what_cannot_be_scored(model, measure, pairs, options, message):
@@ -151,7 +157,7 @@ def test_numbers_that_are_none(model, measure):
     config, params = model
     spoiled = params.replace(final_norm=params.final_norm.at[0].set(np.nan))
     with pytest.raises(GenerationError, match="logits after text 0 are not numbers"):
-        score_pairs(config, spoiled, [Pair([1], [2])], batch=2, measure=measure)
+        score_pairs(config, spoiled, [Continuation([1], [2])], batch=2, measure=measure)
 
 
 def test_nothing_to_score(model, measure):

@@ -9,7 +9,7 @@ from conftest import sharp
 import llama_jax
 from llama_jax import EngineOptions, LlamaConfig, Sampling, encode_chat
 from llama_jax.errors import GenerationError
-from llama_jax.evaluation.scoring import Pair
+from llama_jax.evaluation.scoring import Continuation
 from llama_jax.evaluation.texts import TextModel, Wish, wish_of
 from llama_jax.tokenizers import load_tokenizer
 
@@ -62,10 +62,10 @@ def test_a_text_begins_with_bos_once(texts, tokenizer, model):
 def test_a_pair_is_divided_as_the_whole_is(texts, tokenizer):
     ids = lambda text: tokenizer.encode(text, bos=False)
     bos = tokenizer.bos_id
-    assert texts.pair("once", " upon") == Pair([bos, *ids("once")], ids(" upon"))
+    assert texts.pair("once", " upon") == Continuation([bos, *ids("once")], ids(" upon"))
     assert texts.pair("once ", "upon") == texts.pair("once", " upon")
-    assert texts.pair("", "once") == texts.pair("", "<|begin_of_text|>once") == Pair([bos], ids("once"))
-    assert texts.pair("\n\n", "once") == Pair([bos], ids("\n\nonce"))
+    assert texts.pair("", "once") == texts.pair("", "<|begin_of_text|>once") == Continuation([bos], ids("once"))
+    assert texts.pair("\n\n", "once") == Continuation([bos], ids("\n\nonce"))
     with pytest.raises(GenerationError, match="the continuation '' adds no token to 'once'"):
         texts.pair("once", "")
 

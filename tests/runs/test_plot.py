@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llama_jax.errors import UserError
 from llama_jax.runs.lengths import LengthLoss
 from llama_jax.runs.needle import NeedleCell, NeedleTest
-from llama_jax.runs.plot import COLOURS, Run, draw, draw_lengths, draw_needle, read_run, read_runs, smooth
+from llama_jax.runs.plot import COLOURS, RunHistory, draw, draw_lengths, draw_needle, read_run, read_runs, smooth
 
 
 def train(step, **values):
@@ -232,7 +232,7 @@ def test_the_curve_as_it_is_lies_faint_under_the_smooth_one(tmp_path):
 
 def test_several_runs_have_looks_and_names_of_their_own(run):
     names = ["_hidden", "5$ and $6", *(f"run {i}" for i in range(10))]
-    runs = [Run(name, run.train, run.validation) for name in names]
+    runs = [RunHistory(name, run.train, run.validation) for name in names]
     figure = draw(runs, smoothing=0)
     assert png(figure)
     (legend,) = figure.legends

@@ -12,7 +12,7 @@ from training_options import loss_options
 
 import llama_jax
 from llama_jax.model.options import Layout
-from llama_jax.training.answers import AnswerLoss, Scored
+from llama_jax.training.answers import AnswerLoss, ScoredAnswers
 from llama_jax.training.batch import Batch
 from llama_jax.training.rewards import PolicyOptions
 from llama_jax.training.step import StepOptions, init_state, train_step
@@ -35,7 +35,7 @@ def judged_of(config, *, sampled=True):
     mask[3] = False
     tokens = rng.integers(0, config.vocab_size, (ROWS, LENGTH + 1), np.int32)
     numbers = -4 + 0.3 * rng.normal(size=(2, ROWS, LENGTH))
-    return Scored(Batch(tokens, mask=mask), rng.normal(size=ROWS), numbers[0], numbers[1] if sampled else None)
+    return ScoredAnswers(Batch(tokens, mask=mask), rng.normal(size=ROWS), numbers[0], numbers[1] if sampled else None)
 
 
 def plain(config, params, reference, judged, policy):

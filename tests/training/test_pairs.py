@@ -18,7 +18,7 @@ from llama_jax.data.pairs import PairRows, Pairs, mismatched
 from llama_jax.model.options import Layout
 from llama_jax.training.optimizer import adamw
 from llama_jax.training.pairs import (
-    Answers,
+    AnswerSums,
     PairBatch,
     answer_logprobs,
     in_turn,
@@ -202,12 +202,12 @@ def test_what_is_not_there_has_no_loss_and_no_gradient(options):
         divergence=np.full(2, 0.1) if kto else None,
     )
     lengths = there[:, None] * np.full((2, 2, 2), 3.0)
-    loss = lambda logprobs: jnp.sum(preferred(Answers(logprobs, lengths), batch, options).losses)
+    loss = lambda logprobs: jnp.sum(preferred(AnswerSums(logprobs, lengths), batch, options).losses)
     found, gradients = jax.value_and_grad(loss)(logprobs)
     assert np.isfinite(found)
     assert found > 0
     np.testing.assert_array_equal(np.asarray(gradients)[~np.broadcast_to(there[:, None], (2, 2, 2))], 0)
     assert np.asarray(gradients)[0, 0, 0] < 0
-    only = Answers(logprobs[:1, :, :1], lengths[:1, :, :1])
+    only = AnswerSums(logprobs[:1, :, :1], lengths[:1, :, :1])
     cut = jax.tree.map(lambda part: part[:1, ..., :1] if part.ndim > 1 else part[:1], batch)
     np.testing.assert_allclose(found, preferred(only, cut, options).losses.sum(), rtol=1e-6)

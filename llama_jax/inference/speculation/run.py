@@ -16,7 +16,7 @@ from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.drafting import Counts, DraftedPiece, Drafter, Prompts
 from llama_jax.inference.generate import LONGEST_PIECE, SMALLEST_CACHE, Run, pack, piece_of, unpack
 from llama_jax.inference.speculation.pace import Pace
-from llama_jax.inference.speculation.verify import Model, Size, Work, run_passes
+from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.inference.state import CHUNK, Piece, State
 from llama_jax.model.cache import bucket
 from llama_jax.model.window import CacheOptions
@@ -146,7 +146,7 @@ def _run_packed(
     model: Model, drafter: Drafter, state: State, memory: Any, history: jax.Array, passes: jax.Array, size: Size
 ) -> tuple[State, Any, jax.Array]:
     """`run_passes`, with what it gave as one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
-    work, taken, found = run_passes(model, drafter, Work(state, memory, history), passes, size)
+    work, taken, found = run_passes(model, drafter, PassState(state, memory, history), passes, size)
     counts = jnp.concatenate([found.offered, found.accepted], axis=1)
     packed = jnp.concatenate([counts, pack(found.piece, work.state.done, taken)], axis=1)
     return work.state, work.memory, model.layout.constrain(packed, "everywhere")

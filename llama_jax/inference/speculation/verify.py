@@ -32,7 +32,7 @@ class Model(struct.PyTreeNode):
     layout: Layout = struct.field(pytree_node=False, default=Layout())
 
 
-class Work(NamedTuple):
+class PassState(NamedTuple):
     """What changes from pass to pass: the state, the drafter's memory, and the rows' tokens (see `Drafter.propose`)."""
 
     state: State
@@ -114,7 +114,9 @@ class Size(NamedTuple):
     most: int
 
 
-def run_passes(model: Model, drafter: Drafter, work: Work, passes: jax.Array, size: Size) -> tuple[Work, jax.Array, Passes]:
+def run_passes(
+    model: Model, drafter: Drafter, work: PassState, passes: jax.Array, size: Size
+) -> tuple[PassState, jax.Array, Passes]:
     """Up to `passes` of them, until all rows are done.
 
     Cache, memory and history must have room for `passes` * (drafted + 1) more tokens in each row.
@@ -145,7 +147,7 @@ def run_passes(model: Model, drafter: Drafter, work: Work, passes: jax.Array, si
             lax.dynamic_update_index_in_dim(whole, x.astype(jnp.int32), taken, 1)
             for whole, x in zip(counts, new, strict=True)
         )
-        return Work(state, memory, history), taken + 1, tokens, counts
+        return PassState(state, memory, history), taken + 1, tokens, counts
 
     def unfinished(carry: Any) -> jax.Array:
         return (carry[1] < passes) & ~jnp.all(carry[0].state.done)

@@ -7,10 +7,10 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.program import Backend, check_mesh
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks import distillation, preferences, rewards, text
-from llama_jax.runs.tasks.task import Kind
+from llama_jax.runs.tasks.task import TaskKind
 
 
-def kind_of(recipe: Recipe) -> Kind:
+def kind_of(recipe: Recipe) -> TaskKind:
     """By the settings that only this kind has."""
     if recipe.preference is not None:
         return preferences.KIND

@@ -21,7 +21,7 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import Evaluation, choose_sizes, mean_of_tokens, measured, summary
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks import text
-from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Kind, Task, compute_of
+from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Task, TaskKind, compute_of
 from llama_jax.runs.windows import WindowRows, cut_windows
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.batch import Batch
@@ -79,7 +79,7 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """What distillation cannot have; see `Kind.check`."""
+    """What distillation cannot have; see `TaskKind.check`."""
     if recipe.loss is not None:
         raise TrainingError("loss and distill exclude each other: distillation has a loss; leave one of them out")
     if recipe.z_loss:
@@ -125,7 +125,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     return replace(task, load=load)
 
 
-KIND = Kind("a teacher's predictions", open_task, check, tokenizer=tokenizer_of)
+KIND = TaskKind("a teacher's predictions", open_task, check, tokenizer=tokenizer_of)
 
 
 def _laid_out(config: LlamaConfig, mesh: MeshSizes, params: Llama) -> Teacher:

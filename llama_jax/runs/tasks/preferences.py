@@ -26,12 +26,12 @@ from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.program import TrainingProgram, loss_options
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Kind, Objective, Task
+from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind
 from llama_jax.runs.tasks.text import check_vocabulary
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
 from llama_jax.training.pairs import (
-    Answers,
+    AnswerSums,
     PairBatch,
     answer_logprobs,
     in_turn,
@@ -71,7 +71,7 @@ class PreferenceEvaluation:
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """What is not for preferences; see `Kind.check`."""
+    """What is not for preferences; see `TaskKind.check`."""
     if recipe.loss is not None:
         raise TrainingError("loss and preference exclude each other: a preference is a loss; leave one of them out")
     if recipe.z_loss:
@@ -123,7 +123,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     )
 
 
-KIND = Kind("preferences", open_task, check)
+KIND = TaskKind("preferences", open_task, check)
 
 
 def options_of(recipe: Recipe) -> PreferenceOptions:
@@ -270,12 +270,12 @@ class Measure:
     def __init__(self, recipe: Recipe, program: TrainingProgram) -> None:
         options = loss_options(recipe)
 
-        def read(model: Llama, batch: PairBatch) -> Answers:
+        def read(model: Llama, batch: PairBatch) -> AnswerSums:
             return in_turn(lambda part: answer_logprobs(recipe.model, model, part, options), batch, recipe.accumulate)
 
         self._recipe, self._program, self._read = recipe, program, program.jit(read)
 
-    def __call__(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> Answers:
+    def __call__(self, model: Llama, pairs: Pairs, progress: Progress | None = None) -> AnswerSums:
         """Float32[N, 2] each; see `read_all`."""
         recipe, program = self._recipe, self._program
         return read_all(
@@ -284,13 +284,13 @@ class Measure:
 
 
 def read_all(
-    read: Callable[[PairBatch], Answers],
+    read: Callable[[PairBatch], AnswerSums],
     pairs: Pairs,
     batch: int,
     length: int,
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
-) -> Answers:
+) -> AnswerSums:
     """What is read of each of N pairs, float32[N, 2] each.
 
     Args:
@@ -307,7 +307,7 @@ def read_all(
             for at in range(batch):
                 members = whole.row(number, at)
                 found[kind, members] = array[at, :, : len(members)].T
-    return Answers(*found)
+    return AnswerSums(*found)
 
 
 def digest_of(found: dict[str, np.ndarray]) -> str:
@@ -319,7 +319,7 @@ def digest_of(found: dict[str, np.ndarray]) -> str:
 
 
 def compare(
-    answers: Answers, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
+    answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
 ) -> PreferenceEvaluation:
     """The numbers of an evaluation, given what model and reference think of N pairs: float32[N, 2] each."""
     rows = PairBatch(
@@ -332,7 +332,7 @@ def compare(
         assert reference is not None
         divergence = np.mean(answers.logprobs[:, 1] - reference[:, 1])
         rows = rows._replace(divergence=np.full(pairs.count, divergence))
-    given = Answers(answers.logprobs[..., None], answers.lengths[..., None])
+    given = AnswerSums(answers.logprobs[..., None], answers.lengths[..., None])
     found = preferred(given, rows, options)
     sums = {name: float(value) for name, value in sums_of(given, found, rows).items()}
     told = {"accuracy": float("nan"), **means(sums)}

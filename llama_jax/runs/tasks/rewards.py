@@ -21,7 +21,7 @@ from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import unstack
-from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops import cpu
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.serving import layout_to_generate
@@ -33,9 +33,9 @@ from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.reward_functions import Reward, check_columns, digest_of, find_rewards, judge, weighted
 from llama_jax.runs.reward_settings import RewardSettings
 from llama_jax.runs.rollout_rows import lay_rows, packed, text_of, unpacked
-from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Kind, Objective, Task, compute_of
+from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind, compute_of
 from llama_jax.runs.tasks.text import check_vocabulary
-from llama_jax.training.answers import AnswerLoss, Scored
+from llama_jax.training.answers import AnswerLoss, ScoredAnswers
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import step_flops
 from llama_jax.training.objective import LossOptions
@@ -118,7 +118,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     )
 
 
-KIND = Kind("rewards", open_task, check)
+KIND = TaskKind("rewards", open_task, check)
 
 
 def settings_of(recipe: Recipe) -> RewardSettings:
@@ -145,18 +145,20 @@ def objective(recipe: Recipe, length: int) -> Objective:
     rows = (recipe.batch, length)
     numbers = jax.ShapeDtypeStruct(rows, jnp.float32)
     tokens = jax.ShapeDtypeStruct((recipe.batch, length + 1), jnp.int32)
-    judged = Scored(
+    judged = ScoredAnswers(
         batch=Batch(tokens, mask=jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)),
         advantages=jax.ShapeDtypeStruct(rows[:1], jnp.float32),
         drawn=numbers,
         sampled=numbers if r.updates > 1 else None,
     )
 
-    def prepare(frozen: Frozen) -> Callable[..., Scored]:
+    def prepare(frozen: Frozen) -> Callable[..., ScoredAnswers]:
         if frozen.base is not None:
             return loss.with_reference(frozen.base, recipe.accumulate)
 
-        def measure(config: LlamaConfig, params: Llama, scored: Scored, options: LossOptions, layout: Layout) -> Scored:
+        def measure(
+            config: LlamaConfig, params: Llama, scored: ScoredAnswers, options: LossOptions, layout: Layout
+        ) -> ScoredAnswers:
             of_reference = loss.with_reference(layout.fit(frozen.other), recipe.accumulate)
             return of_reference(config, params, scored, options, layout)
 
@@ -175,6 +177,12 @@ def about(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
         f"data: {len(train):,} prompts to train on, of {train.longest} tokens at most{dropped}, {len(held):,} to evaluate"
         f" on; {r.group} answers of at most {r.answer} tokens to each of {prompts} prompts, {epochs:.1f} epochs"
     )
+
+
+@cpu.for_cpu(cpu.taken_apart)
+def to_sample_from(model: Llama, apart: Callable[[Llama], Llama]) -> Llama:
+    """A model of stacked layers as it is."""
+    return model
 
 
 @dataclass(frozen=True)
@@ -227,7 +235,7 @@ class RewardFeed:
         self._sample = self._compiled_sampler(model, mesh)
         self._score = self._compiled_score(model, mesh) if self._settings.updates > 1 else None
 
-    def _shapes(self) -> Scored:
+    def _shapes(self) -> ScoredAnswers:
         return objective(self._recipe, length_of(self._recipe, self._train, self._held)).shapes
 
     def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
@@ -239,10 +247,7 @@ class RewardFeed:
 
         def sample(model: Llama, prompts: Prompts) -> Answers:
             with layout.context():
-                fitted = layout.fit(model)
-                if lowering_platform() == "cpu":
-                    # 64 answers of 48 tokens by 2.4 million parameters: 0.5 s, and 1.2 s by a scan over stacked layers.
-                    fitted = unstack(fitted)
+                fitted = to_sample_from(layout.fit(model), unstack)
             return roll_out(config, fitted, prompts, options, compute, layout)
 
         asked = self._asked(self._train, asking(len(self._train), self._prompts, r.group, seed=0, number=0))
@@ -257,7 +262,7 @@ class RewardFeed:
         def score(model: Llama, batch: Batch) -> jax.Array:
             with layout.context():
                 loss = loss_of(self._recipe).with_reference(layout.fit(model), parts)
-                return loss(config, None, Scored(batch, None, None), options, layout).reference
+                return loss(config, None, ScoredAnswers(batch, None, None), options, layout).reference
 
         jitted: Any = self._program.jit(score)
         return jitted.lower(model, self._shapes().batch).compile()
@@ -268,7 +273,7 @@ class RewardFeed:
         place = {"next_batch": self._number, "update": self._update, "rows": rows}
         return {**place, "found": self._found, "reported": self._reported}
 
-    def next(self, model: Callable[[], Llama]) -> Scored:
+    def next(self, model: Callable[[], Llama]) -> ScoredAnswers:
         if self._rows is None:
             self._rows = self._judged(model())
         rows = self._rows
@@ -321,7 +326,7 @@ class RewardFeed:
         prompt = self._tokenizer.decode(list(self._held.ids[number]))
         self._log.line(f"    [{reward:.4g}] {shown(prompt, 80)} -> {shown(text, 400)}")
 
-    def _judged(self, model: Llama) -> Scored:
+    def _judged(self, model: Llama) -> ScoredAnswers:
         """Rows to learn from."""
         r = self._settings
         asked = asking(len(self._train), self._prompts, r.group, seed=self._recipe.seed, number=self._number)

@@ -160,7 +160,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskKind:
     """A kind of training, before its data are read.
 
     Attributes:

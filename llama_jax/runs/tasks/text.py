@@ -22,7 +22,7 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import evaluate, token_nats, usual_batch
 from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.tasks.task import Beginning, Finding, Given, Kind, Objective, Task, compute_of
+from llama_jax.runs.tasks.task import Beginning, Finding, Given, Objective, Task, TaskKind, compute_of
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
 from llama_jax.training.objective import total_loss
@@ -58,7 +58,7 @@ def task_of(recipe: Recipe, corpora: Corpora) -> Task:
     )
 
 
-KIND = Kind("text", open_task, backends=("jit", "pmap"))
+KIND = TaskKind("text", open_task, backends=("jit", "pmap"))
 
 
 def objective(recipe: Recipe) -> Objective:

@@ -12,7 +12,7 @@ from llama_jax.tokenizers import TextStream, Tokenizer
 from llama_jax.tokenizers.text import Text
 
 
-class Scored(NamedTuple):
+class PlacedToken(NamedTuple):
     """A token with its log-probability, and where in the choice's text its own begins."""
 
     token: ScoredToken
@@ -23,7 +23,7 @@ class Delta(NamedTuple):
     """What is new of a choice."""
 
     text: str
-    scored: list[Scored]
+    scored: list[PlacedToken]
     calls: Sequence[Call] = ()
 
 
@@ -61,7 +61,7 @@ class Choice:
         self._before = len(echo or "")
         self._echoed = echo is not None
         self._scored = scored
-        self._waiting: deque[Scored] = deque()
+        self._waiting: deque[PlacedToken] = deque()
         self._tools = ToolText(tools) if tools else None
         self._text = Text(tokenizer, stop, self._written.append, at_start=at_start)
 
@@ -76,7 +76,7 @@ class Choice:
         for token in update.tokens:
             self.count += 1
             if self._scored:
-                self._waiting.append(Scored(token, self._before + text.length))
+                self._waiting.append(PlacedToken(token, self._before + text.length))
             if text.push(token.id):
                 self.finish = "stop"
                 break
@@ -84,7 +84,7 @@ class Choice:
             if update.ended_by is not None:
                 self.count += 1
                 if self._scored:
-                    self._waiting.append(Scored(update.ended_by, self._before + text.length))
+                    self._waiting.append(PlacedToken(update.ended_by, self._before + text.length))
             text.finish()
             self.finish = "stop" if text.ended else update.finish
         shown = "".join(self._written)
@@ -98,7 +98,7 @@ class Choice:
                 self.finish = "tool_calls" if calls else self.finish
         return Delta(shown, self._ready() if self._scored else [], calls)
 
-    def _ready(self) -> list[Scored]:
+    def _ready(self) -> list[PlacedToken]:
         """The tokens whose text has been shown: those of a text held back are as well, or are never shown."""
         end = self._before + len(self._text.shown)
         whole = not self._text.ended and end == self._before + self._text.length
@@ -107,10 +107,10 @@ class Choice:
             ready.append(self._waiting.popleft())
         return ready
 
-    def _of_prompt(self, prompt: Sequence[ScoredToken]) -> list[Scored]:
+    def _of_prompt(self, prompt: Sequence[ScoredToken]) -> list[PlacedToken]:
         stream, at, found = TextStream(self._tokenizer, at_start=True), 0, []
         for token in prompt:
-            found.append(Scored(token, at))
+            found.append(PlacedToken(token, at))
             at += len(stream.push(token.id))
         return found
 
@@ -145,7 +145,7 @@ def finite(logprob: float | None) -> float | None:
     return logprob if logprob is None or logprob > -9999.0 else -9999.0
 
 
-def of_completion(names: TokenNames, scored: Sequence[Scored]) -> dict[str, Any]:
+def of_completion(names: TokenNames, scored: Sequence[PlacedToken]) -> dict[str, Any]:
     """Log-probabilities in the form of `/v1/completions`."""
     return {
         "tokens": [names(each.token.id)[0] for each in scored],
@@ -160,7 +160,7 @@ def of_completion(names: TokenNames, scored: Sequence[Scored]) -> dict[str, Any]
     }
 
 
-def of_chat(names: TokenNames, scored: Sequence[Scored]) -> dict[str, Any]:
+def of_chat(names: TokenNames, scored: Sequence[PlacedToken]) -> dict[str, Any]:
     """Log-probabilities in the form of `/v1/chat/completions`."""
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:

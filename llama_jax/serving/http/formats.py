@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as quoted  # ASCII: some clients split lines at other characters as well
 from typing import Any, NamedTuple
 
-from llama_jax.serving.http.choice import Delta, Scored, TokenNames, of_chat, of_completion
+from llama_jax.serving.http.choice import Delta, PlacedToken, TokenNames, of_chat, of_completion
 from llama_jax.serving.http.tools import Call
 
 DONE = b"data: [DONE]\n\n"
@@ -23,7 +23,7 @@ class Written(NamedTuple):
     """A choice that has ended."""
 
     text: str
-    scored: list[Scored]
+    scored: list[PlacedToken]
     finish: str
     calls: Sequence[Call] = ()
 
@@ -86,7 +86,7 @@ class Format(ABC):
         return self._fixed | {"object": self.object, "choices": written, "usage": usage}
 
     @abstractmethod
-    def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]: ...
+    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, Any]: ...
 
     @abstractmethod
     def content(self, choice: Written) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class CompletionFormat(Format):
     object = of_chunk = "text_completion"
     _opening, _closing = ',"text":', ""
 
-    def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
+    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, Any]:
         return of_completion(self._names, scored)
 
     def content(self, choice: Written) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class ChatFormat(Format):
         delta = '{"role":"assistant","content":""}'
         return f'{self._head}{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{self._end}'.encode()
 
-    def logprobs(self, scored: Sequence[Scored]) -> dict[str, Any]:
+    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, Any]:
         return of_chat(self._names, scored)
 
     def content(self, choice: Written) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class Histogram:
         return HistogramMetricFamily(PREFIX + name, about, buckets=buckets, sum_value=self._sum)
 
 
-class Metrics(Collector):
+class ServerMetrics(Collector):
     """All numbers of a server. The event loop alone writes and reads them.
 
     Attributes:

@@ -24,7 +24,7 @@ from llama_jax.serving.http.bodies import (
 from llama_jax.serving.http.choice import Choice, TokenNames
 from llama_jax.serving.http.errors import ApiError, refused
 from llama_jax.serving.http.exchange import Exchange, Switchboard
-from llama_jax.serving.http.metrics import Metrics
+from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
@@ -91,7 +91,7 @@ class Service:
     seconds: float
     wedged_after: float
     switchboard: Switchboard
-    metrics: Metrics
+    metrics: ServerMetrics
     names: TokenNames
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
@@ -263,7 +263,7 @@ def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0
     switchboard = Switchboard(engine, asyncio.get_running_loop())
     limits = replace(limits, context=engine.context)
     names = TokenNames(served.tokenizer)
-    return Service(engine, served, limits, seconds, wedged_after, switchboard, Metrics(engine.stats), names)
+    return Service(engine, served, limits, seconds, wedged_after, switchboard, ServerMetrics(engine.stats), names)
 
 
 async def _checked(run: Callable[[], T], param: str, *, apart: bool) -> T:
