@@ -10,15 +10,20 @@ from conftest import jit_init
 from training_options import loss_options
 
 import llama_jax
+from llama_jax.data import ChatReading
 from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward
 from llama_jax.model.options import Places
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import batch_spec, layout_over, param_specs, shardings
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.tasks.choose import check_task
 from llama_jax.runs.tasks.text import noise_of
 from llama_jax.training.batch import Batch, shift
 from llama_jax.training.noise import noisy
 from llama_jax.training.objective import total_loss
+from llama_jax.training.preferences import PreferenceOptions
 
 CONFIG = llama_jax.LlamaConfig(
     vocab_size=64, dim=64, n_layers=1, n_heads=4, n_kv_heads=4, hidden_dim=64, max_seq_len=128, norm_eps=1e-5,
@@ -96,6 +101,13 @@ def test_what_cannot_be(params):
         total_loss(CONFIG, params, Batch(BATCH.tokens), loss_options(neftune=5.0))
     with pytest.raises(ConfigError, match=r"neftune=-1.0 must be at least 0"):
         loss_options(neftune=-1.0)
+
+
+def test_it_is_refused_where_it_would_be_ignored():
+    rows = {"model": CONFIG, "steps": 2, "batch": 2, "length": 16, "chats": ChatReading(), "neftune": 5.0}
+    check_task(Recipe(**rows), MeshSizes(), "jit")
+    with pytest.raises(TrainingError, match=r"neftune=5.0 is noise in learning texts and chats, not preferences"):
+        check_task(Recipe(**rows, preference=PreferenceOptions()), MeshSizes(), "jit")
 
 
 @pytest.mark.slow
