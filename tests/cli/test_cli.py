@@ -188,6 +188,7 @@ def test_a_prompt_from_stdin_or_a_file_is_the_same(run, stories_folder, tmp_path
     assert refused.stderr.endswith("stdin, line 1 is not valid UTF-8; save the text as UTF-8\n")
 
 
+@pytest.mark.slow
 def test_a_file_of_prompts_is_a_batch_whose_rows_are_what_each_is_alone(run, stories_folder, tmp_path):
     prompts = ["Once upon a time", "She said that she was", "Once upon a time"]
     file = tmp_path / "prompts.jsonl"

@@ -54,7 +54,7 @@ def test_the_order_of_packed_rows_is_one_order():
 
     def taken(count, **places):
         batches = training_batches(corpus, 4, 12, seed=7, **places)
-        found = np.array([np.stack(batch, axis=-1) for batch in islice(batches, count)])
+        found = np.array([np.stack(batch[:4], axis=-1) for batch in islice(batches, count)])
         batches.close()
         return found
 

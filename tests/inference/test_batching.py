@@ -61,6 +61,7 @@ def serve(model, programs, prompts, stop_tokens, rows):
     return found
 
 
+@pytest.mark.slow
 def test_requests_served_in_two_rows_get_what_generate_gives(model, programs):
     wanted = llama_jax.generate(*model, PROMPTS, max_new_tokens=NEW)
     found = serve(model, programs, PROMPTS, [()] * len(PROMPTS), rows=2)

@@ -121,6 +121,7 @@ def test_the_penalty_sees_prompt_and_continuation(model):
     assert not set(result.tokens) & set(PROMPTS[0])
 
 
+@pytest.mark.slow
 def test_the_cache_grows_through_buckets_and_prompts_are_read_in_pieces(model, monkeypatch):
     monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
     monkeypatch.setattr(module, "LARGEST_PREFILL", 8)

@@ -97,6 +97,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         for wrong in (0.0, 0.3):
             same(run(draft=told(plain, 512, wrong)), plain)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("cache", CACHES)
     def test_while_steps_are_started_before_the_last_piece_is_seen(self, model, cache, force):
         """After drafts too; rows end at their limits meanwhile, and a plain cache has no room for more at times."""
@@ -116,6 +117,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         assert events[:3] == ["unpack", "_start", "unpack"]  # the prompt's; the first steps are measured alone
         assert "_start _start unpack" in " ".join(events)
 
+    @pytest.mark.slow
     def test_with_stacked_blocks(self, model, force):
         config, params = model
         force(DRAFTED)

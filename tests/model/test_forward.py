@@ -71,6 +71,7 @@ def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @settings(max_examples=8)  # each new shape compiles
 @given(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=4), st.sampled_from([1, 3]))
 def test_any_split_into_chunks_gives_the_same_logits(models, pieces, batch):

@@ -67,6 +67,7 @@ def adapted(models):
     return config, adapt(params if isinstance(params.blocks, tuple) else llama_jax.unstack(params))
 
 
+@pytest.mark.slow
 def test_logits_and_tokens_are_those_of_the_merged_weights(adapted):
     config, params = adapted
     tokens = jnp.asarray([[1, 5, 9, 2, 7], [3, 3, 8, 1, 4]])

@@ -499,7 +499,10 @@ class TestKernels:
         expected = value_and_gradients(jax.tree.map(lambda x: x.astype(jnp.float32), arrays), seen, "reference", window)
         assert_close(value_and_gradients(arrays, seen, "cudnn", window), expected, 0.02)
 
-    @pytest.mark.parametrize(("window", "packed"), [pytest.param(None, True, marks=pytest.mark.slow), (100, False)])
+    @pytest.mark.parametrize(
+        ("window", "packed"),
+        [pytest.param(None, True, marks=pytest.mark.slow), pytest.param(100, False, marks=pytest.mark.slow)],
+    )
     def test_splash_interpreted(self, window, packed):
         """The kernel itself, run step by step on the CPU, with its gradients."""
         arrays = operands(0, (2, 2, 256, 2, 64))

@@ -83,6 +83,7 @@ def test_scores_far_apart_are_no_overflow():
     np.testing.assert_allclose(natively(100 * queries, keys, values, seen, 5.0), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_has_the_derivative_of_the_plain_function():
     arrays, seen = operands(1, 2, 2, 3, 8, 12)
 

@@ -79,6 +79,7 @@ def test_nothing_is_compiled_once_it_is_warm(model, foresight):  # noqa: F811
     assert found.compilations_after_ready == 0
 
 
+@pytest.mark.slow
 def test_a_row_that_outgrows_its_pool(model, foresight):  # noqa: F811
     engine = Engine(*model, DRAFTING)
     clients = [Client(engine, prompt=[1, 5 + i], max_new_tokens=120) for i in range(4)]

@@ -195,6 +195,7 @@ def test_messages_that_no_process_can_be_told():
         text("x", [{"role": "user", "content": object()}])
 
 
+@pytest.mark.slow
 def test_one_process_renders_chat_after_chat():
     renderer = Renderer()
 

@@ -87,6 +87,7 @@ def test_gradients_are_those_of_the_definition_and_the_teacher_has_none(top_k):
     assert not any(np.asarray(part).any() for part in found[2:])
 
 
+@pytest.mark.slow
 def test_equal_distributions_and_ties_are_finite():
     (hidden, head), _ = drawn_float32()
     targets, made = jnp.zeros((ROWS, LENGTH), int), (LogitOptions(4), LogitOptions(4))

@@ -118,6 +118,7 @@ def in_segments(models):
     return jax.jit(jax.value_and_grad(loss_of))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**31 - 1), st.integers(2, 11), st.integers(2, 11))
 def test_packed_documents_give_what_they_give_alone(models, in_segments, seed, first, second):
     """Two documents and padding in a row, and the same two in rows of their own."""

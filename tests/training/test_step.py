@@ -67,7 +67,8 @@ def test_a_step_is_the_optimizers_update_of_the_gradient(step):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6), after.opt_state, opt_state)
 
 
-@pytest.mark.parametrize("stored", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [jnp.bfloat16, jnp.float16])
 def test_weights_of_16_bits_are_trained_in_float32(stored):
     """Of bfloat16 parameters updates of 1e-5 would change one in seven within twelve steps."""
     optimizer = adamw(1e-5)
