@@ -19,6 +19,7 @@ from llama_jax.runs.functions import function_of
 
 Function = Callable[..., Sequence[float]]  # (completions, **columns)
 COMPLETIONS = "completions"
+STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Reward:
     Attributes:
       name: FILE.py:FUNCTION.
       function: called as ``function(completions, **columns)``, with the texts of the answers and, by the names of the fields
-        in the data, what the lines of their prompts have there; lists of the same length.
+        in the data, what the lines of their prompts have there; lists of the same length. Also ``stopped``, where it takes
+        that: whether each answer ended by itself, and was not cut off.
       weight: in the sum of all rewards.
       digest: SHA-256 of the file.
     """
@@ -71,15 +73,17 @@ def digest_of(rewards: Sequence[Reward]) -> str:
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
     """Raise TrainingError for a function that does not take the columns of the data, before anything is sampled."""
-    if COMPLETIONS in columns:
-        raise TrainingError(f"the data has a field {COMPLETIONS!r}, which is what the answers are called; rename it")
+    for name, what in ((COMPLETIONS, "what the answers are called"), (STOPPED, "whether an answer ended by itself")):
+        if name in columns:
+            raise TrainingError(f"the data has a field {name!r}, which is {what}; rename it")
     for reward in rewards:
         try:
             signature = inspect.signature(reward.function)
         except (TypeError, ValueError):  # of what is written in C there is none
             continue
         try:
-            signature.bind([], **{name: [] for name in columns})
+            told = [STOPPED] if _takes(reward.function, STOPPED) else []
+            signature.bind([], **{name: [] for name in (*columns, *told)})
         except TypeError as error:
             given = ", ".join(f"{name}=..." for name in columns)
             raise TrainingError(
@@ -104,8 +108,9 @@ def weighted(rewards: Sequence[Reward], found: np.ndarray) -> np.ndarray:
 
 
 def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
+    taken = (name for name in columns if name != STOPPED or _takes(reward.function, STOPPED))
     try:  # lists of its own: what it changes in them is not changed for others
-        given = reward.function(list(completions), **{name: list(values) for name, values in columns.items()})
+        given = reward.function(list(completions), **{name: list(columns[name]) for name in taken})
     except Exception as error:
         raise TrainingError(f"reward {reward.name} failed with {_where(error, reward)}") from None
     need = f"a list of {len(completions)} numbers, one for each answer, is needed"
@@ -122,6 +127,18 @@ def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Se
                 " needed"
             )
     return np.array([float(value) for value in values])
+
+
+def _takes(function: Function, name: str) -> bool:
+    """Whether a function can be called with an argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of what is written in C there is none
+        return False
+    kind = parameters[name].kind if name in parameters else None
+    return kind not in (None, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL) or any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()
+    )
 
 
 def _is_number(value: Any) -> bool:

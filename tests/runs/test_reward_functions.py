@@ -117,6 +117,21 @@ def test_the_columns_are_what_the_function_takes(file):
         check_columns(find_rewards([f"{file}:length"]), ("prompt", "completions"))
 
 
+def test_who_asks_is_told_which_answers_ended(tmp_path):
+    path = tmp_path / "ends.py"
+    path.write_text(
+        "def named(completions, stopped):\n    return list(map(float, stopped))\n"
+        "def any_name(completions, **columns):\n    return list(map(float, columns['stopped']))\n"
+        "def not_asking(completions):\n    return [0.5 for _ in completions]\n"
+    )
+    rewards = find_rewards([f"{path}:{name}" for name in ("named", "any_name", "not_asking")])
+    check_columns(rewards, ())
+    found = judge(rewards, ["a", "b"], {"stopped": [True, False]})
+    np.testing.assert_array_equal(found, [[1, 0], [1, 0], [0.5, 0.5]])
+    with pytest.raises(TrainingError, match="a field 'stopped', which is whether an answer ended by itself; rename it"):
+        check_columns(rewards, ("stopped",))
+
+
 def test_a_file_may_import_what_lies_beside_it(tmp_path):
     (tmp_path / "beside_judge.py").write_text("N = 7.0\n")
     (tmp_path / "judge.py").write_text("from beside_judge import N\n\ndef seven(c, **_):\n    return [N for _ in c]\n")

@@ -30,7 +30,7 @@ from llama_jax.runs.base import load_frozen
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.program import loss_options
 from llama_jax.runs.recipe import Recipe
-from llama_jax.runs.reward_functions import Reward, check_columns, digest_of, find_rewards, judge, weighted
+from llama_jax.runs.reward_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
 from llama_jax.runs.reward_settings import RewardSettings
 from llama_jax.runs.rollout_rows import lay_rows, packed, text_of, unpacked
 from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind, compute_of
@@ -369,6 +369,7 @@ class RewardFeed:
         columns = {
             name: [values[i] for i in asked.numbers for _ in range(group)] for name, values in prompts.columns.items()
         }
+        columns[STOPPED] = answers.stopped.tolist()
         return answers, texts, self._agreed(texts, columns), seconds
 
     def _agreed(self, texts: list[str], columns: dict[str, list[Any]]) -> np.ndarray:
