@@ -68,11 +68,11 @@ def test_errors_are_one_line(run, arguments, message):
 
 
 INTERRUPT = (
-    "import os, signal; from llama_jax.checkpoints.layout import Piece; rows = Piece.rows\n"
+    "import os, signal; from llama_jax.checkpoints.layout import WrittenTensor; rows = WrittenTensor.rows\n"
     "def interrupted(self, dtype):\n"
     "    if self.part == 'final_norm': os.kill(os.getpid(), signal.{0})\n"
     "    return rows(self, dtype)\n"
-    "Piece.rows = interrupted\n"
+    "WrittenTensor.rows = interrupted\n"
 )
 
 
