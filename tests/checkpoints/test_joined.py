@@ -51,8 +51,9 @@ def test_a_seed_gives_the_same_model(expected):
     np.testing.assert_allclose(logits[:, ::6], expected["saved.logits"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(MeshSizes(), marks=pytest.mark.slow), MeshSizes(fsdp=2, tensor=2)], ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MeshSizes(), MeshSizes(fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_goes_on(old, expected, tmp_path, optimizer, mesh):
     """With all that the optimizer kept: without it the parameters would be other ones."""
     log = Log(io.StringIO())

@@ -40,6 +40,7 @@ def process():
     return run
 
 
+@pytest.mark.slow
 def test_training_as_a_table(process):
     done = process("stories-260k", "--batch", 4, "--length", 32, "--mode", "train", "--mesh", "fsdp=2,data=2")
     assert done.returncode == 0, done.stderr

@@ -147,6 +147,7 @@ def long_text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_page_and_a_picture_by_length(run, model, long_text, tmp_path):
     picture = tmp_path / "loss.png"
     arguments = "--lengths", "100,30", "--max-tokens", 250, "--plot", picture

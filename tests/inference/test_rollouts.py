@@ -107,6 +107,7 @@ def test_with_adapters_over_stacked_blocks_they_are_the_trainers_too(models, tem
     check_by_trainer(config, joined, prompts, answers, temperature, 2e-5 if kind is None else 2e-2)
 
 
+@pytest.mark.slow
 def test_prompts_are_read_in_pieces(models, monkeypatch):
     config, params = models["gqa"]
     options = RolloutOptions(GROUP, 1)

@@ -93,6 +93,7 @@ def test_it_is_no_weight_for_a_file(adapted, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_gradients_of_the_parts_are_the_chain_rule_of_the_whole(adapted):
     config, params = adapted
     batch = llama_jax.Batch(jnp.asarray([[1, 5, 9, 2, 7, 3]]))

@@ -209,6 +209,7 @@ def test_context_sends_keys_and_values_around_and_shares_weights_as_fsdp(exchang
     assert shapes_of(outside) == [[DIVISIBLE.vocab_size, DIVISIBLE.dim]]
 
 
+@pytest.mark.slow
 def test_what_context_sends_is_the_least(exchanged):
     def sent(found):
         return {

@@ -97,6 +97,7 @@ def test_an_adapter_that_there_is_not(tabled, model):
         list(llama_jax.batch(*tabled, [[1], [2]], max_new_tokens=1, adapters=[0], options=TINY))
 
 
+@pytest.mark.slow
 def test_batch(tabled, alone):
     prompts, adapters = [[1, 5 + i] for i in range(5)], [2, 0, -1, 1, 0]
     found = dict(llama_jax.batch(*tabled, prompts, max_new_tokens=5, adapters=adapters, options=TINY))

@@ -224,6 +224,7 @@ def test_one_process_renders_chat_after_chat():
         renderer.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_is_ended_leaves_the_rendering_to_another(monkeypatch):
     """What takes too long is ended, and said as ever."""
     monkeypatch.setattr("llama_jax.tokenizers.template.SECONDS", 1)

@@ -252,6 +252,7 @@ def test_clipping_scales_all_gradients_together(clip_norm):
     np.testing.assert_allclose(moved, min(clip_norm, float(metrics["grad_norm"])), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_skipping_costs_no_memory():
     """Beside the gradients a step holds nothing as large as the state, which it updates in place."""
     config = llama_jax.LlamaConfig(
