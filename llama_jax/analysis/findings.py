@@ -28,7 +28,7 @@ class Findings:
       calls: kernels that are not the compiler's own, and how many places start them.
       collectives: in the order of the program.
       copies: of at least a mebibyte, that only move something.
-      token: of a program that decodes, what a token of each row takes.
+      token: of a program that decodes, what a token of each row takes; None where no loop of tokens was found in it.
       per_token: the least bytes that it could read.
       layers: of the model.
     """
@@ -147,10 +147,18 @@ def look_at(
         calls=dict(custom_calls(text)),
         collectives=tuple(find_collectives(source, program.mesh)),
         copies=tuple(find_copies(text)),
-        token=token_of(text, program.layers, CHUNK) if program.per_token else None,
+        token=_believed(token_of(text, program.layers, CHUNK), program.per_token),
         per_token=program.per_token,
         layers=program.layers,
     )
+
+
+def _believed(token: Token, least: int) -> Token | None:
+    """None for what reads less than half of what any token must: a loop within a token was taken for that of tokens.
+
+    So it is where a TPU's compiler makes a loop over rows of matmuls that each row has for itself.
+    """
+    return token if least and 2 * token.read >= least else None
 
 
 def _largest(copies: tuple[Copy, ...], count: int = 4) -> list[Copy]:
