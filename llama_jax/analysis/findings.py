@@ -147,7 +147,7 @@ def look_at(
         calls=dict(custom_calls(text)),
         collectives=tuple(find_collectives(source, program.mesh)),
         copies=tuple(find_copies(text)),
-        token=_believed(token_of(text, program.layers, CHUNK), program.per_token),
+        token=_believed(token_of(text, program.layers, CHUNK), program.per_token) if program.per_token else None,
         per_token=program.per_token,
         layers=program.layers,
     )
@@ -158,7 +158,7 @@ def _believed(token: Token, least: int) -> Token | None:
 
     So it is where a TPU's compiler makes a loop over rows of matmuls that each row has for itself.
     """
-    return token if least and 2 * token.read >= least else None
+    return token if 2 * token.read >= least else None
 
 
 def _largest(copies: tuple[Copy, ...], count: int = 4) -> list[Copy]:
