@@ -49,8 +49,9 @@ def assemble(
     layers = range(opened.config.n_layers)
     of_block = None if shardings is None else shardings.blocks
     specs: Any = made_of.blocks
-    blocks = tuple(read(specs[i], of_block) for i in (progress(layers) if progress else layers))
+    # The largest matrices first: what reading them takes beside is then given back before all else is there.
     rest = read(made_of.replace(blocks=()), None if shardings is None else shardings.replace(blocks=()))
+    blocks = tuple(read(specs[i], of_block) for i in (progress(layers) if progress else layers))
     _check_tied(opened)
     return rest.replace(blocks=blocks)
 
