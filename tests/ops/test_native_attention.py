@@ -37,8 +37,8 @@ def natively(*arguments):
 
 SIZES = [  # rows, heads, tokens, groups, width, slots
     (1, 12, 1, 1, 64, 200),  # as one token of a model is decoded
-    pytest.param((3, 4, 1, 1, 48, 40), marks=pytest.mark.slow),
-    pytest.param((2, 2, 5, 6, 128, 70), marks=pytest.mark.slow),  # four queries at a time, and the rest
+    (3, 4, 1, 1, 48, 40),
+    (2, 2, 5, 6, 128, 70),  # four queries at a time, and the rest
     (2, 3, 3, 8, 20, 33),  # heads that are no whole vectors
     (1, 1, 1, 1, 8, 1),
 ]
