@@ -241,3 +241,27 @@ def test_quantised_layers_of_8b_are_never_dense(hardware, kinds):
         assert prefill["bytes_per_device"]["temporaries"] < layer, kind
         # What is read for a token is what there is: a weight that is decoded first would be read twice.
         assert decode["token"]["read_ratio"] < 1.2, kind
+
+
+DECODED = """
+import json, sys
+from dataclasses import replace
+import jax
+jax.config.update("jax_platforms", "cpu")
+import llama_jax
+from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.findings import examine
+from llama_jax.analysis.memory import train_programs
+from llama_jax.model.adapters import Lora
+from llama_jax.parallel.mesh import MeshSizes
+config = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4)
+options = {"dtype": "bfloat16", "packed": True, "lora": Lora(rank=16), "weights": "nf4"}
+(program,) = train_programs(config, mesh_for(sys.argv[1], MeshSizes()), 1, 2048, **options)
+print(json.dumps(max((copy.bytes for copy in examine(program).copies), default=0)))
+"""
+
+
+@pytest.mark.accelerators
+def test_a_frozen_base_in_4_bits_is_decoded_without_copies_of_results():
+    """What is written chunk by chunk begins as memory of its own for each weight, [2048, 14336] floats of the widest."""
+    assert look("h100", DECODED) < 2048 * 14_336 * 4
