@@ -61,7 +61,7 @@ class Arguments:
     """Measure what drafts are worth."""
 
     cases: tuple[Case, ...] = ("stories", "copied", "draft")
-    new_tokens: int = 256
+    new_tokens: int = 192
     repetitions: int = 5
     """Interleaved repetitions, after each program has run once."""
     acceptances: tuple[float, ...] = (0.6, 0.7, 0.8, 0.9)
