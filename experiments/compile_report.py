@@ -253,7 +253,7 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
     )
     more, scales = bytes_per_device(pairs), (2.0,) * adapters
     known = replace(decode.known, parameters=decode.known.parameters + more)
-    params = beside(decode.arguments[0], pairs, lora.rank, lambda leaf, pair: TabledWeight(leaf, pair, scales))
+    params = beside(decode.arguments[0], pairs, lora.rank, lambda leaf, pair: TabledWeight(leaf, pair, scales=scales))
     return replace(decode, known=known, per_token=decode.per_token + more), params
 
 

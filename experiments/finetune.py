@@ -247,39 +247,32 @@ def decaying(name: Literal["adamw", "muon"], rate: float, steps: int) -> Optimiz
     return OptimizerSettings(name, rate, warmup_steps=steps // 20, final_share=0.0, weight_decay=0.0)
 
 
-def sft(size: Size, seed: int) -> Recipe:
-    """All parameters: the model has to learn something new, and is small."""
+def short(recipe: Recipe, steps: int, evaluations: int, seed: int) -> Recipe:
+    """A recipe that is over in minutes: two rows a step, a single checkpoint at the end."""
     return replace(
-        recipes.sft(),
-        steps=size.sft_steps,
+        recipe,
+        steps=steps,
         batch=2,
         length=512,
-        optimizer=decaying("muon", 4e-3, size.sft_steps),
         dtype=DTYPE,
         remat="none",
-        evaluate_every=max(size.sft_steps // 4, 1),
+        evaluate_every=max(steps // evaluations, 1),
         save_every=0,
-        log_every=max(size.sft_steps // 20, 1),
+        log_every=max(steps // 20, 1),
         seed=seed,
     )
+
+
+def sft(size: Size, seed: int) -> Recipe:
+    """All parameters: the model has to learn something new, and is small."""
+    recipe = replace(recipes.sft(), optimizer=decaying("muon", 4e-3, size.sft_steps))
+    return short(recipe, size.sft_steps, 4, seed)
 
 
 def dpo(size: Size, seed: int) -> Recipe:
     """Adapters, so that the reference is the model without them."""
-    return replace(
-        recipes.dpo(),
-        lora=Lora(rank=16, alpha=32),
-        steps=size.dpo_steps,
-        batch=2,
-        length=512,
-        optimizer=decaying("adamw", 1e-3, size.dpo_steps),
-        dtype=DTYPE,
-        remat="none",
-        evaluate_every=max(size.dpo_steps // 10, 1),
-        save_every=0,
-        log_every=max(size.dpo_steps // 20, 1),
-        seed=seed,
-    )
+    recipe = replace(recipes.dpo(), lora=Lora(rank=16, alpha=32), optimizer=decaying("adamw", 1e-3, size.dpo_steps))
+    return short(recipe, size.dpo_steps, 10, seed)
 
 
 def grpo(size: Size, seed: int, reward: str) -> Recipe:

@@ -75,7 +75,8 @@ def prompts_of(corpus: Corpus) -> Corpus:
 
 
 def split_pairs(pairs: Pairs, validation: float, *, seed: int) -> PairSplit:
-    """Divide pairs by chance, the same for a seed. Those of the same prompt are on the same side, unless all have the same.
+    """Split pairs at random, the same way for the same seed. Pairs with the same prompt go to the same part, unless all have
+    the same prompt.
 
     Args:
       validation: the share to validate on, as near as prompts allow.
@@ -109,6 +110,16 @@ def without_pairs(pairs: Pairs, others: Pairs) -> Pairs:
     return pairs if len(left) == pairs.count else pairs.select(left)
 
 
+def next_that_differs(marks: np.ndarray) -> np.ndarray | None:
+    """int64[N]: for each of N marks the place of the next one with another value, from the end back to the beginning; None
+    where all are the same."""
+    lasts = np.flatnonzero(marks != np.roll(marks, -1))  # of runs with the same value
+    if not len(lasts):
+        return None
+    run = np.searchsorted(lasts, np.arange(len(marks))) % len(lasts)
+    return (lasts[run] + 1) % len(marks)
+
+
 def mismatched(answers: Corpus, length: int) -> Corpus:
     """Every prompt with the answer of the next document that has another prompt, of T + 1 tokens at most: of these KTO
     estimates its divergence (Ethayarajh et al. 2024, section 4.1).
@@ -120,16 +131,8 @@ def mismatched(answers: Corpus, length: int) -> Corpus:
       DataError: all prompts are the same.
     """
     marks = fingerprints(prompts_of(answers))
-    count = len(marks)
-    partner = np.full(count, -1)
-    for step in range(1, count):
-        open_ = np.flatnonzero(partner < 0)
-        if not len(open_):
-            break
-        other = (open_ + step) % count
-        differs = marks[other] != marks[open_]
-        partner[open_[differs]] = other[differs]
-    if (partner < 0).any():
+    count, partner = len(marks), next_that_differs(marks)
+    if partner is None:
         raise DataError(
             f"all {count} examples have the same prompt, and KTO compares answers with those to other prompts; give more"
             " prompts, or another preference.kind"

@@ -171,7 +171,8 @@ class _Encoder:
 
 
 def hold_apart(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, PromptSet]:
-    """Those to train on, and a share to evaluate on, by chance; both keep the order. The same prompts are on the same side.
+    """Split prompts at random into those to train on and a share to evaluate on. Both keep their order; identical prompts go
+    to the same part.
 
     Raises:
       DataError: all prompts are the same.

@@ -100,7 +100,7 @@ def tabled(params: Llama, table: SideBySide) -> Llama:
     Raises:
       ConfigError: as `adapted`.
     """
-    join = lambda leaf, pair: TabledWeight(leaf, pair, table.scales)
+    join = lambda leaf, pair: TabledWeight(leaf, pair, scales=table.scales)
     return settled(beside(params, table.params, table.lora.rank, join))
 
 

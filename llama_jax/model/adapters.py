@@ -22,7 +22,7 @@ from llama_jax.errors import ConfigError, shown
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Block, Llama, Row
 from llama_jax.model.trees import build
-from llama_jax.ops.weights import AdaptedWeight, LowRank, TabledWeight, row_lengths
+from llama_jax.ops.weights import AdaptedWeight, ChangedWeight, LowRank, row_lengths
 
 
 class Target(NamedTuple):
@@ -211,7 +211,7 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
             raise ConfigError(
                 f"dora={lora.dora}, and the adapters have {'a' if pair.magnitude is not None else 'no'} magnitude"
             )
-        return AdaptedWeight(leaf, pair, lora.scale)
+        return AdaptedWeight(leaf, pair, scale=lora.scale)
 
     return beside(params, adapters, lora.rank, join)
 
@@ -225,14 +225,14 @@ def settled(params: Llama) -> Llama:
     run = _factors_of if isinstance(params.blocks, Block) else _factor_of
 
     def of(leaf: Any) -> Any:
-        if not isinstance(leaf, AdaptedWeight | TabledWeight) or leaf.low_rank.magnitude is None:
+        if not isinstance(leaf, ChangedWeight) or leaf.low_rank.magnitude is None:
             return leaf
         return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=run(leaf))
 
-    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, AdaptedWeight | TabledWeight))
+    return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, ChangedWeight))
 
 
-def _settled_factor(leaf: AdaptedWeight | TabledWeight) -> Any:
+def _settled_factor(leaf: ChangedWeight) -> Any:
     return leaf.settled().factor
 
 

@@ -15,16 +15,7 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
-from llama_jax.ops.weights import (
-    AdaptedWeight,
-    JoinedWeight,
-    Name,
-    QuantizedWeight,
-    TabledWeight,
-    fitting,
-    quantized,
-    shardings_of_planes,
-)
+from llama_jax.ops.weights import ChangedWeight, JoinedWeight, Name, QuantizedWeight, fitting, quantized, shardings_of_planes
 from llama_jax.ops.weights.kinds import MADE
 from llama_jax.ops.weights.planes import bits_of
 from llama_jax.ops.weights.weight import columns_on_each
@@ -111,7 +102,7 @@ def quantize(params: Llama, kind: Name) -> Llama:
         row = row_at(path)
         if not row.is_matrix:
             return leaf
-        if isinstance(leaf, AdaptedWeight | TabledWeight):
+        if isinstance(leaf, ChangedWeight):
             return leaf.replace(base=of_leaf(path, leaf.base))
         form = fitting(kind, columns_on_each(leaf.shape, leaf.sharding))
         if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
@@ -127,7 +118,7 @@ def quantize(params: Llama, kind: Name) -> Llama:
         ]
         return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype))
 
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | AdaptedWeight | TabledWeight)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight)
     return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_weight)
 
 

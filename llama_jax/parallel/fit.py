@@ -19,7 +19,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import MeshError
 from llama_jax.model.params import Llama, Row, row_at
-from llama_jax.ops.weights import AdaptedWeight, JoinedWeight, LowRank, QuantizedWeight, TabledWeight
+from llama_jax.ops.weights import ChangedWeight, JoinedWeight, LowRank, QuantizedWeight
 from llama_jax.parallel.mesh import MeshSizes
 
 LANES = 128  # numbers that a TPU's vector unit takes at once; tiles of a GPU's matrix products divide it
@@ -115,7 +115,7 @@ def unfit(config: LlamaConfig, params: Llama) -> Llama:
 
 def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
     """The parameters with a function applied to each, given its row of the table."""
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | AdaptedWeight | TabledWeight | LowRank)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight | LowRank)
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(row_at(path), leaf), params, is_leaf=is_weight)
 
 
@@ -126,7 +126,7 @@ def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
 
 def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:
     """`change` of whatever has the rows of a matrix: of one with an adapter itself and B, of an adapter B, of others all."""
-    if isinstance(leaf, AdaptedWeight | TabledWeight):
+    if isinstance(leaf, ChangedWeight):
         factor = None if leaf.factor is None else _changed_vector(leaf.factor, leaf.ndim, change)
         return leaf.replace(base=change(leaf.base), low_rank=over_rows_of(leaf.low_rank, change), factor=factor)
     if isinstance(leaf, LowRank):
@@ -141,7 +141,7 @@ def _changed_vector(vector: Any, ndim: int, change: Callable[[Any], Any]) -> Any
 
 
 def _over_groups(change: Callable[..., Any], row: Row, leaf: Any, heads: int) -> Any:
-    if isinstance(leaf, AdaptedWeight | TabledWeight | LowRank):
+    if isinstance(leaf, ChangedWeight | LowRank):
         return over_rows_of(leaf, lambda part: _over_groups(change, row, part, heads))
     leading = leaf.ndim - len(row.axes.split())
     if isinstance(leaf, JoinedWeight):

@@ -33,7 +33,7 @@ from llama_jax.model.params import BLOCKS, Llama, Row, rows
 from llama_jax.model.trees import build, param_shapes
 from llama_jax.ops.attention import Division, attend
 from llama_jax.ops.quantized import Quantized
-from llama_jax.ops.weights import AdaptedWeight, LowRank, QuantizedWeight, TabledWeight, shardings_of_planes
+from llama_jax.ops.weights import ChangedWeight, LowRank, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import BATCH, check_length, divide_over, ring_attention
@@ -307,13 +307,13 @@ def places_of(params: Llama, matrices: Llama) -> Llama:
     def of(leaf: Any, place: Any) -> Any:
         if isinstance(leaf, QuantizedWeight):
             return leaf.replace(planes=shardings_of_planes(leaf.form, place, leaf.ndim))
-        if isinstance(leaf, AdaptedWeight | TabledWeight):
+        if isinstance(leaf, ChangedWeight):
             pair = jax.tree.map(lambda spec: place.update(spec=spec), _specs_of_pair(place.spec, leaf.low_rank))
             factor = None if leaf.factor is None else place.update(spec=P(*place.spec[:-1]))
             return leaf.replace(base=of(leaf.base, place), low_rank=pair, factor=factor)
         return place
 
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | AdaptedWeight | TabledWeight)
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | ChangedWeight)
     return jax.tree.map(of, params, matrices, is_leaf=is_weight)
 
 

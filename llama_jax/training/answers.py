@@ -77,7 +77,7 @@ class AnswerLoss:
         """A function with the arguments of a loss that gives the answers with their log-probabilities by a reference.
 
         Args:
-          parts: into which the rows are divided, one after the other, for want of memory.
+          parts: into which the rows are divided, computed one after the other to save memory.
         """
 
         def prepare(

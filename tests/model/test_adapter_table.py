@@ -113,7 +113,7 @@ def test_nothing_of_the_base_is_copied(table):
 
 def test_what_overflows_for_another_does_not_reach_a_row():
     pair = LowRank(jnp.full((2, 4), 3e38), jnp.ones((3, 2)))
-    weight = TabledWeight(jnp.ones((3, 4)), pair, (1.0, 1.0), rows=jnp.array([0, -1], jnp.int32))
+    weight = TabledWeight(jnp.ones((3, 4)), pair, scales=(1.0, 1.0), rows=jnp.array([0, -1], jnp.int32))
     found = weight.project(jnp.ones((2, 1, 4)), jnp.float32)
     assert not np.isfinite(found[0]).any()
     np.testing.assert_array_equal(found[1], 4)

@@ -1,4 +1,4 @@
-"""What a run does beside its steps where its model lies on several devices: evaluation, samples, weights to begin with."""
+"""Evaluation, samples and initial weights of a run whose model is sharded over several devices."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -90,28 +91,39 @@ def some_request(rng, vocab=512, context=128):
     return {"prompt": prompt, "max_new_tokens": most, "sampling": sampling, "stop_tokens": stop}
 
 
+def come_and_go(engine, wanted, rng, expected):
+    """Requests at random moments, of which some are cancelled; each must get what it gets alone, or the beginning of that.
+
+    Args:
+      wanted: the fields of each.
+      expected: what `generate` gives a request alone.
+    """
+    clients, cancelled = [], set()
+    while wanted or engine.busy:
+        for _ in range(rng.randrange(3)):
+            if wanted:
+                clients.append(Client(engine, **wanted.pop()))
+        if rng.random() < 0.05 and clients:
+            cancelled.add(gone := rng.randrange(len(clients)))
+            clients[gone].ticket.cancel()
+        engine.turn()
+    for i, client in enumerate(clients):
+        answer = expected(client.request)
+        if i in cancelled:
+            assert client.ids == answer.tokens[: len(client.ids)]
+            assert client.finish is not None
+        else:
+            assert client.ids == answer.tokens
+            assert client.finish == answer.finish_reason
+            np.testing.assert_allclose(client.logprobs, answer.logprobs, atol=1e-4)
+
+
 class TestEveryRequestGetsWhatItGetsAlone:
     @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
     def test_among_others_that_come_and_go(self, model, warm_engine, seed):
-        rng, engine, clients, cancelled = random.Random(seed), Engine(*model, SMALL), [], set()
+        rng = random.Random(seed)
         wanted = [some_request(rng) for _ in range(24)]
-        while wanted or engine.busy:
-            for _ in range(rng.randrange(3)):
-                if wanted:
-                    clients.append(Client(engine, **wanted.pop()))
-            if rng.random() < 0.05 and clients:
-                cancelled.add(gone := rng.randrange(len(clients)))
-                clients[gone].ticket.cancel()
-            engine.turn()
-        for i, client in enumerate(clients):
-            expected = alone(model, client.request)
-            if i in cancelled:
-                assert client.ids == expected.tokens[: len(client.ids)]
-                assert client.finish is not None
-            else:
-                assert client.ids == expected.tokens
-                assert client.finish == expected.finish_reason
-                np.testing.assert_allclose(client.logprobs, expected.logprobs, atol=1e-4)
+        come_and_go(Engine(*model, SMALL), wanted, rng, partial(alone, model))
 
     def test_a_row_that_outgrows_its_pool(self, model, warm_engine):
         engine = Engine(*model, SMALL)

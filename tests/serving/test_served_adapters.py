@@ -11,7 +11,8 @@ from adapters import random_adapters
 from commands import run_here
 from fakes import FakeEngine, served
 from test_api import ask, error_of
-from test_engine import SMALL, Client, exhaust, some_request
+from test_engine import SMALL, Client, come_and_go, exhaust, some_request
+from test_engine import alone as generated_alone
 
 import llama_jax
 from llama_jax.analysis.hlo import ProgramText
@@ -54,15 +55,7 @@ def alone(model):
     each = [*(adapted(params, *one) for one in adapters), params]
 
     def generate(request, **options):
-        return llama_jax.generate(
-            config,
-            each[request.adapter],
-            [request.prompt],
-            max_new_tokens=request.max_new_tokens,
-            sampling=request.sampling,
-            stop_tokens=request.stop_tokens,
-            **options,
-        )[0]
+        return generated_alone((config, each[request.adapter]), request, **options)
 
     return generate
 
@@ -109,23 +102,9 @@ def test_batch(tabled, alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_among_others_that_come_and_go(tabled, alone, seed):
-    rng, engine, clients, cancelled = random.Random(seed), Engine(*tabled, SMALL), [], set()
+    rng = random.Random(seed)
     wanted = [some_request(rng) | {"adapter": rng.randrange(-1, 3)} for _ in range(24)]
-    while wanted or engine.busy:
-        for _ in range(rng.randrange(3)):
-            if wanted:
-                clients.append(Client(engine, **wanted.pop()))
-        if rng.random() < 0.05 and clients:
-            cancelled.add(gone := rng.randrange(len(clients)))
-            clients[gone].ticket.cancel()
-        engine.turn()
-    for i, client in enumerate(clients):
-        expected = alone(client.request)
-        if i in cancelled:
-            assert client.ids == expected.tokens[: len(client.ids)]
-        else:
-            assert (client.ids, client.finish) == (expected.tokens, expected.finish_reason)
-            np.testing.assert_allclose(client.logprobs, expected.logprobs, atol=1e-4)
+    come_and_go(Engine(*tabled, SMALL), wanted, rng, alone)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Leaves of `Llama` in the place of matrices: weights in fewer bits than floats have, and weights with an adapter."""
 
-from llama_jax.ops.weights.adapted import AdaptedWeight, LowRank, row_lengths
+from llama_jax.ops.weights.adapted import AdaptedWeight, ChangedWeight, LowRank, row_lengths
 from llama_jax.ops.weights.kinds import KINDS, Kept, Name, fitting
 from llama_jax.ops.weights.planes import Kind, Plane
 from llama_jax.ops.weights.tabled import TabledWeight
@@ -9,6 +9,7 @@ from llama_jax.ops.weights.weight import JoinedWeight, QuantizedWeight, quantize
 __all__ = [
     "KINDS",
     "AdaptedWeight",
+    "ChangedWeight",
     "JoinedWeight",
     "Kept",
     "Kind",

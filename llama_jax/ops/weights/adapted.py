@@ -68,23 +68,18 @@ def _rows_of_parts(b: jax.Array) -> list[jax.Array]:
     return jnp.split(b, [groups, groups + 1], axis=-3)
 
 
-class AdaptedWeight(struct.PyTreeNode):
-    """A matrix in the place of which stand itself and a change of low rank.
-
-    The two are multiplied apart and never added up: W + s B A would be as large as W, would have to be made at every step,
-    and in 16 or fewer bits would lose most of the change.
+class ChangedWeight(struct.PyTreeNode):
+    """A frozen matrix and its low-rank changes: base of `AdaptedWeight` and `TabledWeight`.
 
     Attributes:
       base: the matrix [*out, D], an array or a quantised weight.
-      low_rank: of its shape.
-      scale: s.
-      factor: [*out], what a magnitude makes of each row, where it was computed once (`settled`): nothing then changes it,
-        and `low_rank` has no magnitude any more.
+      low_rank: the two thin matrices of the change, or of several changes.
+      factor: [*out], or [*out, n] of n changes: what a magnitude makes of each row, where it was computed once (`settled`).
+        Nothing then changes it, and `low_rank` has no magnitude any more. None without magnitudes.
     """
 
     base: Any
     low_rank: LowRank
-    scale: float = struct.field(pytree_node=False)
     factor: Any = None
 
     @property
@@ -107,6 +102,23 @@ class AdaptedWeight(struct.PyTreeNode):
         """Of the matrix."""
         return self.base.sharding
 
+    def settled(self) -> ChangedWeight:
+        """The same of one layer with what its magnitudes make of each row computed: for inference, where it stays."""
+        raise NotImplementedError
+
+
+class AdaptedWeight(ChangedWeight, kw_only=True):
+    """A matrix in the place of which stand itself and a change of low rank.
+
+    The two are multiplied apart and never added up: W + s B A would be as large as W, would have to be made at every step,
+    and in 16 or fewer bits would lose most of the change.
+
+    Attributes:
+      scale: s.
+    """
+
+    scale: float = struct.field(pytree_node=False)
+
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         """See `layers.project`."""
         found = project(x, self.base, out_dtype=out_dtype) + self.low_rank.change(x, self.scale, out_dtype)
@@ -125,7 +137,7 @@ class AdaptedWeight(struct.PyTreeNode):
         return (found if factor is None else found * factor[..., None]).astype(self.base.dtype)
 
     def settled(self) -> AdaptedWeight:
-        """The same of one layer with the factor of its magnitude computed: for inference, where it stays."""
+        """See `ChangedWeight.settled`."""
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=self._factor())
 
     def _changed(self) -> jax.Array:

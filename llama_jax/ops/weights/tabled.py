@@ -6,19 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llama_jax.errors import ConfigError
 from llama_jax.ops.layers import PRODUCT, project
-from llama_jax.ops.weights.adapted import AdaptedWeight, LowRank
+from llama_jax.ops.weights.adapted import AdaptedWeight, ChangedWeight, LowRank
 
 WHOLE = 2  # adapters for each row of a batch up to which the whole table is multiplied
 
 
-class TabledWeight(struct.PyTreeNode):
+class TabledWeight(ChangedWeight, kw_only=True):
     """A matrix beside which lie n adapters; which of them a row of the batch uses is an array, so all share one program.
 
     The table is a single pair of rank n R: adapter i has the rows i R to (i + 1) R of A and these columns of B. Where there
@@ -27,40 +26,14 @@ class TabledWeight(struct.PyTreeNode):
     slices, as in Punica (Chen et al. 2023): they are copied, and the table is not. Both have static shapes.
 
     Attributes:
-      base: the matrix [*out, D], an array or a quantised weight.
-      low_rank: of its shape, of rank n R; in the dtype of the computation, for a cast would copy it at every step.
+      low_rank: of rank n R; in the dtype of the computation, for a cast would copy it at every step.
       scales: s of each adapter.
-      factor: [*out, n], what the magnitude of each adapter makes of each row of the matrix, see `AdaptedWeight`; None where
-        none has any.
       rows: int32[B], the adapter of each row of the batch, negative for none; None until it is said, see
         `model.adapter_table.choose_adapters`.
     """
 
-    base: Any
-    low_rank: LowRank
     scales: tuple[float, ...] = struct.field(pytree_node=False)
-    factor: Any = None
     rows: Any = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the matrix."""
-        return self.base.shape
-
-    @property
-    def ndim(self) -> int:
-        """Of the matrix."""
-        return self.base.ndim
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the matrix."""
-        return self.base.dtype
-
-    @property
-    def sharding(self) -> Any:
-        """Of the matrix."""
-        return self.base.sharding
 
     @property
     def rank(self) -> int:
@@ -92,10 +65,10 @@ class TabledWeight(struct.PyTreeNode):
         columns = slice(number * self.rank, (number + 1) * self.rank)
         magnitude = None if self.low_rank.magnitude is None else self.low_rank.magnitude[..., number]
         pair = LowRank(self.low_rank.a[..., columns, :], self.low_rank.b[..., columns], magnitude)
-        return AdaptedWeight(self.base, pair, self.scales[number])
+        return AdaptedWeight(self.base, pair, scale=self.scales[number])
 
     def settled(self) -> TabledWeight:
-        """The same of one layer with the factors of all magnitudes computed, see `AdaptedWeight.settled`."""
+        """See `ChangedWeight.settled`."""
         factors = [self.of_adapter(number).settled().factor for number in range(len(self.scales))]
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=jnp.stack(factors, axis=-1))
 
