@@ -111,7 +111,8 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
 def main(arguments: Arguments) -> None:
     import jax
 
-    from llama_jax.runs.plot import draw, read_runs
+    from llama_jax.runs.history import read_runs
+    from llama_jax.runs.plot import draw
 
     training, validation = divide(arguments.data, arguments.workdir)
     found = {

@@ -6,9 +6,10 @@ import json
 import logging
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -16,8 +17,11 @@ from llama_jax.errors import UserError
 from llama_jax.writing import send_nowhere
 
 if TYPE_CHECKING:
+    from llama_jax.data.sources import Data
     from llama_jax.runs.recipe import Recipe
 
+NAMED = re.compile(r"([\w.-]+)=(.+)")
+NAMED_WEIGHT = re.compile(NAMED.pattern + ":([^:/]+)")
 REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_seq_len)\b)")  # by what comes with weights
 
 
@@ -37,10 +41,11 @@ class Train:
     settings are those of llama_jax.Recipe."""
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
-    data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
-    """Text, JSONL, .bin or .array_record, or folders of them: several after one --data, or one after each."""
-    validation_data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
-    """Likewise, to validate on; by default a share of the documents of --data."""
+    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
+    """Text, JSONL, .bin or .array_record, or folders of them: several after one --data, or one after each. Or a mixture, as
+    --data stories=PATH:0.7 --data books=PATH:0.3: each source has its share of the rows, exactly."""
+    validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
+    """Likewise, to validate on; by default a share of the documents of --data, of each source."""
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a model's folder."""
     weights: Path | None = None
@@ -54,6 +59,8 @@ class Train:
     gives a number for each; several are added up. As the change rewards.functions=["FILE.py:FUNCTION"]."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder, where there is one."""
+    reweigh: bool = False
+    """With --resume: other weights of the same sources from here on. The checkpoints tell it."""
     mesh: str = ""
     """Devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by default one axis,
     data, over all there are."""
@@ -102,11 +109,12 @@ class Train:
             result = train(
                 recipe,
                 self.workdir,
-                self.data,
-                validation_data=self.validation_data,
+                _sources(self.data, weighted=True),
+                validation_data=_sources(self.validation_data, weighted=False),
                 tokenizer=self.tokenizer,
                 weights=self.weights,
                 resume=self.resume,
+                reweigh=self.reweigh,
                 mesh=parse_mesh(self.mesh) if self.mesh else MeshSizes(data=jax.device_count()),
                 backend=self.backend,
                 trace=_steps(self.trace),
@@ -132,6 +140,19 @@ class Train:
         # The length is set together with the changes: before them it may not fit the context, nor the context it.
         started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
         return override(started, [f"length={recipe.length}", *changes])
+
+
+def _sources(given: Sequence[str], *, weighted: bool) -> Data:
+    """Paths, or the sources of a mixture: NAME=PATH:WEIGHT, and NAME=PATH of what is not weighted."""
+    from llama_jax.data.sources import WeightedData
+
+    found: list[Any] = []
+    for one in given:
+        named = None if Path(one).exists() else (NAMED_WEIGHT if weighted else NAMED).fullmatch(one)
+        if named is None and weighted and NAMED.fullmatch(one) and not Path(one).exists():
+            raise UserError(f"--data {one} has no weight; give NAME=PATH:WEIGHT, as --data {one}:0.5")
+        found.append(one if named is None else WeightedData(*named.groups()))
+    return found
 
 
 def _steps(text: str) -> range | None:

@@ -15,6 +15,7 @@ from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.errors import DataError
 from llama_jax.data.opening import open_corpus
 from llama_jax.data.packing import row_count
+from llama_jax.data.sources import WeightedData
 from llama_jax.training.batch import Batch
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "DocumentFormat",
     "Preferences",
     "Split",
+    "WeightedData",
     "open_chats",
     "open_corpus",
     "open_preferences",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
+from llama_jax.data.mixture import Mixture
 from llama_jax.data.packing import empty_batch, fill_row, fill_whole, lay_out, row_count, whole_rows
 from llama_jax.data.shuffle import check_seed, shuffled
 from llama_jax.training.batch import Batch
@@ -54,11 +55,50 @@ class Batches(Iterator[Made], Generic[Made]):
         self._batches.close()
 
 
+class _Source:
+    """The rows of one corpus by number, without end: those of an epoch follow those of the one before."""
+
+    def __init__(self, corpus: Corpus, length: int, seed: int | None) -> None:
+        self._corpus, self._seed = corpus, seed
+        self._whole = None if corpus.targets is None else whole_rows(corpus, length, seed)
+        self.rows = row_count(corpus, length) if self._whole is None else len(self._whole)  # of an epoch
+        self._order = lru_cache(maxsize=1)(self._shuffled_rows)
+        self._lay_out = lru_cache(maxsize=1)(partial(lay_out, corpus, length, seed))
+
+    @property
+    def masked(self) -> bool:
+        return self._whole is not None
+
+    def fill(self, batch: Batch, at: int, number: int) -> None:
+        """Write a row into a batch of padding."""
+        epoch, row = divmod(number, self.rows)
+        if epoch and self._seed is None:
+            return  # after the end of a single pass the last batch is padding
+        if self._whole is not None:
+            fill_whole(batch, at, self._corpus, self._whole[self._order(epoch)[row]])
+        else:
+            laid_out = self._lay_out(epoch)
+            fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
+
+    def _shuffled_rows(self, epoch: int) -> np.ndarray:
+        """The order of an epoch's rows of whole documents: int64[R]."""
+        return np.arange(self.rows) if self._seed is None else shuffled(self.rows, self._seed, 2 * epoch + 2)
+
+
 class Rows:
     """The batches of one host by number."""
 
-    def __init__(self, corpus: Corpus, batch: int, length: int, seed: int | None, host: int, hosts: int) -> None:
-        """With a seed, epoch after epoch; with None one pass in the order of the corpus.
+    def __init__(
+        self,
+        corpora: Corpus | Sequence[Corpus],
+        batch: int,
+        length: int,
+        seed: int | None,
+        host: int,
+        hosts: int,
+        mixture: Mixture | None = None,
+    ) -> None:
+        """With a seed, epoch after epoch; with None one pass in the order of a single corpus.
 
         Raises:
           DataError: sizes or a seed that cannot be, or a corpus with nothing to predict.
@@ -71,41 +111,46 @@ class Rows:
             raise DataError(f"batch={batch} must be a positive multiple of hosts={hosts}: each host takes the same share")
         if seed is not None:
             check_seed(seed)
-        self._corpus, self._length, self._seed = corpus, length, seed
+        several = [corpora] if isinstance(corpora, Corpus) else list(corpora)
+        if len(several) != (1 if mixture is None else len(mixture.names)):
+            raise DataError(f"{len(several)} corpora need a mixture that has a share for each of them")
+        self._sources = [_Source(corpus, length, seed) for corpus in several]
+        if len({source.masked for source in self._sources}) > 1:
+            raise DataError("text and chats do not mix: of text everything is predicted, of chats what the assistant says")
+        self._mixture = mixture
         self._batch, self._share, self._first = batch, batch // hosts, batch // hosts * host
-        self._whole = None if corpus.targets is None else whole_rows(corpus, length, seed)
-        self._rows = row_count(corpus, length) if self._whole is None else len(self._whole)
-        self._count = -(-self._rows // batch) if seed is None else ENDLESS
-        self._order = lru_cache(maxsize=1)(self._shuffled_rows)
-        self._lay_out = lru_cache(maxsize=1)(partial(lay_out, corpus, length, seed))
+        self._length = length
+        self._count = -(-self._sources[0].rows // batch) if seed is None else ENDLESS
 
     def __len__(self) -> int:
         return self._count
 
+    def epochs(self, number: int) -> list[float]:
+        """How often the first `number` batches, of all hosts, read each corpus."""
+        rows = number * self._batch
+        counts = [rows] if self._mixture is None else self._mixture.counts(rows).tolist()
+        return [count / source.rows for count, source in zip(counts, self._sources, strict=True)]
+
     def __getitem__(self, number: int) -> Batch:
         """This host's rows of a global batch: int32[B / hosts, T + 1] each."""
-        batch = empty_batch(self._share, self._length, masked=self._whole is not None)
+        batch = empty_batch(self._share, self._length, masked=self._sources[0].masked)
         begin = number * self._batch + self._first
         for at in range(self._share):
-            epoch, row = divmod(begin + at, self._rows)
-            if epoch == 0 or self._seed is not None:  # after the end of a single pass the last batch is padding
-                self._fill(batch, at, epoch, row)
+            source, row = (0, begin + at) if self._mixture is None else self._mixture.place(begin + at)
+            self._sources[source].fill(batch, at, row)
         return batch
-
-    def _fill(self, batch: Batch, at: int, epoch: int, row: int) -> None:
-        if self._whole is not None:
-            fill_whole(batch, at, self._corpus, self._whole[self._order(epoch)[row]])
-        else:
-            laid_out = self._lay_out(epoch)
-            fill_row(batch, at, self._corpus, laid_out, int(laid_out.rows[row]))
-
-    def _shuffled_rows(self, epoch: int) -> np.ndarray:
-        """The order of an epoch's rows of whole documents: int64[R]."""
-        return np.arange(self._rows) if self._seed is None else shuffled(self._rows, self._seed, 2 * epoch + 2)
 
 
 def training_batches(
-    corpus: Corpus, batch: int, length: int, *, seed: int, host: int = 0, hosts: int = 1, start: int = 0
+    corpus: Corpus | Sequence[Corpus],
+    batch: int,
+    length: int,
+    *,
+    seed: int,
+    host: int = 0,
+    hosts: int = 1,
+    start: int = 0,
+    mixture: Mixture | None = None,
 ) -> Batches[Batch]:
     """Batches without end, every epoch in another order.
 
@@ -113,17 +158,19 @@ def training_batches(
     The order depends on the corpus, the seed, `batch` and `length` alone: batch n is the same however the run came there.
 
     Args:
+      corpus: one, or those of a mixture in its order.
       batch: B, rows of a step on all hosts together; batches go on over the end of an epoch.
       length: T, tokens of a row that are predicted.
       host, hosts: this host's number and how many there are: it gets rows [host·B/hosts, (host+1)·B/hosts).
       start: the number of the first batch: `Batches.state` of the run that is continued.
+      mixture: which rows are of which corpus. Each is read in the order that it has alone, in epochs of its own.
 
     Raises:
       DataError: sizes, a seed or a start that cannot be, or a corpus with nothing to predict.
     """
     if start < 0:
         raise DataError(f"start={start} must be at least 0: batches are counted from there")
-    return Batches(Rows(corpus, batch, length, seed, host, hosts), start)
+    return Batches(Rows(corpus, batch, length, seed, host, hosts, mixture), start)
 
 
 def validation_batches(corpus: Corpus, batch: int, length: int, *, host: int = 0, hosts: int = 1) -> Batches[Batch]:

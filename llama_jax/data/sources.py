@@ -4,15 +4,72 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from llama_jax.data.errors import DataError
+from llama_jax.data.mixture import shares
+from llama_jax.errors import shown
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+NAME = re.compile(r"[A-Za-z0-9_.-]+")
 SUFFIXES = (".txt", ".jsonl", ".bin", ".array_record")
+
+
+@dataclass(frozen=True)
+class WeightedData:
+    """A source of a mixture, as it is given.
+
+    Attributes:
+      name: by which metrics and messages call it.
+      paths: its files and folders, see `find_files`.
+      weight: its share of the rows is this over the sum of all weights, exactly as it is written: 0.7 is 7/10.
+    """
+
+    name: str
+    paths: Paths
+    weight: float | str = 1
+
+
+Data = Paths | Sequence[WeightedData]
+
+
+class FoundData(NamedTuple):
+    """The files of a source; of data that are no mixture the name is empty and the share 1."""
+
+    name: str
+    files: list[Path]
+    share: Fraction
+
+
+def find_data(data: Data) -> list[FoundData]:
+    """The files of each source of a mixture by name, with its share; of plain paths a single source.
+
+    Raises:
+      DataError: see `find_files` and `mixture.shares`; a name twice or that is none; paths beside sources.
+    """
+    given = [data] if isinstance(data, str | os.PathLike) else list(data)
+    named = [source for source in given if isinstance(source, WeightedData)]
+    if not named:
+        return [FoundData("", find_files(data), Fraction(1))]  # type: ignore[arg-type]  # none of them is named
+    if len(named) < len(given):
+        plain = next(source for source in given if not isinstance(source, WeightedData))
+        raise DataError(f"{plain} has no name and weight, and other data have: give all as NAME=PATH:WEIGHT, or none")
+    for name, times in Counter(source.name for source in named).items():
+        if not NAME.fullmatch(name):
+            raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")
+        if times > 1:
+            raise DataError(f"two sources are called {name}; put their files into one folder, or give them two names")
+    parts = shares({source.name: source.weight for source in named})
+    named.sort(key=lambda source: source.name)  # in whatever order they are given
+    found = [FoundData(source.name, find_files(source.paths), parts[source.name]) for source in named]
+    _check_once([file for source in found for file in source.files])
+    return found
 
 
 class Source(NamedTuple):
@@ -53,12 +110,17 @@ def find_files(paths: Paths) -> list[Path]:
             raise DataError(f"{path} is neither a file nor a folder; give files of text, or a folder of them")
     if not found:
         raise DataError("no files of data were given")
-    for file, times in Counter(found).items():
-        if times > 1:
-            raise DataError(f"{file} is given twice; its documents would count twice, and could be on both sides of a split")
+    _check_once(found)
+    for file in found:
         if not file.stat().st_size:
             raise DataError(f"{file} is empty; is it the right file?")
     return found
+
+
+def _check_once(files: Sequence[Path]) -> None:
+    for file, times in Counter(files).items():
+        if times > 1:
+            raise DataError(f"{file} is given twice; its documents would count twice, and could be on both sides of a split")
 
 
 def describe(path: Path) -> Source:

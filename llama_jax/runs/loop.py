@@ -15,7 +15,7 @@ import jax
 from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
-from llama_jax.data.sources import Paths, find_files
+from llama_jax.data.sources import Data, find_data
 from llama_jax.errors import CheckpointError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
@@ -61,12 +61,13 @@ class Result:
 def train(
     recipe: Recipe | str,
     workdir: str | os.PathLike[str],
-    data: Paths,
+    data: Data,
     *,
-    validation_data: Paths = (),
+    validation_data: Data = (),
     tokenizer: str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    reweigh: bool = False,
     mesh: MeshSizes = MeshSizes(),
     backend: Backend = "jit",
     trace: range | None = None,
@@ -82,12 +83,14 @@ def train(
       recipe: a `Recipe`, or what `runs.recipes.find` takes: the name of a built-in one, or FILE.py:FUNCTION.
       workdir: of this run alone, which no other run may use meanwhile. It gets recipe.json, metrics.jsonl and
         checkpoints/STEP. Several processes share it, and so the file system that it is on.
-      data: a file or folder or several, see `data.open_corpus`.
-      validation_data: likewise; without it a share of the documents of `data` is kept apart.
+      data: a file or folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each of which has
+        its share of the rows, exactly, and epochs of its own.
+      validation_data: likewise; without it a share of the documents of `data`, of each source, is kept apart.
       tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
       weights: a model to go on training, of any format; its shape and tokenizer replace the recipe's. Where the recipe's
         model is that model but for rope scaling, theta and context, these are the recipe's: an extension.
       resume: go on from the newest checkpoint in `workdir`, where there is one.
+      reweigh: resume with other weights of the same sources; otherwise these are an error.
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
@@ -118,10 +121,13 @@ def train(
         recipe = replace(recipe, model=model, vocabulary="given")
     elif recipe.lora is not None:
         raise TrainingError("lora trains adapters beside a model that stays as it is; give that with --weights (weights=)")
+    if reweigh and not resume:
+        raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
     # What is quick comes first: no mistake shall be found after minutes of reading or learning a vocabulary.
     preparing.check(recipe, folder, trace, mesh, backend)
-    paths = find_files(data)
-    validation_paths = find_files(validation_data) if preparing.is_given(validation_data) else []
+    sources = find_data(data)
+    validation_sources = find_data(validation_data) if preparing.is_given(validation_data) else []
+    preparing.check_sources(recipe, sources, validation_sources)
     with (
         locked(folder) if jax.process_index() == 0 else nullcontext(),
         Snapshots(folder / CHECKPOINTS, keep_last=recipe.keep_last, keep_best=recipe.keep_best) as snapshots,
@@ -131,7 +137,7 @@ def train(
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
         vocabulary = choose_tokenizer(
             recipe,
-            paths,
+            [file for source in sources for file in source.files],
             given=tokenizer,
             of_weights=kind_of(recipe).tokenizer(recipe) if opened is None else opened.tokenizer(),
             of_run=folder if note else None,
@@ -139,15 +145,15 @@ def train(
         prompts = preparing.encode_prompts(recipe, vocabulary)
         if not processes.first_of_host:  # which leaves the tokenised text in the cache
             processes.wait("text tokenised")
-        task = kind_of(recipe).open(recipe, Given(paths, validation_paths, vocabulary, mesh, log, weights))
-        preparing.check_data(note, task.digests)
+        task = kind_of(recipe).open(recipe, Given(sources, validation_sources, vocabulary, mesh, log, weights))
+        preparing.check_data(note, task, reweigh=reweigh)
         if processes.first_of_host:
             processes.wait("text tokenised")
         preparing.describe(log, recipe, task.facts)
-        preparing.agree(processes, folder, recipe, mesh, backend, task.digests, note)
+        preparing.agree(processes, folder, recipe, mesh, backend, task, note)
         if task.load is not None:
             task = task.load()
-            preparing.check_data(note, task.digests)
+            preparing.check_data(note, task, reweigh=reweigh)
         start, base = load_weights(recipe, weights, mesh, note)
         frozen = None if base is None else base.params
         program = make_program(recipe, task.objective, mesh, backend, frozen)

@@ -17,7 +17,7 @@ import numpy as np
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
-from llama_jax.data.sources import Paths
+from llama_jax.data.sources import Data, FoundData
 from llama_jax.errors import shown
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
@@ -28,7 +28,8 @@ from llama_jax.runs.log import Log
 from llama_jax.runs.program import Backend
 from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.snapshots import Snapshots
-from llama_jax.runs.tasks.choose import check_task
+from llama_jax.runs.tasks.choose import check_task, kind_of
+from llama_jax.runs.tasks.task import Task
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
@@ -49,7 +50,7 @@ def agree(
     recipe: Recipe,
     mesh: MeshSizes,
     backend: Backend,
-    digests: dict[str, str],
+    task: Task,
     note: dict[str, Any] | None,
 ) -> None:
     """Processes that do not compute the same would wait for each other in different places."""
@@ -62,7 +63,8 @@ def agree(
             **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
             "mesh": str(mesh),
             "backend": backend,
-            **{f"{name} data": digest for name, digest in digests.items()},
+            **{f"{name} data": digest for name, digest in task.digests.items()},
+            "shares of the data": str(task.mixture),
             "checkpoint to go on from": None if note is None else f"step {note['step']}",
         },
     )
@@ -85,6 +87,19 @@ def _mark_of(folder: Path, processes: Processes) -> str:
     if processes.index == 0:
         mark.unlink(missing_ok=True)
     return found
+
+
+def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Sequence[FoundData]) -> None:
+    """Raise TrainingError for a mixture where none can be, or validation files of other sources than are trained on."""
+    kind = kind_of(recipe)
+    if len(training) > 1 and not kind.mixes:
+        raise TrainingError(f"{kind.name} are not mixed by weights; give the files without names and weights")
+    names, held = ([source.name for source in sources] for sources in (training, validation))
+    if held and held != [""] and sorted(held) != sorted(names):
+        raise TrainingError(
+            f"the validation data are of {', '.join(filter(None, held))}, and the data of"
+            f" {', '.join(filter(None, names)) or 'no named source'}; give files for each of the latter, or without names"
+        )
 
 
 def check(recipe: Recipe, folder: Path, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
@@ -149,12 +164,21 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
         log.line(fact)
 
 
-def check_data(note: dict[str, Any] | None, digests: dict[str, str]) -> None:
-    """Raise TrainingError where a run that goes on is given other data than it began with."""
-    for name, digest in digests.items():
-        if note is not None and note["data"].get(name) != digest:
+def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:
+    """Raise TrainingError where a run that goes on is given other data than it began with, or other shares unasked."""
+    if note is None:
+        return
+    for name, digest in task.digests.items():
+        if note["data"].get(name) != digest:
             what = f"{name} data" if name in ("train", "validation") else name
             raise TrainingError(f"the {what} is not what this run began with; resume with the same files")
+    before = note["data"].get("mixture", [[0, None]])[-1][1]
+    if before != task.mixture and not reweigh:
+        old, new = (", ".join(f"{name} {share}" for name, share in (of or {}).items()) for of in (before, task.mixture))
+        raise TrainingError(
+            f"the shares of the data were {old}, and are {new} now; resume with the same weights, or add --reweigh"
+            " (reweigh=True) to go on with these, which the checkpoints then tell"
+        )
 
 
 def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
@@ -170,7 +194,7 @@ def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     return found
 
 
-def is_given(paths: Paths) -> bool:
+def is_given(paths: Data) -> bool:
     """Whether there are any."""
     return isinstance(paths, str | os.PathLike) or len(paths) > 0
 

@@ -221,6 +221,13 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("recipes.py:smal --data text.txt", "has no function 'smal'"),
         ("recipes.py:nothing --data text.txt", "returned NoneType; a llama_jax.runs.recipe.Recipe is needed"),
         ("SMALL --data missing.txt", "missing.txt does not exist"),
+        ("SMALL --data a=text.txt", "--data a=text.txt has no weight; give NAME=PATH:WEIGHT"),
+        (
+            "SMALL --data text.txt --reweigh",
+            "--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume",
+        ),
+        ("SMALL --data a=text.txt:0", "the weight of a, 0, must be a number above 0"),
+        ("SMALL --data a=missing.txt:0.5", "missing.txt does not exist"),
         ("SMALL --data empty.txt", "empty.txt is empty"),
         ("SMALL --data binary.txt", "binary.txt, line "),
         ("tiny --data empty.txt", "empty.txt is empty; is it the right file?"),

@@ -18,12 +18,14 @@ from mortal_run import recipe, write_words
 
 import llama_jax
 from llama_jax.data import DocumentFormat
+from llama_jax.data.sources import find_data
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preparing
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs.tasks.task import Given
 from llama_jax.runs.tasks.text import about, read_data
 from llama_jax.tokenizers.making import byte_tokenizer
 from llama_jax.training.optimizer import OptimizerSettings
@@ -79,13 +81,14 @@ class StopAt(Log):
 def test_a_text_without_separators_gives_its_share_to_validation_and_no_more(text, capsys):
     """Of two documents one was kept: half of the text, of which a tenth was asked for."""
     recipe = dataclasses.replace(RECIPE, reading=DocumentFormat(longest=3000), validation=0.1)
-    corpora = read_data(recipe, [text], (), byte_tokenizer(), Log(quiet=True))
-    assert corpora.train.document_count == 2
-    total = corpora.train.token_count + corpora.validation.token_count
+    corpora = read_data(recipe, Given(find_data([text]), (), byte_tokenizer(), MeshSizes(), Log(quiet=True)))
+    (training,), ((_, held, _),) = corpora.train.values(), corpora.held
+    assert training.document_count == 2
+    total = training.token_count + held.token_count
     assert corpora.kept == pytest.approx(0.1, abs=1e-3)
-    assert corpora.validation.token_count == pytest.approx(0.1 * total, abs=1)
-    assert corpora.train.byte_count + corpora.validation.byte_count == len(" ".join(text.read_text().split())) - 1
-    preparing.describe(Log(), recipe, [about(recipe, corpora)])
+    assert held.token_count == pytest.approx(0.1 * total, abs=1)
+    assert training.byte_count + held.byte_count == len(" ".join(text.read_text().split())) - 1
+    preparing.describe(Log(), recipe, about(recipe, corpora))
     assert "in 1 to validate (10.0% of the data was kept for it); 12 steps of" in capsys.readouterr().out
 
 

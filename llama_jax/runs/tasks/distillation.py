@@ -12,6 +12,7 @@ import numpy as np
 
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.config import LlamaConfig
+from llama_jax.data import Corpus
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import check_model, layout_over
@@ -101,7 +102,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
             f"the teacher {options.teacher} has another vocabulary than the student: its tokens stand for other text; give a"
             " teacher of the same vocabulary"
         )
-    corpora = text.read_data(recipe, given.data, given.validation_data, given.tokenizer, given.log)
+    corpora = text.read_data(recipe, given)
     task = text.task_of(recipe, corpora)
     held = text.shortened(corpora, recipe.evaluate_tokens)
     teacher = partial(_laid_out, config, given.mesh)
@@ -125,7 +126,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     return replace(task, load=load)
 
 
-KIND = TaskKind("a teacher's predictions", open_task, check, tokenizer=tokenizer_of)
+KIND = TaskKind("a teacher's predictions", open_task, check, tokenizer=tokenizer_of, mixes=True)
 
 
 def _laid_out(config: LlamaConfig, mesh: MeshSizes, params: Llama) -> Teacher:
@@ -143,7 +144,7 @@ class DistillationFeed:
     def __init__(
         self, recipe: Recipe, corpora: text.Corpora, teacher: tuple[LlamaConfig, Llama], beginning: Beginning
     ) -> None:
-        self._recipe, self._held = recipe, corpora.validation
+        self._recipe, self._held = recipe, corpora.held
         self._feed = text.TextFeed(recipe, corpora, beginning)
         config, self._params = teacher
         self._compare = beginning.program.jit(partial(compare_tokens, recipe.model, config, compute=compute_of(recipe)))
@@ -160,7 +161,10 @@ class DistillationFeed:
         return {name: metrics[name] / tokens for name in ("kl", "cross_entropy")}
 
     def evaluate(self, model: Llama) -> Finding:
-        held, length = self._held, self._recipe.length
+        return text.over_sources(self._held, lambda corpus: self._evaluate(model, corpus))
+
+    def _evaluate(self, model: Llama, held: Corpus) -> Finding:
+        length = self._recipe.length
         rows = choose_sizes(self._recipe.model, held, length=length, stride=length, batch=None).batch
         windows = cut_windows(held, length, length)
 

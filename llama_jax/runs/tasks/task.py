@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 
+from llama_jax.data.sources import FoundData
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
@@ -133,6 +134,7 @@ class Task:
       tokens: that a step reads, padding included: for tokens per second.
       flops: of a step, for MFU.
       begin: the feed, once everything is compiled.
+      mixture: the share of each source, as it is written in the note of a checkpoint; None where there is but one.
       load: reads what all processes must read together, as the weights of a teacher; None where there is nothing. It comes
         when the data of all are known to be the same, and gives the task with it.
       shown: names of `Feed.report` that the log's line has; the others are in metrics.jsonl alone.
@@ -144,19 +146,35 @@ class Task:
     tokens: int
     flops: float
     begin: Callable[[Beginning], Feed]
+    mixture: dict[str, str] | None = None
     load: Callable[[], Task] | None = None
     shown: tuple[str, ...] = ()
 
 
 class Given(NamedTuple):
-    """What a task is made of, beside the recipe."""
+    """What a task is made of, beside the recipe.
 
-    data: Sequence[Path]
-    validation_data: Sequence[Path]
+    Attributes:
+      sources: of a mixture, or the only one.
+      validation_sources: likewise; none where a share of the data is kept for validation.
+    """
+
+    sources: Sequence[FoundData]
+    validation_sources: Sequence[FoundData]
     tokenizer: Tokenizer
     mesh: MeshSizes
     log: Log
     weights: str | os.PathLike[str] | None = None
+
+    @property
+    def data(self) -> list[Path]:
+        """The files of all sources."""
+        return [file for source in self.sources for file in source.files]
+
+    @property
+    def validation_data(self) -> list[Path]:
+        """The files of all sources."""
+        return [file for source in self.validation_sources for file in source.files]
 
 
 @dataclass(frozen=True)
@@ -168,6 +186,7 @@ class TaskKind:
       check: raises what is wrong with a recipe, a mesh or a backend, without looking at any data.
       open: reads the data; raises DataError or TrainingError.
       backends: that it can be trained by.
+      mixes: whether several sources can have each its share.
       tokenizer: of a model that is made anew, where neither --tokenizer nor --weights gives one.
     """
 
@@ -175,6 +194,7 @@ class TaskKind:
     open: Callable[[Recipe, Given], Task]
     check: Callable[[Recipe, MeshSizes], None] = field(default=lambda recipe, mesh: None)
     backends: tuple[Backend, ...] = ("jit",)
+    mixes: bool = False
     tokenizer: Callable[[Recipe], Tokenizer | None] = field(default=lambda recipe: None)
 
 

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from llama_jax.data import Batch, Corpus, open_chats, open_corpus, split, training_batches
+from llama_jax.data import Batch, Batches, Corpus, Split, open_chats, open_corpus, split
+from llama_jax.data.batches import Rows
 from llama_jax.data.duplicates import without
+from llama_jax.data.mixture import Mixture
+from llama_jax.data.sources import FoundData
 from llama_jax.errors import GenerationError
 from llama_jax.model.params import Llama
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import evaluate, token_nats, usual_batch
-from llama_jax.runs.log import Log
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Beginning, Finding, Given, Objective, Task, TaskKind, compute_of
-from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import step_flops
 from llama_jax.training.objective import total_loss
+
+REPEATED = 4  # epochs up to which what is read again teaches almost as much as new text: Muennighoff et al. 2023
+
+
+class HeldSource(NamedTuple):
+    """Documents of a source that are kept apart, and what their loss counts in that of all."""
+
+    name: str
+    corpus: Corpus
+    share: Fraction
 
 
 @dataclass(frozen=True)
@@ -33,32 +46,49 @@ class Corpora:
     """What a run reads: the documents to train on, and those that are kept apart.
 
     Attributes:
+      train: of each source, by name; of a single one that has none the name is empty.
+      shares: of each, of the rows of a batch.
+      held: of each source, or of none in particular where plain files were given to validate on.
       kept: share of the tokens that was kept for validation; None where it has files of its own.
     """
 
-    train: Corpus
-    validation: Corpus
+    train: dict[str, Corpus]
+    shares: dict[str, Fraction]
+    held: tuple[HeldSource, ...]
     kept: float | None = None
+
+    @property
+    def mixture(self) -> dict[str, str] | None:
+        """The shares as a note of a checkpoint has them; None of a single source."""
+        return {name: str(share) for name, share in self.shares.items()} if len(self.train) > 1 else None
 
 
 def open_task(recipe: Recipe, given: Given) -> Task:
     """Text or chats as a task; see `read_data` for the errors."""
-    return task_of(recipe, read_data(recipe, given.data, given.validation_data, given.tokenizer, given.log))
+    return task_of(recipe, read_data(recipe, given))
 
 
 def task_of(recipe: Recipe, corpora: Corpora) -> Task:
     """Documents as a task."""
+    held = {held.name: held.corpus for held in corpora.held}
     return Task(
         objective=objective(recipe),
-        digests={"train": corpora.train.digest, "validation": corpora.validation.digest},
-        facts=(about(recipe, corpora),),
+        digests={"train": _digest(corpora.train), "validation": _digest(held)},
+        facts=about(recipe, corpora),
         tokens=recipe.batch * recipe.length,
         flops=step_flops(recipe.model, recipe.batch, recipe.length, frozen=recipe.lora is not None),
+        mixture=corpora.mixture,
         begin=partial(TextFeed, recipe, shortened(corpora, recipe.evaluate_tokens)),
     )
 
 
-KIND = TaskKind("text", open_task, backends=("jit", "pmap"))
+def _digest(corpora: dict[str, Corpus]) -> str:
+    if len(corpora) == 1:
+        return next(iter(corpora.values())).digest
+    return hashlib.sha256("\n".join(f"{name} {corpus.digest}" for name, corpus in corpora.items()).encode()).hexdigest()
+
+
+KIND = TaskKind("text", open_task, backends=("jit", "pmap"), mixes=True)
 
 
 def objective(recipe: Recipe) -> Objective:
@@ -86,20 +116,26 @@ class TextFeed:
 
     def __init__(self, recipe: Recipe, corpora: Corpora, beginning: Beginning) -> None:
         share, shares = beginning.program.share
-        first = 0 if beginning.place is None else beginning.place["next_batch"]
-        self._recipe, self._held = recipe, corpora.validation
+        place: dict[str, Any] = {"next_batch": 0} if beginning.place is None else beginning.place
+        self._recipe, self._held = recipe, corpora.held
         own = recipe.batch // shares
         self._rows = own * share, own, recipe.batch
-        self._batches = training_batches(
-            corpora.train, recipe.batch, recipe.length, seed=recipe.seed, host=share, hosts=shares, start=first
-        )
+        self._changes: list[Any] = place.get("mixture", [])
+        if corpora.mixture is not None and (not self._changes or self._changes[-1][1] != corpora.mixture):
+            self._changes = [*self._changes, [place["next_batch"] * recipe.batch, corpora.mixture]]
+        changes = [(row, {name: Fraction(part) for name, part in of.items()}) for row, of in self._changes]
+        mixture = Mixture(changes) if changes else None
+        sources = list(corpora.train.values())
+        self._numbered = Rows(sources, recipe.batch, recipe.length, recipe.seed, share, shares, mixture)
+        self._batches = Batches(self._numbered, place["next_batch"])
+        self._epochs = [f"epochs/{name}".removesuffix("/") for name in corpora.train]
         self._program = program = beginning.program
         nats = partial(token_nats, program.config, compute=compute_of(recipe), layout=program.layout)
         self._measure = program.jit(nats)
 
     @property
     def state(self) -> dict[str, Any]:
-        return self._batches.state
+        return self._batches.state | ({"mixture": self._changes} if self._changes else {})
 
     def next(self, model: Callable[[], Llama]) -> Batch:
         number = self._batches.state["next_batch"]
@@ -109,14 +145,18 @@ class TextFeed:
         return batch._replace(noise=noise_of(self._recipe.seed, number, self._rows, self._recipe.length))
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {}
+        return dict(zip(self._epochs, self._numbered.epochs(self._batches.state["next_batch"]), strict=True))
 
     def evaluate(self, model: Llama) -> Finding:
+        fitted = self._program.fit(model)
+        return over_sources(self._held, lambda corpus: self._evaluate(fitted, corpus))
+
+    def _evaluate(self, fitted: Llama, corpus: Corpus) -> Finding:
         program, length = self._program, self._recipe.length
         found = evaluate(
             program.config,
-            program.fit(model),
-            self._held,
+            fitted,
+            corpus,
             length=length,
             stride=length,
             batch=program.layout.shares * usual_batch(),
@@ -130,62 +170,124 @@ class TextFeed:
         self._batches.close()
 
 
-def about(recipe: Recipe, corpora: Corpora) -> str:
+@dataclass(frozen=True)
+class MixtureEvaluation:
+    """What an evaluation found on the sources of a mixture.
+
+    Attributes:
+      loss: the mean of theirs, each by its share, in nats per token.
+      sources: what was found on each.
+    """
+
+    loss: float
+    sources: dict[str, Any]
+
+
+def over_sources(held: Sequence[HeldSource], find: Callable[[Corpus], Finding]) -> Finding:
+    """What a function finds on each source, and their mean by the shares; of a single source what it finds there.
+
+    The numbers of a mixture are those of each source, `loss/NAME`, and the mean loss.
+    """
+    found = {source.name: find(source.corpus) for source in held}
+    if len(held) == 1:
+        return found[held[0].name]
+    loss = sum(float(source.share) * found[source.name].loss for source in held)
+    numbers = {f"{key}/{name}": value for name, one in found.items() for key, value in one.numbers.items()}
+    text = ", ".join(f"{name} {one.loss:.4f}" for name, one in found.items())
+    result = MixtureEvaluation(loss, {name: one.result for name, one in found.items()})
+    return Finding(loss, {"loss": loss, **numbers}, f"loss {loss:.4f} ({text})", result)
+
+
+def about(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
     """How much there is to train on, and how often it is read."""
-    r, train, held = recipe, corpora.train, corpora.validation
-    epochs = r.steps * r.batch * r.length / max(train.token_count, 1)
+    r, train = recipe, corpora.train.values()
+    read = r.steps * r.batch * r.length
+    sizes = f"{sum(each.token_count for each in train):,} tokens in {sum(each.document_count for each in train):,} documents"
+    held = sum(each.corpus.token_count for each in corpora.held)
+    documents = sum(each.corpus.document_count for each in corpora.held)
     share = "" if corpora.kept is None else f" ({corpora.kept:.1%} of the data was kept for it)"
-    return (
-        f"data: {train.token_count:,} tokens in {train.document_count:,} documents to train, {held.token_count:,} in"
-        f" {held.document_count:,} to validate{share}; {r.steps:,} steps of {r.batch} x {r.length} are {epochs:.1f} epochs"
-    )
+    epochs = {name: float(corpora.shares[name]) * read / max(each.token_count, 1) for name, each in corpora.train.items()}
+    whole = f" are {epochs['']:.1f} epochs" if "" in epochs else f" of {len(epochs)} sources"
+    lines = [
+        f"data: {sizes} to train, {held:,} in {documents:,} to validate{share};"
+        f" {r.steps:,} steps of {r.batch} x {r.length}{whole}"
+    ]
+    if "" not in epochs:
+        lines += [
+            f"  {name}: {corpora.shares[name]} of the rows ({float(corpora.shares[name]):.1%}), {each.token_count:,} tokens,"
+            f" {epochs[name]:.1f} epochs"
+            for name, each in corpora.train.items()
+        ]
+        lines += [
+            f"  {name} is read {count:.1f} times; beyond {REPEATED} times repeated text teaches less and less"
+            for name, count in epochs.items()
+            if count > REPEATED
+        ]
+    return tuple(lines)
 
 
-def read_data(
-    recipe: Recipe, data: Sequence[Path], validation_data: Sequence[Path], tokenizer: Tokenizer, log: Log
-) -> Corpora:
+def read_data(recipe: Recipe, given: Given) -> Corpora:
     """The files as documents of tokens, and which of them are kept for validation where no files are.
 
     Raises:
       TrainingError: nothing to validate on, or a vocabulary larger than the model's.
       DataError: files that cannot be used.
     """
-
-    def read(paths: Sequence[Path]) -> Corpus:
-        if recipe.chats is not None:
-            try:
-                found = open_chats(paths, tokenizer, recipe.length, recipe.chats)
-            except GenerationError as error:  # no format
-                raise TrainingError(f"{error}; in training as chats.format=plain") from None
-            log.line(f"chats: {found.counts}")
-            return found.corpus
-
-        def bar(megabytes: range) -> Any:
-            disable = True if log.quiet else None
-            return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
-
-        return open_corpus(paths, tokenizer, reading=recipe.reading, progress=bar)
-
-    if validation_data:
-        training, held = read(data), read(validation_data)
-        corpora = Corpora(without(training, held), held)
-        twice = training.document_count - corpora.train.document_count
+    shares = {source.name: source.share for source in given.sources}
+    if given.validation_sources:
+        whole = {source.name: _read(recipe, given, source.files) for source in given.sources}
+        held = tuple(
+            HeldSource(source.name, _read(recipe, given, source.files), shares.get(source.name, Fraction(1)))
+            for source in given.validation_sources
+        )
+        kept = None
+    else:
+        parts = {source.name: _divided(recipe, given, source) for source in given.sources}
+        whole = {name: part.train for name, part in parts.items()}
+        held = tuple(HeldSource(name, part.validation, shares[name]) for name, part in parts.items())
+        tokens = sum(each.corpus.token_count for each in held)
+        kept = tokens / (tokens + sum(corpus.token_count for corpus in whole.values()))
+    train = dict(whole)
+    if given.validation_sources or len(whole) > 1:
+        for name in train:
+            for each in held:
+                train[name] = without(train[name], each.corpus)
+        twice = sum(whole[name].document_count - train[name].document_count for name in train)
         if twice:
             warnings.warn(f"{twice} documents of the data are in the validation data: not trained on", stacklevel=2)
-    else:
-        corpus = read(data)
-        if corpus.document_count < 2 and recipe.chats is not None:
-            raise TrainingError("the data is a single conversation; give more, or others with --validation-data")
-        if corpus.document_count < 2:
-            raise TrainingError(
-                "the data is a single document, of which nothing can be kept for validation; give other files with"
-                " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
-            )
-        divisible = None if recipe.chats is not None else tokenizer  # a conversation is read whole
-        parts = split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
-        corpora = Corpora(*parts, kept=parts.validation.token_count / corpus.token_count)
-    check_vocabulary(recipe, corpora.train.vocab_size)
-    return corpora
+    for corpus in train.values():
+        check_vocabulary(recipe, corpus.vocab_size)
+    return Corpora(train, shares, held, kept)
+
+
+def _read(recipe: Recipe, given: Given, paths: Sequence[Path]) -> Corpus:
+    if recipe.chats is not None:
+        try:
+            found = open_chats(paths, given.tokenizer, recipe.length, recipe.chats)
+        except GenerationError as error:  # no format
+            raise TrainingError(f"{error}; in training as chats.format=plain") from None
+        given.log.line(f"chats: {found.counts}")
+        return found.corpus
+
+    def bar(megabytes: range) -> Any:
+        disable = True if given.log.quiet else None
+        return tqdm(megabytes, desc="tokenising", unit=" MB", leave=False, delay=1.0, disable=disable)
+
+    return open_corpus(paths, given.tokenizer, reading=recipe.reading, progress=bar)
+
+
+def _divided(recipe: Recipe, given: Given, source: FoundData) -> Split:
+    """A source's documents, some of them kept for validation."""
+    corpus, what = _read(recipe, given, source.files), source.name or "the data"
+    if corpus.document_count < 2 and recipe.chats is not None:
+        raise TrainingError(f"{what} is a single conversation; give more, or others with --validation-data")
+    if corpus.document_count < 2:
+        raise TrainingError(
+            f"{what} is a single document, of which nothing can be kept for validation; give other files with"
+            " --validation-data, or cut a long text into documents of fewer characters, as reading.longest=4000"
+        )
+    divisible = None if recipe.chats is not None else given.tokenizer  # a conversation is read whole
+    return split(corpus, recipe.validation, seed=recipe.seed, tokenizer=divisible)
 
 
 def check_vocabulary(recipe: Recipe, size: int) -> None:
@@ -198,10 +300,12 @@ def check_vocabulary(recipe: Recipe, size: int) -> None:
 
 
 def shortened(corpora: Corpora, limit: int) -> Corpora:
-    """With whole documents of about `limit` tokens to evaluate on, where that is not 0."""
+    """With whole documents of about `limit` tokens of each source to evaluate on, where that is not 0."""
     if not limit:
         return corpora
-    held = corpora.validation
-    sizes = np.cumsum(held.stops - held.starts)
-    chosen = np.arange(1 + int(np.searchsorted(sizes, limit)))[: held.document_count]
-    return replace(corpora, validation=held.select(chosen))
+    return replace(corpora, held=tuple(each._replace(corpus=_first(each.corpus, limit)) for each in corpora.held))
+
+
+def _first(corpus: Corpus, limit: int) -> Corpus:
+    sizes = np.cumsum(corpus.stops - corpus.starts)
+    return corpus.select(np.arange(1 + int(np.searchsorted(sizes, limit)))[: corpus.document_count])

@@ -1,0 +1,124 @@
+"""Several corpora read side by side, each with its share of the rows: exact over every stretch of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from llama_jax.data.errors import DataError
+
+LONGEST = 100_000  # rows of a pattern; weights of five digits have one
+
+
+def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]:
+    """What each weight is of their sum, exactly: 0.7 is 7/10, as it is written.
+
+    Raises:
+      DataError: a weight that is no positive number, or shares whose denominator is beyond LONGEST.
+    """
+    found = dict[str, Fraction]()
+    for name, weight in weights.items():
+        try:
+            found[name] = Fraction(str(weight))
+        except (ValueError, ZeroDivisionError):  # also of inf and nan
+            found[name] = Fraction(0)
+        if found[name] <= 0:
+            raise DataError(f"the weight of {name}, {weight}, must be a number above 0; to leave it out, leave out its data")
+    whole = sum(found.values())
+    found = {name: weight / whole for name, weight in found.items()}
+    period = math.lcm(*(share.denominator for share in found.values()))
+    if period > LONGEST:
+        raise DataError(
+            f"the shares of {', '.join(found)} repeat only after {period:,} rows, and {LONGEST:,} at most are kept; give"
+            " weights of fewer digits"
+        )
+    return found
+
+
+@lru_cache(maxsize=16)
+def interleaved(parts: tuple[int, ...]) -> np.ndarray:
+    """Which of several is next, int32[sum(parts)], where each is as often as its part says.
+
+    Among the first n each is less than 1 away from n times its share: Tijdeman 1980 (The chairman assignment problem),
+    the bound 1 - 1 / (2 k - 2) of k. It is that of the earliest deadline among those that are behind.
+
+    Args:
+      parts: positive, of each.
+    """
+    period, k = sum(parts), len(parts)
+    if k == 1:
+        return np.zeros(period, np.int32)
+    slack = 2 * k - 2
+    order, given = np.empty(period, np.int32), [0] * k
+    for n in range(1, period + 1):
+        # Times the period, so that all are whole numbers: how far each would be behind without the n-th.
+        behind = [n * part - count * period for part, count in zip(parts, given, strict=True)]
+        among = [at for at in range(k) if slack * behind[at] >= period]
+        chosen = min(among, key=lambda at: (Fraction((slack - 1) * period - slack * behind[at], parts[at]), at))
+        order[n - 1] = chosen
+        given[chosen] += 1
+    return order
+
+
+class Stretch:
+    """Rows by number from 0 on, of which each source has its share; the whole of it repeats after a period.
+
+    Attributes:
+      shares: of each source, by name; they add up to 1.
+    """
+
+    def __init__(self, shares: Mapping[str, Fraction]) -> None:
+        self.shares = dict(shares)
+        self._period = math.lcm(*(share.denominator for share in self.shares.values()))
+        parts = tuple(int(share * self._period) for share in self.shares.values())
+        self._order = interleaved(parts)
+        self._parts = np.array(parts, np.int64)
+        self._before = np.empty(self._period, np.int64)  # rows of the same source that come before, in the period
+        for source in range(len(parts)):
+            here = self._order == source
+            self._before[here] = np.arange(parts[source])
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The source of a row, by its place among the names, and how many rows of it come before."""
+        period, at = divmod(row, self._period)
+        source = int(self._order[at])
+        return source, period * int(self._parts[source]) + int(self._before[at])
+
+    def counts(self, rows: int) -> np.ndarray:
+        """int64[sources], how many of the first rows each has."""
+        periods, rest = divmod(rows, self._period)
+        return periods * self._parts + np.bincount(self._order[:rest], minlength=len(self._parts))
+
+
+class Mixture:
+    """Rows of several sources without end, whose shares may change from a row on.
+
+    Nothing depends on where one begins: what the n-th row is follows from n and from the changes before it.
+
+    Args:
+      changes: pairs of a row and the shares from it on; the first is row 0, and all name the same sources in one order.
+    """
+
+    def __init__(self, changes: Sequence[tuple[int, Mapping[str, Fraction]]]) -> None:
+        self.names = tuple(changes[0][1])
+        self._firsts = [first for first, _ in changes]
+        self._stretches = [Stretch(shares) for _, shares in changes]
+        self._done = [np.zeros(len(self.names), np.int64)]  # rows of each source before each change
+        for number, stretch in enumerate(self._stretches[:-1]):
+            rows = self._firsts[number + 1] - self._firsts[number]
+            self._done.append(self._done[-1] + stretch.counts(rows))
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The source of a row, by its place among `names`, and how many rows of it come before."""
+        at = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        source, before = self._stretches[at].place(row - self._firsts[at])
+        return source, int(self._done[at][source]) + before
+
+    def counts(self, rows: int) -> np.ndarray:
+        """int64[sources], how many of the first rows each has."""
+        at = max(int(np.searchsorted(self._firsts, rows, side="right")) - 1, 0)
+        return self._done[at] + self._stretches[at].counts(rows - self._firsts[at])

@@ -1,0 +1,145 @@
+"""Runs on several sources: shares, curves of each, and what a resumed run must be given."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from mortal_run import preferring, recipe
+
+from llama_jax.data import DataError, WeightedData
+from llama_jax.data.sources import find_data
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.history import read_run
+from llama_jax.runs.log import Log
+from llama_jax.runs.loop import train
+from llama_jax.runs.plot import draw
+from llama_jax.runs.tasks.task import Given
+from llama_jax.runs.tasks.text import about, read_data
+from llama_jax.tokenizers.making import byte_tokenizer
+
+RECIPE = replace(recipe(), steps=6, evaluate_every=3, save_every=3, log_every=2, ema_decay=0.0)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Two texts of different words; the second is short."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, words, count in (("stories", "the llama ate grass", 700), ("books", "a king saw seven seas", 60)):
+        text = np.random.default_rng(0).choice(words.split(), count)
+        (folder / f"{name}.txt").write_text(" ".join(text))
+    return folder
+
+
+def sources(files, **weights):
+    return [WeightedData(name, files / f"{name}.txt", weight) for name, weight in weights.items()]
+
+
+def lines(folder, kind):
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """A run of six steps: (folder, result, what was said)."""
+    folder, log = tmp_path_factory.mktemp("run"), io.StringIO()
+    return folder, train(RECIPE, folder, sources(files, stories=0.75, books=0.25), log=Log(log)), log.getvalue()
+
+
+def test_each_source_has_its_share_its_epochs_and_its_loss(whole):
+    folder, result, said = whole
+    (*_, last) = lines(folder, "train")
+    rows = {name: last[f"epochs/{name}"] for name in ("stories", "books")}
+    assert rows["books"] > 4 * rows["stories"] / 3 > 0
+    assert "books: 1/4 of the rows (25.0%)" in said
+    assert "stories: 3/4 of the rows (75.0%)" in said
+    (*_, held) = lines(folder, "validation")
+    assert held["loss"] == pytest.approx(0.75 * held["loss/stories"] + 0.25 * held["loss/books"])
+    assert result.validation.loss == held["loss"]
+    assert result.validation.sources["books"].loss == held["loss/books"]
+    assert set(result.validation.sources) == {"books", "stories"}
+
+
+def test_what_is_read_too_often_is_said(files):
+    given = Given(find_data(sources(files, stories=1, books=1)), (), byte_tokenizer(), MeshSizes(), Log(quiet=True))
+    corpora = read_data(RECIPE, given)
+    said = about(replace(RECIPE, steps=60), corpora)
+    assert [line for line in said if "repeated text" in line] == [said[-1]]
+    assert said[-1].startswith("  books is read ")
+    assert not any("repeated text" in line for line in about(RECIPE, corpora))
+
+
+def test_a_curve_for_each(whole):
+    history = read_run(whole[0])
+    assert {"loss/books", "loss/stories"} <= set(history.validation)
+    titles = [axes.get_title(loc="left") for axes in draw([history]).axes]
+    assert "Validation loss of books, nats per token" in titles
+
+
+def test_resumed_it_goes_on_with_the_same_rows(whole, files, tmp_path):
+    """In whatever order the sources are given, and however their weights are written."""
+    first = train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=_Stop("step 2/"))
+    assert first.stopped
+    again = train(RECIPE, tmp_path, sources(files, books="0.25", stories=0.75), resume=True)
+    jax.tree.map(np.testing.assert_array_equal, again.state, whole[1].state)
+
+
+def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_path):
+    train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=_Stop("step 2/"))
+    other = sources(files, stories=1, books=1)
+    with pytest.raises(TrainingError, match=r"were books 1/4, stories 3/4, and are books 1/2, stories 1/2 now; .*--reweigh"):
+        train(RECIPE, tmp_path, other, resume=True)
+    result = train(RECIPE, tmp_path, other, resume=True, reweigh=True)
+    about = json.loads((tmp_path / "checkpoints" / str(result.step) / "about" / "note.json").read_text())
+    (begin, shares), (changed, now) = about["data"]["mixture"]
+    assert (begin, shares) == (0, {"books": "1/4", "stories": "3/4"})
+    assert changed % RECIPE.batch == 0
+    assert now == {"books": "1/2", "stories": "1/2"}
+    train(RECIPE, tmp_path, other, resume=True)
+
+
+class _Stop(Log):
+    """Sends SIGTERM when a line begins so."""
+
+    def __init__(self, start: str):
+        super().__init__(io.StringIO())
+        self._start = start
+
+    def _write(self, text: str, *, stays: bool) -> None:
+        super()._write(text, stays=stays)
+        if text.startswith(self._start):
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (lambda files: [*sources(files, stories=1), files / "books.txt"], "books.txt has no name and weight"),
+        (lambda files: sources(files, stories=1) * 2, "two sources are called stories"),
+        (lambda files: [WeightedData("a b", files / "books.txt", 1)], "the name 'a b' of a source must be letters"),
+        (lambda files: [WeightedData(name, files / "books.txt", 1) for name in "ab"], "books.txt is given twice"),
+        (lambda files: sources(files, stories=0), "the weight of stories, 0, must be a number above 0"),
+    ],
+)
+def test_wrong_sources(files, given, message):
+    with pytest.raises(DataError, match=message):
+        find_data(given(files))
+
+
+def test_preferences_are_not_mixed(files, tmp_path):
+    with pytest.raises(TrainingError, match="preferences are not mixed by weights"):
+        train(preferring(), tmp_path, sources(files, stories=1, books=1))
+
+
+def test_validation_files_are_of_the_same_sources_or_of_none(files, tmp_path):
+    (tmp_path / "held.txt").write_text("the llama saw a king")
+    poems = [WeightedData("poems", tmp_path / "held.txt")]
+    with pytest.raises(TrainingError, match="the validation data are of poems, and the data of books, stories"):
+        train(RECIPE, tmp_path / "run", sources(files, stories=1, books=1), validation_data=poems)
