@@ -68,6 +68,9 @@ class Train:
     """How the step is spread: jit over the mesh, or pmap with a whole copy of the model on every device."""
     trace: str = ""
     """Steps to profile into the folder's trace/: 20:25 are five, of which step 20 is the first."""
+    track: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], tyro.conf.UseAppendAction] = ()
+    """Where the numbers of metrics.jsonl are shown, too: TensorBoard (the folder's tensorboard/), Weights & Biases (offline
+    with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install 'llama-jax[wandb]'."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
     coordinator: str | None = None
@@ -118,6 +121,7 @@ class Train:
                 mesh=parse_mesh(self.mesh) if self.mesh else MeshSizes(data=jax.device_count()),
                 backend=self.backend,
                 trace=_steps(self.trace),
+                track=self.track,
                 processes=joined,
                 log=Log(quiet=joined.index > 0),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +35,7 @@ from llama_jax.runs.signals import Stopping, StopRequest
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.tasks.choose import kind_of
 from llama_jax.runs.tasks.task import Beginning, Feed, Finding, Given, Task
+from llama_jax.runs.trackers import Track, Tracking, check_trackers
 from llama_jax.runs.vocabulary import choose_tokenizer
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
@@ -71,6 +73,7 @@ def train(
     mesh: MeshSizes = MeshSizes(),
     backend: Backend = "jit",
     trace: range | None = None,
+    track: Sequence[Track] = (),
     processes: Processes | None = None,
     log: Log | None = None,
 ) -> Result:
@@ -94,6 +97,7 @@ def train(
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
+      track: where the numbers of metrics.jsonl are shown, too: see `runs.trackers`.
       processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
       log: what is told meanwhile, as `runs.log.Log()` prints it; None prints nothing.
 
@@ -127,6 +131,7 @@ def train(
     preparing.check(recipe, folder, trace, mesh, backend)
     sources = find_data(data)
     validation_sources = find_data(validation_data) if preparing.is_given(validation_data) else []
+    check_trackers(track)
     preparing.check_sources(recipe, sources, validation_sources)
     with (
         locked(folder) if jax.process_index() == 0 else nullcontext(),
@@ -182,6 +187,7 @@ def train(
                 stop=Stopping(stop, processes.count),
                 profile=Profile(folder, trace, log),
                 processes=processes,
+                track=track,
                 base=None if base is None else base.note,
             )
             run.announce(state, resumed=note is not None)
@@ -204,6 +210,7 @@ class _TrainingRun:
     stop: Stopping
     profile: Profile
     processes: Processes
+    track: Sequence[Track] = ()
     base: dict[str, str] | None = None  # under adapters that are trained
     tokens: int = 0
     validation: Finding | None = None
@@ -228,7 +235,10 @@ class _TrainingRun:
         recipe, feed = self.recipe, self.feed
         begin = int(state.step)
         self.tokens = 0 if note is None else note["tokens"]
-        self.metrics = Metrics(self.folder) if self.processes.index == 0 else None
+        self.metrics = self.tracking = None
+        if self.processes.index == 0:
+            self.metrics = Metrics(self.folder)
+            self.tracking = Tracking(self.track, self.folder, to_dict(recipe), begin, self.log)
         self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
@@ -271,6 +281,8 @@ class _TrainingRun:
             feed.close()
             if self.metrics is not None:
                 self.metrics.close()
+            if self.tracking is not None:
+                self.tracking.close()
         self._conclude(step)
         return Result(step, state, None if self.validation is None else self.validation.result, self.stop.name)
 
@@ -370,3 +382,5 @@ class _TrainingRun:
     def _write(self, kind: str, step: int, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(kind, step, **values)
+        if self.tracking is not None:
+            self.tracking.write(kind, step, values)

@@ -1,8 +1,7 @@
-"""The numbers of a run, as they come: lines of JSON always, TensorBoard where it is installed."""
+"""The numbers of a run, as they come, in lines of JSON."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -25,11 +24,6 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
         if broken:
             self._file.write("\n")
-        self._board: Any = None
-        if importlib.util.find_spec("tensorboardX") is not None:
-            from tensorboardX import SummaryWriter  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra, without types
-
-            self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """A line. A number that is not finite is null, for JSON has no name for it.
@@ -46,17 +40,11 @@ class Metrics:
                 f"{self._path} cannot be written to ({error.strerror}); fix that and go on from the last checkpoint with"
                 " --resume"
             ) from None
-        if self._board is not None and kind in ("train", "validation"):
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """End both."""
+        """End it."""
         with suppress(OSError):  # what could not be written has been told of
             self._file.close()
-        if self._board is not None:
-            self._board.close()
 
 
 def finite(value: Any) -> Any:

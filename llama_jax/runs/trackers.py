@@ -1,0 +1,166 @@
+"""A run's numbers where people look: TensorBoard, Weights & Biases, MLflow. The truth is in metrics.jsonl."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.log import Log
+from llama_jax.writing import appearing
+
+Track = Literal["tensorboard", "wandb", "mlflow"]
+PACKAGES: dict[Track, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # what is imported
+NAMES = "trackers.json"  # in the folder of a run: by which name each service knows it, so that a resumed run goes on there
+KINDS = ("train", "validation")  # whose numbers are sent
+
+
+class Tracker(Protocol):
+    """One place for numbers.
+
+    Attributes:
+      name: by which it knows the run, and goes on with it.
+    """
+
+    name: str
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """The numbers of a step, by names like "train/loss"."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def check_trackers(track: Sequence[Track]) -> None:
+    """Raise TrainingError for a name that is none, or a package that is not installed."""
+    for name in track:
+        if name not in PACKAGES:
+            raise TrainingError(f"track={name!r} must be one of {', '.join(get_args(Track))}")
+        try:
+            importlib.import_module(PACKAGES[name])
+        except ImportError as error:
+            raise TrainingError(f"--track {name} needs a package ({error}): pip install 'llama-jax[{name}]'") from None
+
+
+class Tracking:
+    """All places that a run's numbers go to. One that fails is left out from then on, and the run goes on."""
+
+    def __init__(self, track: Sequence[Track], folder: Path, recipe: dict[str, Any], step: int, log: Log) -> None:
+        """
+        Args:
+          recipe: as `recipe.to_dict` gives it, for the services' own record of settings.
+          step: after which the run goes on; 0 of a new one.
+        """
+        self._log, self._trackers = log, dict[str, Tracker]()
+        path = folder / NAMES
+        known = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        for name in dict.fromkeys(track):
+            try:
+                self._trackers[name] = tracker = MADE[name](folder, recipe, step, known.get(name))
+            except Exception as error:  # of a service of whatever kind
+                raise TrainingError(f"{name} cannot be told of this run: {_first_line(error)}") from None
+            known[name] = tracker.name
+        if self._trackers:
+            with appearing(path, raises=TrainingError) as target:
+                target.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """The finite numbers of a line of metrics.jsonl, of training and of validation."""
+        if kind not in KINDS:
+            return
+        numbers = {
+            f"{kind}/{name}": float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        }
+        for name in list(self._trackers):
+            self._try(name, lambda tracker: tracker.write(step, numbers))
+
+    def close(self) -> None:
+        """End all."""
+        for name in list(self._trackers):
+            self._try(name, lambda tracker: tracker.close())
+
+    def _try(self, name: str, use: Callable[[Tracker], None]) -> None:
+        try:
+            use(self._trackers[name])
+        except Exception as error:  # of a service of whatever kind: no run is to end for its curves
+            del self._trackers[name]
+            self._log.line(f"{name} failed and is told nothing more; metrics.jsonl has all: {_first_line(error)}")
+
+
+class _TensorBoard:
+    name = "tensorboard"  # the folder itself
+
+    def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
+        from tensorboardX import SummaryWriter  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra, without types
+
+        # Of a run that was killed, steps after the checkpoint are drawn anew.
+        purge = step + 1 if step else None
+        self._writer = SummaryWriter(str(folder / self.name), purge_step=purge, filename_suffix=f".{step}")
+        if known is None:
+            self._writer.add_text("recipe", f"```\n{json.dumps(recipe, indent=2)}\n```", 0)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
+        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
+
+        called, quiet = folder.resolve().name, wandb.Settings(console="off")
+        resume: Any = None if known is None else "allow"
+        self._run = wandb.init(name=called, dir=str(folder), config=recipe, id=known, resume=resume, settings=quiet)
+        # Its own count of steps only rises, and a resumed run goes back to its checkpoint.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.name = str(self._run.id)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
+        from mlflow import MlflowClient, entities  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra
+
+        self._client, self._metric = MlflowClient(), entities.Metric
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+        else:
+            wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", "llama_jax")
+            experiment = self._client.get_experiment_by_name(wanted)
+            of = self._client.create_experiment(wanted) if experiment is None else experiment.experiment_id
+            known = str(self._client.create_run(of, run_name=folder.resolve().name).info.run_id)
+            params = [entities.Param(name, str(value)[:500]) for name, value in recipe.items()]
+            self._client.log_batch(known, params=params)
+        self.name = known
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        now = time.time_ns() // 1_000_000
+        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.name, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.name)
+
+
+MADE: dict[str, Callable[..., Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WandB, "mlflow": _MLflow}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
