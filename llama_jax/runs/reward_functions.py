@@ -114,8 +114,11 @@ def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Se
         given = reward.function(list(completions), **{name: list(columns[name]) for name in taken})
         if inspect.isgenerator(given):  # of which one that never ends is not waited for
             given = list(islice(given, len(completions) + 1))
-    except (Exception, SystemExit) as error:  # `exit()` in a function would else end the run as if it were done
+    # `exit()` in a function would else end the run as if it were done; Ctrl-C itself never comes as an exception.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise TrainingError(f"reward {reward.name} failed with {_where(error, reward)}") from None
+    if inspect.iscoroutine(given):
+        given.close()  # else Python warns of one that nobody waited for
     need = f"a list of {len(completions)} numbers, one for each answer, is needed"
     try:
         values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers

@@ -42,6 +42,12 @@ def vandal(completions, **columns):
 def leaves(completions, **columns):
     raise SystemExit(0)
 
+async def later(completions, **columns):
+    return [1.0, 1.0]
+
+def interrupted(completions, **columns):
+    raise KeyboardInterrupt
+
 def endless(completions, **columns):
     while True:
         yield 1.0
@@ -102,8 +108,10 @@ def test_what_one_changes_in_its_lists_is_not_changed_for_others(file):
         ("nothing", "nothing gave None; a list of 2 numbers"),
         ("texts", "texts gave '1' for the answer 'ab'; a finite number"),
         ("leaves", r"leaves failed with SystemExit: 0 \(.*mine.py, line 33, in leaves"),
+        ("later", "later gave <coroutine object later .*; a list of 2 numbers"),
+        ("interrupted", r"interrupted failed with KeyboardInterrupt \(.*mine.py, line 39, in interrupted"),
         ("endless", "endless gave 3 values for 2 answers"),
-        ("late", r"late failed with KeyError: 'late' \(.*mine.py, line 41, in late"),
+        ("late", r"late failed with KeyError: 'late' \(.*mine.py, line 47, in late"),
         ("unordered", r"unordered gave \{0.0, 1.0\}; a list of 2 numbers"),
         ("tensors", "tensors gave <.*Two object .* for the answer 'ab'; a finite number"),
     ],

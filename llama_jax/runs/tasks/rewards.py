@@ -184,7 +184,7 @@ class Evaluated:
     Attributes:
       loss: -`reward`, by which the best checkpoint is known.
       reward: the mean of all answers.
-      standard_error: of `reward`, from the spread between prompts.
+      standard_error: of `reward`, from the spread between prompts; nan of a single prompt.
       length: tokens of an answer.
       stopped: share of the answers that a stop token ended.
       answers: how many.
@@ -300,7 +300,8 @@ class RewardFeed:
         length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
         found = Evaluated(-mean, mean, error, length, ended, len(reward))
         facts = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
-        text = f"reward {mean:.4f} ± {error:.4f}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
+        spread = "" if np.isnan(error) else f" ± {error:.4f}"
+        text = f"reward {mean:.4f}{spread}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
         return Finding(-mean, facts, text, found)
 
     def close(self) -> None:
