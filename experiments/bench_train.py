@@ -27,12 +27,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 from measuring import cpu_name, settings, versions, write_report
 
 Steps = Callable[[int], None]
+Peer = Callable[[Any, str], Steps]  # made of the arguments and the dtype of the computation
 THREADS = os.cpu_count() or 1
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP_NORM = 3e-4, (0.9, 0.95), 0.1, 1.0
 
@@ -56,31 +58,39 @@ class Arguments:
     output: Path = Path("experiments/results/bench_train_cpu.json")
 
 
-def random_tokens(arguments: Arguments, vocab_size: int) -> np.ndarray:
+def random_tokens(arguments: Any, vocab_size: int) -> np.ndarray:
     shape = arguments.batch, arguments.length + 1
     return np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
 
 
-def ours(arguments: Arguments, dtype: str) -> Steps:
+def our_optimizer(arguments: Any) -> Any:
+    import llama_jax
+
+    settings = llama_jax.OptimizerSettings(
+        learning_rate=LEARNING_RATE, schedule="constant", b1=BETAS[0], b2=BETAS[1], weight_decay=WEIGHT_DECAY
+    )
+    return llama_jax.make_optimizer(settings, arguments.steps * arguments.repetitions)
+
+
+def ours(arguments: Any, dtype: str) -> Steps:
     import jax
 
     import llama_jax
-    from llama_jax import Batch, Compute, LossOptions, OptimizerSettings, StepOptions
 
-    config = llama_jax.preset(arguments.shape)
-    settings = OptimizerSettings(
-        learning_rate=LEARNING_RATE,
-        schedule="constant",
-        b1=BETAS[0],
-        b2=BETAS[1],
-        weight_decay=WEIGHT_DECAY,
-        clip_norm=CLIP_NORM,
-    )
-    optimizer = llama_jax.make_optimizer(settings, arguments.steps * arguments.repetitions)
+    config, optimizer = llama_jax.preset(arguments.shape), our_optimizer(arguments)
     state = llama_jax.init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
-    batch = Batch(random_tokens(arguments, config.vocab_size))
-    options = StepOptions(LossOptions(Compute(dtype)))
+    options = llama_jax.StepOptions(llama_jax.LossOptions(llama_jax.Compute(dtype)), clip_norm=CLIP_NORM)
     step = jax.jit(partial(llama_jax.train_step, config, optimizer, options=options), donate_argnums=0)
+    return our_steps(step, state, arguments, config.vocab_size)
+
+
+def our_steps(step: Callable[..., Any], state: Any, arguments: Any, vocab_size: int) -> Steps:
+    """Of a compiled function of state and batch, as `train_step` is one."""
+    import jax
+
+    import llama_jax
+
+    batch = llama_jax.Batch(random_tokens(arguments, vocab_size))
 
     def run(steps: int) -> None:
         nonlocal state
@@ -92,18 +102,28 @@ def ours(arguments: Arguments, dtype: str) -> Steps:
     return run
 
 
-def transformers(arguments: Arguments, dtype: str, *, compiled: bool) -> Steps:
-    import torch
+def transformers(arguments: Any, dtype: str, *, compiled: bool) -> Steps:
+    return torch_steps(transformers_model(arguments.shape), arguments, dtype, compiled=compiled)
+
+
+def transformers_model(shape: str) -> Any:
+    """Of random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import llama_jax
     from llama_jax.checkpoints.huggingface_config import config_to_dict
 
+    return LlamaForCausalLM(LlamaConfig(**config_to_dict(llama_jax.preset(shape))))
+
+
+def torch_steps(model: Any, arguments: Any, dtype: str, *, compiled: bool) -> Steps:
+    """Of a model of transformers; what of it is frozen is left alone."""
+    import torch
+
     torch.set_num_threads(THREADS)
-    config = llama_jax.preset(arguments.shape)
-    model = LlamaForCausalLM(LlamaConfig(**config_to_dict(config)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
-    tokens = torch.from_numpy(random_tokens(arguments, config.vocab_size)).long()
+    learnt = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(learnt, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    tokens = torch.from_numpy(random_tokens(arguments, model.config.vocab_size)).long()
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 
     def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -117,7 +137,7 @@ def transformers(arguments: Arguments, dtype: str, *, compiled: bool) -> Steps:
         for _ in range(steps):
             loss = differentiable(inputs, targets)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+            torch.nn.utils.clip_grad_norm_(learnt, CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
         assert np.isfinite(loss.item())
@@ -125,15 +145,15 @@ def transformers(arguments: Arguments, dtype: str, *, compiled: bool) -> Steps:
     return run
 
 
-PEERS = {
+PEERS: dict[str, Peer] = {
     "llama_jax": ours,
     "torch eager": partial(transformers, compiled=False),
     "torch compiled": partial(transformers, compiled=True),
 }
 
 
-def worker(peer: str, dtype: str, arguments: Arguments, pipe) -> None:
-    run = PEERS[peer](arguments, dtype)
+def worker(peer: Peer, dtype: str, arguments: Any, pipe: Any) -> None:
+    run = peer(arguments, dtype)
     run(1)
     pipe.send("ready")
     while pipe.recv() == "turn":
@@ -151,13 +171,13 @@ def peak_memory_mb() -> float | None:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-def measure(dtype: str, arguments: Arguments) -> dict[str, dict]:
-    """{peer: {"tokens_per_second": [of each counted turn], "processor_seconds_per_step": [...], "peak_memory_mb": ...}}."""
+def measure(peers: dict[str, Peer], dtype: str, arguments: Any) -> dict[str, dict]:
+    """Of each that takes part: "tokens_per_second" and "processor_seconds_per_step" by turn, "peak_memory_mb"."""
     spawn = multiprocessing.get_context("spawn")
     workers = {}
     for peer in arguments.peers:
         mine, theirs = spawn.Pipe()
-        process = spawn.Process(target=worker, args=(peer, dtype, arguments, theirs))
+        process = spawn.Process(target=worker, args=(peers[peer], dtype, arguments, theirs))
         process.start()
         theirs.close()  # so that a worker that dies is an EOFError here and not an endless wait
         mine.recv()  # one compiles at a time
@@ -178,25 +198,26 @@ def measure(dtype: str, arguments: Arguments) -> dict[str, dict]:
     return found
 
 
-def main(arguments: Arguments) -> None:
+def compare(peers: dict[str, Peer], own: str, arguments: Any, packages: tuple[str, ...]) -> None:
+    """Measure, print a table and write the report; `own` is the peer whose speed is divided by the others'."""
     report = {
         "machine": {"cpu": cpu_name(), "cores": THREADS, "platform": platform.platform()},
-        "versions": versions("jax", "jaxlib", "optax", "torch", "transformers", "numpy"),
+        "versions": versions("jax", "jaxlib", "optax", "torch", "transformers", "numpy", *packages),
         "settings": settings(arguments),
         "load_average": [os.getloadavg()],
         "results": {},
     }
-    tokens_per_step = f"{arguments.batch} x {arguments.length} tokens"
-    print(f"{arguments.shape}, {tokens_per_step}; the ratio is that of llama_jax's speed to the peer's, turn by turn")
+    key = f"speed_of_{own.replace(' ', '_')}_over_this"
+    print(f"{arguments.shape}, {arguments.batch} x {arguments.length} tokens, {report['machine']['cpu']}")
+    print(f"the ratio is that of the speed of {own} to the peer's, turn by turn")
     print(f"{'dtype':9} {'peer':15} {'tokens/s':>9} {'min':>7} {'max':>7} {'CPU s':>6} {'peak MB':>8} {'ratio':>6}  range")
     for dtype in arguments.dtypes:
-        report["results"][dtype] = results = measure(dtype, arguments)
+        report["results"][dtype] = results = measure(peers, dtype, arguments)
         report["load_average"].append(os.getloadavg())
         for peer, figures in results.items():
             speeds = figures["tokens_per_second"]
-            own = results["llama_jax"]["tokens_per_second"] if "llama_jax" in results else speeds
-            ratios = [a / b for a, b in zip(own, speeds, strict=True)]
-            figures["speed_of_llama_jax_over_this"] = statistics.median(ratios)
+            ratios = [a / b for a, b in zip(results.get(own, figures)["tokens_per_second"], speeds, strict=True)]
+            figures[key] = statistics.median(ratios)
             print(
                 f"{dtype:9} {peer:15} {statistics.median(speeds):9.0f} {min(speeds):7.0f} {max(speeds):7.0f}"
                 f" {statistics.median(figures['processor_seconds_per_step']):6.2f} {figures['peak_memory_mb'] or 0:8.0f}"
@@ -205,6 +226,10 @@ def main(arguments: Arguments) -> None:
             )
     write_report(arguments.output, report)
     print(f"written to {arguments.output}")
+
+
+def main(arguments: Arguments) -> None:
+    compare(PEERS, "llama_jax", arguments, ())
 
 
 if __name__ == "__main__":

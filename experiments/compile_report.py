@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
 
 RESULTS = Path(__file__).parent / "results"
-Kind = Literal["train", "pmap", "decode", "prefill", "turn", "insert"]
+Kind = Literal["train", "pmap", "decode", "prefill", "turn", "insert", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Case:
     Attributes:
       hardware: names of which each compiles it, with its mesh.
       batch, length: rows over the mesh, and tokens in each; of a cache, its slots.
-      options: of `train_programs` or `decode_programs`; of a turn, how many adapters lie beside the model, and their rank.
+      options: of `train_programs` or `decode_programs`; of a turn, how many adapters lie beside the model, and their rank;
+        of a rollout, the rank of the adapters that are trained, and how many answers each prompt gets.
       largest: double the batch while it fits.
     """
 
@@ -58,6 +59,7 @@ LORA: dict[str, Any] = {"rank": 16}
 QLORA = LORA | {"weights": "nf4"}
 TABLE = LORA | {"adapters": 4}
 WIDE_TABLE = LORA | {"adapters": 16}
+ROLLOUT = LORA | {"group": 8}
 
 
 def on(mesh: str, *names: str) -> dict[str, str]:
@@ -108,6 +110,10 @@ CASES = (
     # With a table of adapters: few for the rows, which are all multiplied, and many, of which each row cuts out its own.
     Case("8b-turn-adapters", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
     Case("8b-turn-own", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 4, 2048, WIDE_TABLE),
+    # Answers that training by rewards samples, from bfloat16 with adapters: half of a row is the prompt, half the answer.
+    Case("1b-rollout", "rollout", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 64, 512, ROLLOUT),
+    Case("8b-rollout", "rollout", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 512, ROLLOUT),
+    Case("8b-rollout-fsdp", "rollout", "llama-3.1-8b", on("fsdp=8", "tpu-v5e"), 64, 512, ROLLOUT),
     Case("8b-insert", "insert", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
 )  # fmt: skip
 
@@ -182,6 +188,8 @@ def program_of(case: Case, mesh: Mesh) -> Program:
         programs = train_programs(*shape, **options, lora=None if rank is None else Lora(rank=rank))
     elif case.kind == "pmap":
         programs = pmap_programs(*shape, dtype="bfloat16")
+    elif case.kind == "rollout":
+        programs = [rollout(config, case, mesh, **case.options)]
     elif case.kind in ("turn", "insert"):
         programs = [served(config, case, mesh)]
     else:
@@ -233,6 +241,49 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         compiler_options=told,
     )
     return replace(decode, name="turn", function=turn, arguments=(params, state, wishes))
+
+
+def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) -> Program:
+    """Answers to prompts by a model that trains adapters, see `llama_jax.runs.rollout_program`."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from llama_jax.analysis.memory import bytes_per_device, decode_programs
+    from llama_jax.inference.rollouts import Prompts, RolloutOptions
+    from llama_jax.model.adapters import Lora, adapted, adapter_shapes
+    from llama_jax.model.options import Compute
+    from llama_jax.model.trees import param_shapes
+    from llama_jax.parallel.mesh import MeshSizes
+    from llama_jax.parallel.specs import adapter_specs, param_specs, shardings
+    from llama_jax.runs.rollout_program import sampler
+
+    def placed(shapes: Any, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes, shardings(mesh, specs)
+        )
+
+    def asked(dtype: str, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    sizes, lora, half = MeshSizes(**mesh.shape), Lora(rank=rank), case.length // 2
+    base = placed(param_shapes(config, "bfloat16"), param_specs(config, sizes))
+    adapters = placed(adapter_shapes(config, lora), adapter_specs(config, sizes, lora))
+    options, prompts = RolloutOptions(group, half, stop=(2,)), case.batch // group
+    arguments = (
+        adapted(base, adapters, lora),
+        Prompts(asked("int32", prompts, half), asked("int32", prompts), asked("uint32", case.batch)),
+    )
+    decode = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")[-1]
+    share = bytes_per_device(arguments[0])
+    embedding = bytes_per_device(base.embedding) * (not config.tie_embeddings)
+    return replace(
+        decode,
+        name="rollout",
+        function=jax.jit(sampler(config, mesh, options, Compute("bfloat16"))),
+        arguments=arguments,
+        known=replace(decode.known, parameters=share),
+        per_token=share - embedding + decode.known.cache,
+    )
 
 
 def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, rank: int) -> tuple[Program, Any]:

@@ -1,5 +1,6 @@
 import json
 
+import bench_lora
 import bench_train
 import pytest
 
@@ -27,3 +28,19 @@ def test_the_benchmark_runs_and_writes_its_figures(tmp_path, capsys):
             assert figures["peak_memory_mb"] is None or figures["peak_memory_mb"] > 10
         assert peers["llama_jax"]["speed_of_llama_jax_over_this"] == 1
     assert "stories-260k" in capsys.readouterr().out
+
+
+@pytest.mark.parity
+def test_the_benchmark_of_adapters_runs_and_writes_its_figures(tmp_path):
+    output = tmp_path / "bench.json"
+    peers = ("lora", "full", "peft eager")
+    small = {"rank": 2, "batch": 2, "length": 16, "steps": 1, "repetitions": 3, "output": output}
+    bench_lora.main(bench_lora.Arguments(shape="stories-260k", peers=peers, **small))
+    results = json.loads(output.read_text())["results"]
+    assert results.keys() == {"float32", "bfloat16"}
+    for found in results.values():
+        assert found.keys() == set(peers)
+        assert found["lora"]["speed_of_lora_over_this"] == 1
+        for figures in found.values():
+            assert len(figures["tokens_per_second"]) == 2
+            assert min(figures["tokens_per_second"]) > 0

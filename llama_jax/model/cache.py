@@ -167,36 +167,36 @@ def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | N
 @for_cpu(cpu.put)
 def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None) -> jax.Array:
     """Of [(L,) B, K, S, ...] and [B, K, T, ...]."""
-    zero, rest = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3)
     layers = () if layer is None else (layer.astype(slots.dtype),)
+    zero, rest, at = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3), len(layers)  # rows are axis `at`
     if slots.ndim == 1 and new.shape[0] == 1:  # one row needs no scatter
         start = (*layers, zero, zero, slots[0], *(zero for _ in rest))
         return lax.dynamic_update_slice(buffer, new.reshape(*(1 for _ in layers), *new.shape), start)
 
     mesh = mesh_in_force()
-    if layer is None and new.shape[2] == 1:
+    if new.shape[2] == 1:
         # One scatter, of each row and head: of updates by whole rows a TPU makes a loop over the rows.
         if math.prod(mesh.values()) == 1:
             rows, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
-            places = buffer.at[rows, heads, slots.reshape(-1, 1)]
+            places = buffer.at[(*layers, rows, heads, slots.reshape(-1, 1))]
             return places.set(new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
         # Over devices both axes are the scatter's own and no indices, so that devices with parts of them exchange nothing.
         # Of more than one head on a device a TPU would then want the heads first and copy the cache.
-        def put_head(head: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:  # [S, ...], [...], []
-            return head.at[slot].set(new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+        def put_head(head: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:  # [(L,) S, ...], [...], []
+            return head.at[(*layers, slot)].set(new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
 
         if new.shape[1] <= mesh.get("tensor", 1):
-            return jax.vmap(jax.vmap(put_head, in_axes=(0, 0, None)))(buffer, new[:, :, 0], slots.reshape(-1))
+            return jax.vmap(jax.vmap(put_head, (at, 0, None), at), (at, 0, 0), at)(buffer, new[:, :, 0], slots.ravel())
 
     def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) K, S, ...], [K, T, ...], [] or [T]
         if slots.ndim == 0:
             start = (*layers, zero, slots, *(zero for _ in rest))
             return lax.dynamic_update_slice(row, new.reshape(*(1 for _ in layers), *new.shape), start)
         one_head = lambda row, new: row.at[(*layers, slots)].set(new, unique_indices=True, mode="promise_in_bounds")
-        return jax.vmap(one_head, in_axes=(len(layers), 0), out_axes=len(layers))(row, new)
+        return jax.vmap(one_head, in_axes=(at, 0), out_axes=at)(row, new)
 
-    return jax.vmap(put_row, in_axes=(len(layers), 0, 0), out_axes=len(layers))(buffer, new, slots)
+    return jax.vmap(put_row, in_axes=(at, 0, 0), out_axes=at)(buffer, new, slots)
 
 
 def bucket(length: int, smallest: int) -> int:

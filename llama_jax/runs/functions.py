@@ -38,7 +38,7 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = own[-1].lineno if own else getattr(error, "lineno", None)
         at = f", line {line}" if line else ""

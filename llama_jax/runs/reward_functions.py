@@ -6,8 +6,9 @@ import hashlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,20 @@ def _judged(reward: Reward, completions: Sequence[str], columns: Mapping[str, Se
     taken = (name for name in columns if name != STOPPED or _takes(reward.function, STOPPED))
     try:  # lists of its own: what it changes in them is not changed for others
         given = reward.function(list(completions), **{name: list(columns[name]) for name in taken})
-    except Exception as error:
+        if inspect.isgenerator(given):  # of which one that never ends is not waited for
+            given = list(islice(given, len(completions) + 1))
+    # `exit()` in a function would else end the run as if it were done; Ctrl-C itself never comes as an exception.
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
         raise TrainingError(f"reward {reward.name} failed with {_where(error, reward)}") from None
+    if inspect.iscoroutine(given):
+        given.close()  # else Python warns of one that nobody waited for
     need = f"a list of {len(completions)} numbers, one for each answer, is needed"
     try:
-        values = list(given)
+        values = None if isinstance(given, (str, bytes, Mapping, Set)) else list(given)  # have no order, or no numbers
     except TypeError:
-        raise TrainingError(f"reward {reward.name} gave {shown(given, 40)}; {need}") from None
+        values = None
+    if values is None:
+        raise TrainingError(f"reward {reward.name} gave {shown(given, 40)}; {need}")
     if len(values) != len(completions):
         raise TrainingError(f"reward {reward.name} gave {len(values)} values for {len(completions)} answers; {need}")
     for value, completion in zip(values, completions, strict=True):
@@ -144,11 +152,11 @@ def _takes(function: Function, name: str) -> bool:
 def _is_number(value: Any) -> bool:
     try:
         return not isinstance(value, str) and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # what converts itself may raise anything, as a tensor of two numbers a RuntimeError
         return False
 
 
-def _where(error: Exception, reward: Reward) -> str:
+def _where(error: BaseException, reward: Reward) -> str:
     """What was raised, and the last line of the function's own file that led to it, on one line."""
     what = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)

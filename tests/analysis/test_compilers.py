@@ -176,6 +176,34 @@ def test_a_turn_of_the_engine_copies_no_slots(hardware, mesh):
     assert turn["token"]["read_ratio"] < 1.15  # of 8 layers; the vocabulary's logits are read several times
 
 
+ROLLOUT = """
+import json, sys
+from dataclasses import replace
+import jax
+jax.config.update("jax_platforms", "cpu")
+sys.path.insert(0, sys.argv[3])
+import compile_report
+import llama_jax
+from llama_jax.analysis.compilers import mesh_for
+from llama_jax.analysis.findings import examine
+from llama_jax.parallel.mesh import parse_mesh
+config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
+case = compile_report.Case("", "rollout", "", {}, 64, 512)
+print(json.dumps(examine(compile_report.rollout(config, case, mesh, rank=16, group=8)).as_dict()))
+"""
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("mesh", ["data=1", "tensor=8"])
+def test_answers_are_sampled_without_a_copy_of_the_weights(mesh):
+    """On a TPU, which reads stacked layers as they lie; and new tokens are written by one scatter, not row by row."""
+    found = look("tpu-v5e", ROLLOUT, mesh, str(EXPERIMENTS))
+    assert found["token"]["read_ratio"] < 1.15
+    assert found["token"]["kernels_per_layer"] < 64
+    assert found["copies"]["bytes"] < found["bytes_per_device"]["parameters"] // 20
+    assert found["bytes_per_device"]["temporaries"] < found["bytes_per_device"]["parameters"] // 2
+
+
 TENSOR = """
 import json, sys
 from dataclasses import replace

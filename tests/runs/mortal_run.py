@@ -15,6 +15,8 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.recipe import Recipe
+from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.training.distillation import DistillOptions
 from llama_jax.training.optimizer import OptimizerSettings
 from llama_jax.training.preferences import PreferenceOptions
 
@@ -62,6 +64,32 @@ def preferring() -> Recipe:
         save_every=4,
         ema_decay=0.0,
     )
+
+
+def rewarding() -> Recipe:
+    """The same shape, which learns what a function of this file rewards, twice from the same answers."""
+    return replace(
+        recipe(),
+        steps=4,
+        batch=32,
+        length=16,
+        rewards=RewardSettings((f"{__file__}:letters",), group=4, answer=8, held=8, samples=1, updates=2),
+        optimizer=OptimizerSettings(learning_rate=1e-2, schedule="constant"),
+        evaluate_every=2,
+        save_every=2,
+        ema_decay=0.0,
+    )
+
+
+def letters(completions: list[str], **columns: list[str]) -> list[float]:
+    """The share of characters that are letters."""
+    return [sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1) for text in completions]
+
+
+def distilling() -> Recipe:
+    """A smaller shape, which learns what the teacher given by --teacher predicts."""
+    small = replace(recipe(), steps=12, evaluate_every=6, ema_decay=0.0, vocabulary="given")
+    return replace(small, model=replace(small.model, dim=16, hidden_dim=32, n_layers=1), distill=DistillOptions())
 
 
 def write_words(folder: Path) -> Path:

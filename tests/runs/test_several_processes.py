@@ -263,9 +263,9 @@ def test_processes_that_nobody_joined(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["preferences", "teacher"])
+@pytest.mark.parametrize("kind", ["preferences", "teacher", "rewards"])
 def test_other_kinds_of_training_are_the_same_in_two_processes(started, text, tmp_path, kind):
-    """The reference of preferences is computed once by all, and a teacher is read by all together."""
+    """A reference of preferences is computed once by all, a teacher read by all together, and answers are sampled so."""
     given = {"function": "recipe"}
     with started(tmp_path / "base", "steps=3", "evaluate_every=0", "save_every=0", count=1) as running:
         assert ended(running)[0][0] == 0
@@ -276,6 +276,10 @@ def test_other_kinds_of_training_are_the_same_in_two_processes(started, text, tm
         pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
         given = {"function": "preferring", "data": pairs}
         arguments = ["--weights", tmp_path / "base", "batch=8", "steps=6", "evaluate_every=3", "save_every=3"]
+    if kind == "rewards":
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"prompt": f"{n:02} llama"}) + "\n" for n in range(40)))
+        given, arguments = {"function": "rewarding", "data": prompts}, ["--weights", tmp_path / "base"]
     for name, count in (("two", 2), ("one", 1)):
         with started(tmp_path / name, *arguments, count=count, **given) as running:
             for code, _, error in ended(running):
@@ -284,3 +288,4 @@ def test_other_kinds_of_training_are_the_same_in_two_processes(started, text, tm
         found, expected = (lines_of(tmp_path / name, of) for name in ("two", "one"))
         assert len(found) == len(expected) > 1
         np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-4)
+        assert [line.get("reward") for line in found] == [line.get("reward") for line in expected], "the same answers"

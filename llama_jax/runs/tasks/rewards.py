@@ -17,14 +17,11 @@ from jax.experimental import multihost_utils
 from llama_jax.config import LlamaConfig
 from llama_jax.data.prompts import Asking, PromptReading, PromptSet, asking, asking_held, hold_apart, open_prompts, without
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
+from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import unstack
-from llama_jax.ops import cpu
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
-from llama_jax.parallel.serving import layout_to_generate
 from llama_jax.parallel.specs import layout_over
 from llama_jax.runs.base import load_frozen
 from llama_jax.runs.errors import TrainingError
@@ -32,6 +29,7 @@ from llama_jax.runs.program import loss_options
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.reward_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
 from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.runs.rollout_program import sampler
 from llama_jax.runs.rollout_rows import lay_rows, packed, text_of, unpacked
 from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind, compute_of
 from llama_jax.runs.tasks.text import check_vocabulary
@@ -179,12 +177,6 @@ def about(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
     )
 
 
-@cpu.for_cpu(cpu.taken_apart)
-def to_sample_from(model: Llama, apart: Callable[[Llama], Llama]) -> Llama:
-    """A model of stacked layers as it is."""
-    return model
-
-
 @dataclass(frozen=True)
 class Evaluated:
     """How good answers to held-out prompts are.
@@ -192,7 +184,7 @@ class Evaluated:
     Attributes:
       loss: -`reward`, by which the best checkpoint is known.
       reward: the mean of all answers.
-      standard_error: of `reward`, from the spread between prompts.
+      standard_error: of `reward`, from the spread between prompts; nan of a single prompt.
       length: tokens of an answer.
       stopped: share of the answers that a stop token ended.
       answers: how many.
@@ -241,15 +233,8 @@ class RewardFeed:
     def _compiled_sampler(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
         """One program for all batches, compiled before the first step."""
         r = self._settings
-        config, layout = layout_to_generate(self._recipe.model, mesh)
         options = RolloutOptions(r.group, r.answer, r.temperature, self._train.stops)
-        compute = compute_of(self._recipe)
-
-        def sample(model: Llama, prompts: Prompts) -> Answers:
-            with layout.context():
-                fitted = to_sample_from(layout.fit(model), unstack)
-            return roll_out(config, fitted, prompts, options, compute, layout)
-
+        sample = sampler(self._recipe.model, mesh, options, compute_of(self._recipe))
         asked = self._asked(self._train, asking(len(self._train), self._prompts, r.group, seed=0, number=0))
         jitted: Any = self._program.jit(sample)
         return jitted.lower(model, asked).compile()
@@ -315,7 +300,8 @@ class RewardFeed:
         length, ended = float(np.concatenate(lengths).mean()), float(np.concatenate(stopped).mean())
         found = Evaluated(-mean, mean, error, length, ended, len(reward))
         facts = {"loss": -mean, "reward": mean, "standard_error": error, "length": length, "stopped": ended}
-        text = f"reward {mean:.4f} ± {error:.4f}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
+        spread = "" if np.isnan(error) else f" ± {error:.4f}"
+        text = f"reward {mean:.4f}{spread}, {length:.1f} tokens, {ended:.0%} ended ({len(reward)} answers)"
         return Finding(-mean, facts, text, found)
 
     def close(self) -> None:
@@ -383,7 +369,8 @@ class RewardFeed:
                 values = judge(self._rewards, texts, columns)
             except TrainingError as error:
                 problem = error
-        values = multihost_utils.broadcast_one_to_all(values)
+        # As bits: JAX would make float32 of them, and several processes would learn from other numbers than one.
+        values = np.asarray(multihost_utils.broadcast_one_to_all(values.view(np.uint32))).view(np.float64)
         if problem is not None:
             raise problem
         if np.isnan(values).any():
