@@ -12,8 +12,9 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="waits for pipes")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_some_cases(tmp_path):
+    """As `test_ten_thousand_cases`, in seconds."""
     found = nightly.run(60, seed=1, workers=1, keep=str(tmp_path))
     assert found["failures"] == []
     assert found["cases"] == 60

@@ -102,8 +102,15 @@ def test_each_differs_from_a_llama(models, kind):
         assert np.abs(jit_logits(config, changed, TOKENS) - logits).max() > 1e-3
 
 
-@long_each
-@pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "stacked"),
+    [
+        (MOST, False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mistral", False), ("qwen2", True), ("qwen3", False))),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("mistral", True), ("qwen2", False), ("qwen3", True))),
+        pytest.param(MOST, True, marks=pytest.mark.slow),
+    ],
+)
 def test_the_cache_and_pieces_give_the_same(models, kind, stacked):
     config, params = models[kind]
     params = stack(params) if stacked else params
@@ -178,9 +185,16 @@ def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
         llama_jax.save(tmp_path / "model.bin", *models[kind], format="llama2c")
 
 
-@long_each
 @pytest.mark.parametrize(
-    "sizes", [MeshSizes(fsdp=2, tensor=2), pytest.param(MeshSizes(tensor=4), marks=pytest.mark.slow)], ids=str
+    ("kind", "sizes"),
+    [
+        (MOST, MeshSizes(fsdp=2, tensor=2)),
+        *(pytest.param(kind, MeshSizes(tensor=4), marks=pytest.mark.slow) for kind in (MOST, "qwen2")),
+        pytest.param("qwen3", MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.slow),
+        *(pytest.param(kind, MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.nightly) for kind in ("mistral", "qwen2")),
+        *(pytest.param(kind, MeshSizes(tensor=4), marks=pytest.mark.nightly) for kind in ("mistral", "qwen3")),
+    ],
+    ids=str,
 )
 def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
     """With heads that are copied, and a padded vocabulary, read from a file and fitted in memory."""
@@ -198,10 +212,8 @@ def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
     ("kind", "optimizer"),
     [
         (MOST, "adamw"),
-        *(
-            pytest.param(*both, marks=pytest.mark.slow)
-            for both in [("mistral", "adamw"), ("qwen2", "muon"), ("qwen3", "adamw"), (MOST, "muon")]
-        ),
+        *(pytest.param(*both, marks=pytest.mark.slow) for both in [("qwen2", "muon"), ("qwen3", "adamw")]),
+        *(pytest.param(*both, marks=pytest.mark.nightly) for both in [("mistral", "adamw"), (MOST, "muon")]),
     ],
 )
 def test_training_lowers_the_loss(kind, optimizer):

@@ -213,7 +213,7 @@ def test_some_corruptions(name, tmp_path):
 
 # Ten thousand others are loaded in processes with limits by every run of the slow tests, see tests/test_nightly.py.
 @unasked
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", COUNTS)
 def test_two_thousand_corruptions(name, tmp_path):
     assert "error" in attack(name, COUNTS[name] // 5, tmp_path, seed=2)

@@ -36,7 +36,7 @@ def old(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["saved", *OPTIMIZERS])
+@pytest.mark.parametrize("name", ["saved", *(pytest.param(x, marks=pytest.mark.nightly) for x in OPTIMIZERS)])
 def test_the_model_is_the_same(old, expected, name):
     folder = old(name)
     np.testing.assert_allclose(logits_of(folder), expected[f"{name}.logits"], rtol=1e-5, atol=1e-6)
@@ -52,8 +52,16 @@ def test_a_seed_gives_the_same_model(expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [MeshSizes(), MeshSizes(fsdp=2, tensor=2)], ids=str)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("optimizer", "mesh"),
+    [
+        ("adamw", MeshSizes()),
+        ("muon", MeshSizes(fsdp=2, tensor=2)),
+        pytest.param("adamw", MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.nightly),
+        pytest.param("muon", MeshSizes(), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_a_run_goes_on(old, expected, tmp_path, optimizer, mesh):
     """With all that the optimizer kept: without it the parameters would be other ones."""
     log = Log(io.StringIO())

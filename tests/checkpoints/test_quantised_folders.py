@@ -63,7 +63,9 @@ def test_kept_as_they_are(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in ("fp8", "nf4 twice") else kind for kind in KEPT]
+)
 def test_kept_over_a_mesh(kind, tmp_path):
     """Heads are copied, the vocabulary is padded, and groups that no device would hold whole become smaller ones."""
     config = replace(writers.CONFIG, hidden_dim=1536)

@@ -51,7 +51,12 @@ def divergence(config, params, other, tokens) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit"),
-    [("int8", 2e-4), ("q4_0", 2.5e-2), ("fp8", 2e-3), ("q8_0", 2e-4), ("int4", 4e-2), ("nf4", 2.5e-2)],
+    [
+        ("int8", 2e-4),
+        ("q4_0", 2.5e-2),
+        ("int4", 4e-2),
+        *(pytest.param(*x, marks=pytest.mark.nightly) for x in (("fp8", 2e-3), ("q8_0", 2e-4), ("nf4", 2.5e-2))),
+    ],
 )
 def test_the_bundled_model_hardly_changes(kind, limit, stories_model):
     config, params, tokenizer = stories_model
@@ -129,7 +134,9 @@ def test_other_formats_hold_the_numbers(tmp_path, stories_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["keep", "int8", "fp8", "q8_0"])
+@pytest.mark.parametrize(
+    "quantization", ["keep", "int8", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("fp8", "q8_0"))]
+)
 def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
     """Heads are copied (two of one), the vocabulary is padded, rows and columns lie on different devices."""
     config, params, tokenizer = stories_model

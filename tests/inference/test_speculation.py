@@ -1,5 +1,6 @@
 """Speculation changes no token, whatever is drafted: greedy and sampled, ragged, in every kind of cache, on a mesh."""
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -396,15 +397,22 @@ class TestPace:
         assert Pace.of(1).numbers == (0, 1)
 
 
+IN_EVERY_RUN = {(8, False, "plain"), (8, True, "window"), (8, False, "int8"), (1, True, "plain")}
+
+
 @pytest.mark.slow
 class TestFiveHundredPrompts:
     """Of a model that was trained: where a token is another one, the two must have been as good as equal."""
 
     GAP = 1e-3  # of their log-probabilities; of an int8 cache, whose keys may be rounded to another integer, more
 
-    @pytest.mark.parametrize("cache", CACHES)
-    @pytest.mark.parametrize("sampled", [False, True])
-    @pytest.mark.parametrize("batch", [1, 8])
+    @pytest.mark.parametrize(
+        ("batch", "sampled", "cache"),
+        [
+            pytest.param(*case, marks=() if case in IN_EVERY_RUN else pytest.mark.nightly)
+            for case in itertools.product((1, 8), (False, True), CACHES)
+        ],
+    )
     def test_the_same_tokens(self, stories, stories_folder, batch, sampled, cache, force, record_property):
         from conftest import shared_data
 

@@ -113,11 +113,11 @@ def decode_program(batch: int, stacked: bool = False, dtype=jnp.float32, slots=8
     ("batch", "options"),
     [
         (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.nightly),
         pytest.param(3, {}, marks=pytest.mark.slow),
         (1, {"dtype": jnp.bfloat16}),
         pytest.param(
-            1, {"dtype": jnp.int8, "slots": 65_536}, marks=pytest.mark.slow
+            1, {"dtype": jnp.int8, "slots": 65_536}, marks=pytest.mark.nightly
         ),  # so many that a block of them as float32 is small
         pytest.param(2, {"dtype": jnp.int8, "slots": 65_536}, marks=pytest.mark.slow),
         pytest.param(2, {"window": 8000, "sinks": 4}, marks=pytest.mark.slow),

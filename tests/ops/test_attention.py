@@ -113,7 +113,7 @@ class TestEveryBackendIsTheReference:
         for backend in ("rows", "blockwise"):
             assert_near(value_and_gradients(arrays, seen, backend, window), expected)
 
-    @pytest.mark.parametrize("window", [None, 7, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 100))])
+    @pytest.mark.parametrize("window", [None, 7, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 100))])
     @pytest.mark.parametrize("packed", [False, True])
     @pytest.mark.parametrize("backend", ["rows", "blockwise"])
     def test_whole_rows(self, backend, packed, window):
@@ -200,7 +200,10 @@ class TestViews:
         found = ops.attend(queries, stacked, Seen.whole(LENGTH), scale=0.5)
         np.testing.assert_array_equal(found, ops.attend(queries, View.of(keys, values), Seen.whole(LENGTH), scale=0.5))
 
-    @pytest.mark.parametrize(("new", "groups"), [*(pytest.param(1, x, marks=pytest.mark.slow) for x in (1, 3)), (7, 3)])
+    @pytest.mark.parametrize(
+        ("new", "groups"),
+        [pytest.param(1, 1, marks=pytest.mark.nightly), pytest.param(1, 3, marks=pytest.mark.slow), (7, 3)],
+    )
     @pytest.mark.parametrize("backend", ["rows", pytest.param("blockwise", marks=pytest.mark.slow)])
     def test_quantized_keys_cost_no_more_than_their_own_rounding(self, backend, new, groups):
         """Beside attention to the same rounded keys and values in full: queries are not rounded, on a CPU to 16 bits."""

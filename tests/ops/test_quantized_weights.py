@@ -135,7 +135,7 @@ def test_rows_go_through_bytes(kind):
         np.testing.assert_array_equal(plane, again)
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4_64", "int4_asym", "fp8_128", "nf4", "nf4_256", "nf4_single"])
 def test_accelerators_multiply_with_the_same_numbers(kind, tokens):
     """By the forms that are not a CPU's, on a CPU."""
@@ -147,7 +147,7 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens):
     np.testing.assert_allclose(found, np.asarray(x) @ dense.T, atol=1e-5 * np.abs(dense).max() * 512)
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])
 @pytest.mark.parametrize("kind", EVERY)
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
     monkeypatch.setattr(room, "CHUNK", 1 << 12)  # several parts, of which the last has rows too many
@@ -441,8 +441,21 @@ def test_bytes_for_each_weight(kind, most, made):
         assert bytes_in_memory(found) == sum(leaf.on_device_size_in_bytes() for leaf in jax.tree.leaves(found))
 
 
-@pytest.mark.parametrize("way", ["native", "plain"])
-@pytest.mark.parametrize("kind", ["q4_0", *(pytest.param(x, marks=pytest.mark.slow) for x in ("int8", "q8_0", "q4_k"))])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("q4_0", "native"),
+        ("q4_0", "plain"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("int8", "native"), ("q8_0", "plain"), ("q4_k", "native"))
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (("int8", "plain"), ("q8_0", "native"), ("q4_k", "plain"))
+        ),
+    ],
+)
 def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, made, monkeypatch):
     """As the compiled program plans it: nothing dense is ever made of a layer. Of int4 XLA for CPU unpacks every integer."""
     if way == "plain":

@@ -73,10 +73,10 @@ def alone():
 @pytest.mark.parametrize(
     "sizes",
     [
-        MeshSizes(fsdp=2, tensor=4),
-        MeshSizes(tensor=8),
         MeshSizes(2, 2, 2),
         MeshSizes(1, 2, 2, 2),
+        pytest.param(MeshSizes(fsdp=2, tensor=4), marks=pytest.mark.nightly),
+        pytest.param(MeshSizes(tensor=8), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -91,7 +91,10 @@ def test_what_is_said_to_do_does(name, tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tied", "stacked"), [(False, True), (True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("tied", "stacked"),
+    [(False, True), (True, False), *(pytest.param(x, x, marks=pytest.mark.nightly) for x in (False, True))],
+)
 def test_the_fitted_model_is_the_same_function(tied, stacked):
     config = replace(CONFIG, tie_embeddings=tied)
     params = jit_init(config, jax.random.key(0))

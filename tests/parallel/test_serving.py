@@ -99,7 +99,7 @@ def same(found, expected):
         assert row.finish_reason == other.finish_reason
 
 
-slow = pytest.mark.slow
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ slow = pytest.mark.slow
     [
         pytest.param("tensor=8", marks=slow),
         "data=2,fsdp=2,tensor=2",
-        pytest.param("data=8", marks=slow),
-        pytest.param("fsdp=8", marks=slow),
+        pytest.param("data=8", marks=nightly),
+        pytest.param("fsdp=8", marks=nightly),
         pytest.param("data=2,fsdp=4", marks=slow),
-        pytest.param("data=4,fsdp=2", marks=slow),
-        pytest.param("data=2,tensor=4", marks=slow),
-        pytest.param("data=4,tensor=2", marks=slow),
-        pytest.param("fsdp=2,tensor=4", marks=slow),
-        pytest.param("fsdp=4,tensor=2", marks=slow),
+        pytest.param("data=4,fsdp=2", marks=nightly),
+        pytest.param("data=2,tensor=4", marks=nightly),
+        pytest.param("data=4,tensor=2", marks=nightly),
+        pytest.param("fsdp=2,tensor=4", marks=nightly),
+        pytest.param("fsdp=4,tensor=2", marks=nightly),
     ],
 )
 def test_every_mesh_of_eight_generates_what_one_device_does(text, load, alone):
@@ -124,8 +124,15 @@ def test_every_mesh_of_eight_generates_what_one_device_does(text, load, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["data=2,fsdp=2,tensor=2", "tensor=8"])
-@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"window": 6, "sinks": 2}])
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("data=2,fsdp=2,tensor=2", {"window": 6, "sinks": 2}),
+        ("tensor=8", {"dtype": "int8"}),
+        pytest.param("data=2,fsdp=2,tensor=2", {"dtype": "int8"}, marks=nightly),
+        pytest.param("tensor=8", {"window": 6, "sinks": 2}, marks=nightly),
+    ],
+)
 def test_a_cache_that_remembers_less_is_divided_as_well(text, options, params, load):
     options = {"max_new_tokens": NEW, "sampling": SAMPLING, "cache": CacheOptions(**options)}
     expected = llama_jax.generate(CONFIG, params, PROMPTS, **options)
@@ -396,7 +403,7 @@ jax.distributed.shutdown()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["tensor=8", "data=2,tensor=4"])
+@pytest.mark.parametrize("text", ["data=2,tensor=4", pytest.param("tensor=8", marks=nightly)])
 def test_two_processes_generate_what_one_does(folder, params, text, tmp_path):
     """Each reads its devices' shares, and each gets all tokens."""
     with socket.socket() as free:

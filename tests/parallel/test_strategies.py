@@ -38,9 +38,8 @@ ROWS, LENGTH, STEPS = 8, 16, 10
 OPTIMIZER = adamw(1e-3)
 # The other ways to split eight devices combine these.
 QUICK = [MeshSizes(1, 1, 2, 4)]
-SLOW = [
-    MeshSizes(1, 1, 8),
-    MeshSizes(2, 2, 2),
+SLOW = [MeshSizes(1, 1, 8), MeshSizes(2, 2, 2), MeshSizes(2, 2, context=2)]
+NIGHTLY = [
     MeshSizes(8),
     MeshSizes(1, 8),
     MeshSizes(4, 2),
@@ -53,8 +52,12 @@ SLOW = [
     MeshSizes(2, context=4),
     MeshSizes(1, 2, context=4),
     MeshSizes(1, 1, 4, 2),
-    MeshSizes(2, 2, context=2),
     MeshSizes(1, 2, 2, 2),
+]
+EVERY = [
+    *QUICK,
+    *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW),
+    *(pytest.param(sizes, marks=pytest.mark.nightly) for sizes in NIGHTLY),
 ]
 
 
@@ -93,7 +96,7 @@ def alone():
     return run(MeshSizes())
 
 
-@pytest.mark.parametrize("sizes", [*QUICK, *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW)], ids=str)
+@pytest.mark.parametrize("sizes", EVERY, ids=str)
 def test_ten_steps_are_those_of_one_device(alone, sizes):
     assert_same(run(sizes), alone)
 
@@ -237,9 +240,9 @@ def test_a_device_computes_its_share_of_scores_and_logits():
     ("heads", "sizes"),
     [
         (8, MeshSizes(2, 2, 2)),
-        pytest.param(2, MeshSizes(2, 1, 4), marks=pytest.mark.slow),
+        pytest.param(2, MeshSizes(2, 1, 4), marks=pytest.mark.nightly),
         pytest.param(2, MeshSizes(1, 1, 4, 2), marks=pytest.mark.slow),
-        pytest.param(8, MeshSizes(1, 2, 2, 2), marks=pytest.mark.slow),
+        pytest.param(8, MeshSizes(1, 2, 2, 2), marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_is_gathered_for_want_of_a_better_way(heads, sizes, capfd):

@@ -153,20 +153,29 @@ def test_a_student_of_two_million_approaches_a_teacher_of_the_shape_of_15m(large
     assert last < 0.5 * first
 
 
-def test_over_a_mesh_and_in_parts_the_same_is_learnt(teacher, text, student, tmp_path):
-    short = replace(student, steps=3, evaluate_every=0)
-    few = replace(short, distill=replace(short.distill, top_k=4))
-    for name, one in (("whole", short), ("top", few)):
-        found = []
-        for how, changed, mesh in (
-            ("alone", one, MeshSizes()),
-            ("mesh", one, MeshSizes(fsdp=2, tensor=2)),
-            ("parts", replace(one, accumulate=2), MeshSizes(data=2)),
-            ("context", one, MeshSizes(context=2)),
-        ):
-            result = train(changed, tmp_path / name / how, [text], mesh=mesh, log=StopAt())
-            found.append([*(line["loss"] for line in lines(tmp_path / name / how, "train")), result.validation.loss])
-        np.testing.assert_allclose(found[1:], [found[0]] * 3, rtol=2e-4)
+@pytest.mark.parametrize(
+    ("top_k", "ways"),
+    [
+        (0, ("mesh", "parts")),
+        (4, ("context",)),
+        pytest.param(0, ("context",), marks=pytest.mark.nightly),
+        pytest.param(4, ("mesh", "parts"), marks=pytest.mark.nightly),
+    ],
+)
+def test_over_a_mesh_and_in_parts_the_same_is_learnt(teacher, text, student, tmp_path, top_k, ways):
+    one = replace(student, steps=3, evaluate_every=0, distill=replace(student.distill, top_k=top_k))
+    every = {
+        "alone": (one, MeshSizes()),
+        "mesh": (one, MeshSizes(fsdp=2, tensor=2)),
+        "parts": (replace(one, accumulate=2), MeshSizes(data=2)),
+        "context": (one, MeshSizes(context=2)),
+    }
+    found = []
+    for how in ("alone", *ways):
+        changed, mesh = every[how]
+        result = train(changed, tmp_path / how, [text], mesh=mesh, log=StopAt())
+        found.append([*(line["loss"] for line in lines(tmp_path / how, "train")), result.validation.loss])
+    np.testing.assert_allclose(found[1:], [found[0]] * len(ways), rtol=2e-4)
 
 
 def test_a_teacher_for_adapters_and_in_fewer_bits(teacher, text, whole, student, tmp_path):

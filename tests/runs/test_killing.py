@@ -124,8 +124,8 @@ def whole(live, tmp_path_factory):
 @pytest.mark.parametrize(
     ("devices", "seed"),
     [
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 0), (8, 3))),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, 1), (8, 2))),
+        pytest.param(8, 3, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, 0), (1, 1), (8, 2))),
     ],
 )
 def test_killed_five_times_and_the_same_to_the_bit(live, whole, tmp_path, devices, seed):

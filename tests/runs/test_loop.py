@@ -151,9 +151,9 @@ def test_stopped_and_resumed_is_bit_for_bit_the_whole(whole, text, tmp_path, num
 @pytest.mark.parametrize(
     ("mesh", "backend"),
     [
-        pytest.param(MeshSizes(data=8), "jit", id="data"),
+        pytest.param(MeshSizes(data=8), "jit", id="data", marks=pytest.mark.nightly),
         pytest.param(MeshSizes(fsdp=4, tensor=2), "jit", id="fsdp-tensor"),
-        pytest.param(MeshSizes(data=2, context=4), "jit", id="context"),
+        pytest.param(MeshSizes(data=2, context=4), "jit", id="context", marks=pytest.mark.nightly),
         pytest.param(MeshSizes(data=8), "pmap", id="pmap"),
     ],
 )

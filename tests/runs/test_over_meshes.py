@@ -24,12 +24,16 @@ from llama_jax.tokenizers.making import byte_tokenizer
 
 RECIPE = replace(recipe(), ema_decay=0.0, sample_tokens=6)
 # Rows over all axes; a vocabulary of 320 that tensor pads, and 2 heads of keys that it copies.
-MESHES = [
-    MeshSizes(data=8),
-    MeshSizes(data=2, fsdp=2, tensor=2),
-    MeshSizes(fsdp=2, context=2, tensor=2),
-    MeshSizes(tensor=4),
-]
+each_mesh = pytest.mark.parametrize(
+    "sizes",
+    [
+        MeshSizes(fsdp=2, context=2, tensor=2),
+        MeshSizes(tensor=4),
+        pytest.param(MeshSizes(data=8), marks=pytest.mark.nightly),
+        pytest.param(MeshSizes(data=2, fsdp=2, tensor=2), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def params():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@each_mesh
 def test_an_evaluation_is_divided(params, sizes):
     mesh = make_mesh(sizes)
     config, layout = reading_over(RECIPE.model, mesh)
@@ -57,7 +61,7 @@ def test_an_evaluation_is_divided(params, sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@each_mesh
 def test_samples_are_made_where_the_model_lies(params, sizes):
     tokenizer = byte_tokenizer()
     prompts = [tokenizer.encode("the "), tokenizer.encode("llama"), tokenizer.encode("a")]

@@ -27,7 +27,8 @@ from llama_jax.runs.loop import train
 from llama_jax.training.preferences import PreferenceOptions
 
 FULL = preferring()
-ADAPTERS = replace(FULL, lora=Lora(rank=2, alpha=16.0), vocabulary="given")
+LEARNT = {"lora": Lora(rank=2, alpha=16.0), "vocabulary": "given"}
+ADAPTERS = replace(FULL, **LEARNT)
 KTO = replace(FULL, preference=PreferenceOptions("kto", beta=0.5))
 
 
@@ -163,8 +164,15 @@ def test_the_cached_reference_belongs_to_the_run(whole, base, pairs, tmp_path):
         train(other, folder, pairs, weights=base, resume=True)
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora": ADAPTERS.lora, "vocabulary": "given"}], ids=["full", "adapters"])
-@pytest.mark.parametrize("kind", ["sigmoid", "kto"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        pytest.param("sigmoid", LEARNT, id="sigmoid-adapters"),
+        pytest.param("kto", {}, id="kto-full"),
+        pytest.param("sigmoid", {}, id="sigmoid-full", marks=pytest.mark.nightly),
+        pytest.param("kto", LEARNT, id="kto-adapters", marks=pytest.mark.nightly),
+    ],
+)
 def test_over_devices_and_in_parts_the_same_is_learnt(base, pairs, tmp_path, changes, kind):
     short = replace(FULL, steps=3, evaluate_every=0, save_every=0, preference=PreferenceOptions(kind, beta=0.5), **changes)
     ways = {
@@ -180,7 +188,7 @@ def test_over_devices_and_in_parts_the_same_is_learnt(base, pairs, tmp_path, cha
         np.testing.assert_allclose(found[name], found["alone"], rtol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["hinge", "ipo", "simpo", "orpo"])
+@pytest.mark.parametrize("kind", ["hinge", "simpo", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("ipo", "orpo"))])
 def test_every_loss_trains(base, pairs, tmp_path, kind):
     options = PreferenceOptions(kind, 2.0 if kind == "simpo" else 0.5)
     log = StopAt()

@@ -165,8 +165,8 @@ def test_another_function_is_another_run(file, prompts, tmp_path):
     [
         ({"accumulate": 4}, MeshSizes()),
         ({}, MeshSizes(2, 2, 2)),
-        ({"accumulate": 2}, MeshSizes(data=4)),
-        ({}, MeshSizes(tensor=4)),
+        pytest.param({"accumulate": 2}, MeshSizes(data=4), marks=pytest.mark.nightly),
+        pytest.param({}, MeshSizes(tensor=4), marks=pytest.mark.nightly),
     ],
     ids=["accumulate", "2x2x2", "data", "tensor"],
 )
