@@ -4,7 +4,7 @@
     python experiments/finetune.py --seeds 0            one of them
     python experiments/finetune.py --size small         a minute: the same path, too short to learn anything
 
-The task is to write the beginning of a story in which one or two given words occur. The bundled model writes the stories
+The task is to write the beginning of a story in which two or three given words occur. The bundled model writes the stories
 itself, and words of each are made its request, so that nothing is downloaded:
 
     Words: garden, thirsty
@@ -14,7 +14,7 @@ sft    All parameters learn to write the story after the request. Measured: how 
        requests that were not trained on, before and after.
 dpo    The fine-tuned model answers requests, and learns to prefer an answer that has the words to one, to another request,
        that has none of them. Measured: how often it prefers so in pairs of held-out requests.
-grpo   The fine-tuned model answers, and `told` judges: 1 for a story with all the words whose last sentence is whole.
+grpo   The fine-tuned model answers, and `told` judges: the share of the words, and 0 where the last sentence is not whole.
        Measured: the mean reward at the beginning and at the end, also of held-out requests; and the same with rewards that
        are dealt out at random among the answers (`shuffled`), from which nothing can be learnt.
 
@@ -43,11 +43,12 @@ import tyro
 from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
-from llama_jax import Lora, OptimizerSettings, Recipe
+from llama_jax import OptimizerSettings, Recipe
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
 from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.training.preferences import PreferenceOptions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,7 +63,7 @@ MODELS = ("base", "sft", "dpo", "grpo", "shuffled")
 REWARDED = ("grpo", "shuffled")
 GROUP = 8  # answers to a request
 SENTENCES = re.compile(r".*[.!?][\"”]?(?=\s|$)", re.DOTALL)
-LETTERS = re.compile(r"[a-z]{4,}")
+LETTERS = re.compile(r"[a-z]{3,}")
 
 
 @dataclass(frozen=True)
@@ -73,18 +74,20 @@ class Size:
       stories, held: to train on, and to make held-out requests of.
       draws: requests that are made of a story.
       asked: requests that are answered for pairs, `GROUP` times each.
+      least: share of its words that an answer of a pair has at least.
     """
 
     stories: int = 4096
     held: int = 128
     draws: int = 2
-    asked: int = 768
+    asked: int = 512
+    least: float = 1.0
     sft_steps: int = 400
-    dpo_steps: int = 100
-    grpo_steps: int = 150
+    dpo_steps: int = 60
+    grpo_steps: int = 100
 
 
-SIZES = {"full": Size(), "small": Size(stories=480, held=32, asked=32, sft_steps=10, dpo_steps=3, grpo_steps=3)}
+SIZES = {"full": Size(), "small": Size(stories=480, held=32, asked=32, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Arguments:
 
 
 def words_in(text: str) -> set[str]:
-    """The words of at least four letters."""
+    """The words of at least three letters."""
     return set(LETTERS.findall(text.lower()))
 
 
@@ -135,14 +138,14 @@ def stories(count: int, seed: int) -> list[str]:
 
 
 def requests(written: Sequence[str], draws: int, seed: int) -> list[dict[str, Any]]:
-    """One or two words of each story as its request, `draws` times: words that are in few of the stories, but in several."""
+    """Two or three words of each story as its request, `draws` times: words that are in several stories, and in few."""
     in_stories = Counter(word for story in written for word in words_in(story))
     usable = {word for word, count in in_stories.items() if RARE <= count <= len(written) // 32}
     chance, lines = random.Random(seed), list[dict[str, Any]]()
     for story in written:
         among = sorted(words_in(story) & usable)
-        for _ in range(draws if among else 0):
-            words = chance.sample(among, min(len(among), chance.randint(1, 2)))
+        for _ in range(draws if len(among) > 1 else 0):
+            words = chance.sample(among, min(len(among), chance.randint(2, 3)))
             lines.append({"prompt": request(words), "completion": f" {story}", "words": words})
     return lines
 
@@ -167,11 +170,9 @@ class Answer:
     ended: bool
 
 
-def answers(
-    model: Path, lines: Sequence[dict[str, Any]], group: int, seed: int, adapter: Path | None = None
-) -> list[list[Answer]]:
+def answers(model: Path, lines: Sequence[dict[str, Any]], group: int, seed: int) -> list[list[Answer]]:
     """Of a model in a folder `group` to each request, sampled from its whole distribution."""
-    config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
+    config, params, tokenizer = llama_jax.load(model, "float32")
     prompts = [tokenizer.encode(line["prompt"]) for line in lines for _ in range(group)]
     found: list[Answer] = []
     for begin in range(0, len(prompts), ROWS):
@@ -190,31 +191,31 @@ def answers(
 
 
 def rates(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """How well requests were answered: the share of the words, of answers with both, of those that ended, and of both."""
+    """How well requests were answered: the shares of the words, of answers with all of them, that ended, and of both."""
     each = [(answer, line["words"]) for line, some in zip(lines, given, strict=True) for answer in some]
     shares = included([answer.text for answer, _ in each], [words for _, words in each])
-    both = [share == 1 for share in shares]
+    complete = [share == 1 for share in shares]
     ended = [answer.ended for answer, _ in each]
     return {
         "words": sum(shares) / len(each),
-        "both": sum(both) / len(each),
+        "all": sum(complete) / len(each),
         "ended": sum(ended) / len(each),
-        "success": sum(map(all, zip(both, ended, strict=True))) / len(each),
+        "success": sum(map(all, zip(complete, ended, strict=True))) / len(each),
         "reward": mean(told([answer.text for answer, _ in each], [words for _, words in each])),
         "answers": len(each),
     }
 
 
-def pairs(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]]) -> list[dict[str, str]]:
-    """Answers that have all the words of their request, two and two of different requests: each is preferred after its own
-    request and rejected after the other's, of which it has no word. So every answer is on both sides equally often, and only
-    what it has to do with the request can be learnt.
+def pairs(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]], least: float = 1.0) -> list[dict[str, str]]:
+    """Answers that have `least` of the words of their request, by default all, two and two of different requests: each is
+    preferred after its own request and rejected after the other's, of which it has no word. So every answer is on both sides
+    equally often, and only what it has to do with the request can be learnt.
     """
     having = [
         (line, answer.text)
         for line, some in zip(lines, given, strict=True)
         for answer in some
-        if answer.ended and included([answer.text], [line["words"]]) == [1]
+        if answer.ended and included([answer.text], [line["words"]])[0] >= least
     ]
     found, half = list[dict[str, str]](), len(having) // 2
     for (line, text), (other, its) in zip(having[:half], having[half:], strict=False):
@@ -225,9 +226,9 @@ def pairs(lines: Sequence[dict[str, Any]], given: Sequence[Sequence[Answer]]) ->
 
 
 def told(completions: Sequence[str], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
-    """The reward: 1 for a story with all the words, whose last sentence is whole."""
+    """The reward: the share of the words that are in the story, and 0 for one whose last sentence is not whole."""
     shares = included(completions, words)
-    return [float(share == 1 and whole(text)) for share, text in zip(shares, completions, strict=True)]
+    return [share if whole(text) else 0.0 for share, text in zip(shares, completions, strict=True)]
 
 
 def shuffled(completions: Sequence[str], words: Sequence[Sequence[str]], **columns: Any) -> list[float]:
@@ -270,9 +271,9 @@ def sft(size: Size, seed: int) -> Recipe:
 
 
 def dpo(size: Size, seed: int) -> Recipe:
-    """Adapters, so that the reference is the model without them."""
-    recipe = replace(recipes.dpo(), lora=Lora(rank=16, alpha=32), optimizer=decaying("adamw", 1e-3, size.dpo_steps))
-    return short(recipe, size.dpo_steps, 10, seed)
+    """All parameters. At a beta of 0.1 a pair counts as learnt at a margin of tens of nats, of which most is noise."""
+    recipe = replace(recipes.dpo(), optimizer=decaying("muon", 5e-4, size.dpo_steps))
+    return short(replace(recipe, preference=PreferenceOptions(beta=0.5)), size.dpo_steps, 6, seed)
 
 
 def grpo(size: Size, seed: int, reward: str) -> Recipe:
@@ -347,9 +348,9 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
         asked = asked[:: max(len(asked) // size.asked, 1)][: size.asked]
         for name, some in (("pairs", asked), ("held_pairs", held)):
             if not files[name].exists():
-                write_lines(files[name], pairs(some, answers(model, some, GROUP, seed + 1000)))
+                write_lines(files[name], pairs(some, answers(model, some, GROUP, seed + 1000), size.least))
         preferring = train("dpo", dpo(size, seed), "pairs", model)
-        after = rates(held, answers(model, held, GROUP, seed, adapter=preferring))
+        after = rates(held, answers(preferring, held, GROUP, seed))
         counts = {name: len(read_lines(files[name])) for name in ("pairs", "held_pairs")}
         return after | counts | {"curve": curves(preferring, "validation", "accuracy", "margin", "loss")}
 
@@ -397,7 +398,7 @@ def as_table(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any]) -> Figure:
-    """Words included before and after; preferences of held-out pairs; rewards, true and shuffled."""
+    """Words included before and after; accuracy on held-out pairs; rewards, true and shuffled."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -415,16 +416,15 @@ def draw(report: dict[str, Any]) -> Figure:
     left.set(ylim=(0, None), title="Share of requested words in answers")
     for number, run in enumerate(runs):
         curve = run["dpo"]["curve"]
-        for name, colour in (("accuracy", COLOURS[0]), ("margin", COLOURS[1])):
-            middle.plot(curve["step"], curve[name], "o-", ms=3, lw=1.2, color=colour, label=None if number else name)
+        middle.plot(curve["step"], curve["accuracy"], "o-", ms=4, lw=1.2, color=COLOURS[number], label=f"seed {run['seed']}")
         for name, colour in (("grpo", COLOURS[2]), ("shuffled", "#888888")):
             step, reward = run[name]["curve"]["step"], np.array(run[name]["curve"]["reward"])
             right.plot(step, smooth(reward, 5), lw=1.2, color=colour, label=None if number else f"{name}, in training")
             held = run[name]["held_curve"]
             steps, rewards = [0, *held["step"]], [run["sft"]["reward"], *held["reward"]]
             right.plot(steps, rewards, "o", ms=5, mfc="white", color=colour, label=None if number else f"{name}, held out")
-    middle.axhline(0.9, color="black", lw=0.6, ls="--")
-    middle.set(xlabel="step of DPO", title="Held-out pairs")
+    middle.axhline(0.5, color="black", lw=0.6, ls="--")
+    middle.set(xlabel="step of DPO", ylim=(0.45, 1), title="Share of held-out pairs preferred rightly")
     right.set(xlabel="step of GRPO", ylim=(0, 1), title="Mean reward")
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -338,8 +338,9 @@ def test_a_server_stands_what_comes(tmp_path):
 
 def test_what_is_asked_is_in_the_story_and_neither_common_nor_rare():
     names = [f"name{chr(97 + i)}" for i in range(10)]
-    rare = [chr(97 + i) * size for i in range(26) for size in (5, 6)]
-    written = [f"There was a {names[i % 10]} with a {names[i * 7 % 10]} once, and {rare[i % 52]}." for i in range(208)]
+    rare = [chr(97 + i) * size for i in range(26) for size in (5, 6, 7)]
+    written = [f"There was a {names[i % 10]} once, and {rare[i % 78]} and {rare[(i + 1) % 78]}." for i in range(234)]
+    written.append(f"There was {rare[0]}.")  # nothing is asked of one word
     lines = finetune.requests(written, 2, seed=0)
     assert lines == finetune.requests(written, 2, seed=0)
     asked = {word for line in lines for word in line["words"]}
@@ -347,15 +348,17 @@ def test_what_is_asked_is_in_the_story_and_neither_common_nor_rare():
     for line in lines:
         assert line["prompt"] == finetune.request(line["words"])
         assert set(line["words"]) <= finetune.words_in(line["completion"])
+    assert len(lines) == 2 * 234
+    assert {len(line["words"]) for line in lines} == {2}
 
 
 def test_answers_are_judged_by_whole_words_and_a_whole_end():
     answers = ["A bird in the Garden.", "A bird in the gardens.", "A bird in the garden", 'In the garden: "Bird!"']
     words = [["bird", "garden"]] * 4
     assert finetune.included(answers, words) == [1, 0.5, 1, 1]
-    assert finetune.told(answers, words, prompt=[""] * 4) == [1, 0, 0, 1]
+    assert finetune.told(answers, words, prompt=[""] * 4) == [1, 0.5, 0, 1]
     shuffled = [finetune.shuffled([*answers, str(i)], [*words, ["lion"]]) for i in range(8)]
-    assert all(sorted(rewards) == [0, 0, 0, 1, 1] for rewards in shuffled)
+    assert all(sorted(rewards) == [0, 0, 0.5, 1, 1] for rewards in shuffled)
     assert shuffled[0] == finetune.shuffled([*answers, "0"], [*words, ["lion"]])
     assert len(set(map(tuple, shuffled))) > 1
 
