@@ -87,6 +87,8 @@ def jsonl_objects(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
                 remedy += f"; of an array, as this seems to be, jq -c '.[]' {path.name} makes it"
             try:
                 found = json.loads(line)
+            except UnicodeDecodeError:
+                raise DataError(f"{path}, line {number} is not UTF-8; write the file in that encoding") from None
             except (ValueError, RecursionError) as error:
                 reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
                 raise DataError(f"{path}, line {number} is not JSON ({reason}); {remedy}") from None

@@ -116,6 +116,14 @@ def test_a_line_that_is_no_document_is_named(line, message, tmp_path):
         list(jsonl_documents(path, DocumentFormat()))
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_lines_of_another_encoding_are_said_to_be(encoding, tmp_path):
+    path = tmp_path / "some.jsonl"
+    path.write_text('{"text": "café"}\n{"text": "b"}\n', encoding)
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 1 is not UTF-8; write the file in that encoding")):
+        list(jsonl_documents(path, DocumentFormat()))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"separator": ""}, "separator=''"), ({"longest": 0}, "longest=0"), ({"token_type": "int8"}, "token_type='int8'")],
