@@ -132,7 +132,7 @@ def _fill_planes(
                 memory[...] = run
         return found
 
-    return QuantizedWeight(tuple(fill_targets(array, targets, write)), form.name, str(dtype))
+    return QuantizedWeight(tuple(fill_targets(array, targets, write)), form.name, str(dtype)).arranged()
 
 
 def _reading_blocks(array: ArrayParts, kept: Kind, form: Kind) -> Callable[[int, int], Sequence[np.ndarray]]:

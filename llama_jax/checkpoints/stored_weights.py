@@ -22,6 +22,7 @@ from llama_jax.errors import CheckpointError, shown
 from llama_jax.files import read_object
 from llama_jax.model.params import Llama, row_at
 from llama_jax.ops.weights import KINDS, JoinedWeight, Plane, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights.order import arranged
 from llama_jax.ops.weights.planes import FP8, INT4
 from llama_jax.ops.weights.weight import columns_on_each
 
@@ -191,7 +192,7 @@ def _to_bytes(array: Any, plane: Plane) -> Any:
 
 def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
     if plane.dtype == FP8:
-        return lax.bitcast_convert_type(array, FP8)
+        return arranged(plane, lax.bitcast_convert_type(array, FP8))
     if plane.dtype != INT4:
         return array
 
@@ -201,4 +202,4 @@ def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
 
     found = jax.block_until_ready(jax.jit(unpacked, out_shardings=array.sharding)(array))
     array.delete()
-    return found
+    return arranged(plane, found)

@@ -116,7 +116,7 @@ def quantize(params: Llama, kind: Name) -> Llama:
             jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
             for plane, place in zip(form.planes, places, strict=True)
         ]
-        return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype))
+        return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype)).arranged()
 
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight)
     return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_weight)
@@ -161,7 +161,10 @@ def unstack(params: Llama) -> Llama:
         return params
     stacked = params.blocks
     layers = jax.tree.leaves(stacked)[0].shape[0]  # of adapters most places hold None
-    return params.replace(blocks=tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers)))
+    blocks = tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers))
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
+    arrange = lambda leaf: leaf.arranged() if is_weight(leaf) else leaf
+    return params.replace(blocks=jax.tree.map(arrange, blocks, is_leaf=is_weight))
 
 
 def stack(params: Llama) -> Llama:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -41,7 +42,7 @@ def fit_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
     """
     target, placement = laid_out(config, sizes), param_shardings(config, sizes)
 
-    def move(row: Row, array: jax.Array) -> jax.Array:
+    def move(row: Row, array: Any) -> Any:
         place = attrgetter(row.path)(placement)
         if array.sharding == place or not (row.has_vocabulary or has_groups(row)):  # nothing was to be fitted
             return array
@@ -51,7 +52,7 @@ def fit_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:
             return fit_array(target, row, array)  # as it is, or refused
         found = jax.block_until_ready(jax.jit(partial(fit_array, target, row), out_shardings=place)(array))
         jax.tree.map(lambda given: given.delete(), array)
-        return found
+        return found.arranged() if isinstance(found, QuantizedWeight) else found
 
     return changed(params, move)
 

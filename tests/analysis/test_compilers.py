@@ -276,12 +276,9 @@ print(json.dumps(out))
 
 
 @pytest.mark.accelerators
-@pytest.mark.parametrize(("hardware", "kinds"), [("tpu-v5e", ["int8"]), ("h100", ["int8", "int4"])])
+@pytest.mark.parametrize(("hardware", "kinds"), [("tpu-v5e", ["int8", "int4"]), ("h100", ["int8", "int4"])])
 def test_quantised_layers_of_8b_are_never_dense(hardware, kinds):
-    """Beside weights and cache, decoding and reading plan less than a layer in int8.
-
-    Of int4 a TPU's compiler makes one more copy before the loop over tokens, in the order that its matmul reads.
-    """
+    """Beside weights and cache, decoding and reading plan less than a layer in int8."""
     layer = 218_112_000
     found = look(hardware, QUANTISED, *kinds)
     for kind, (prefill, decode) in found.items():

@@ -15,8 +15,8 @@ from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.checkpoints.tensors import read_bytes
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.trees import count, quantize
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.model.trees import count, quantize, stack, unstack
+from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, order
 from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes
 
@@ -202,6 +202,55 @@ def test_a_damaged_factor_is_noticed(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"'blk\.0\.ffn_up\.weight' holds NaN or infinity; the file is damaged"):
         llama_jax.load(tmp_path / "bad.gguf", quantize="keep")
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch):
+    """Planes are held in the order that a TPU is given them in: here only the layouts of arrays say so."""
+    real = order.storage_order
+    monkeypatch.setattr(order, "storage_order", lambda plane, ndim, platform: real(plane, ndim, "tpu"))
+
+
+def groups_first(params) -> bool:
+    down = params.blocks[0].feed_forward.down  # the matrix whose rows are whole groups of 128
+    return down.kind == "int4" and down.planes[0].format.layout.major_to_minor == (1, 0, 2)
+
+
+@pytest.mark.slow
+def test_whatever_makes_int4_leaves_it_groups_first_for_a_tpu(as_on_a_tpu, tmp_path, stories_model):
+    config, params, tokenizer = stories_model
+    found = quantize(params, "int4")
+    assert groups_first(found)
+    read = llama_jax.load(bundled(), "float32", quantize="int4").params
+    assert groups_first(read)
+    same(read, found)
+    llama_jax.save(tmp_path / "a", config, found, tokenizer, format="orbax")
+    stored = llama_jax.load(tmp_path / "a").params
+    assert groups_first(stored)
+    same(stored, found)
+    cut = unstack(stack(found))
+    assert groups_first(cut)
+    same(cut, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [None, MeshSizes(tensor=2)])
+def test_int4_that_lies_groups_first_generates_the_same(sizes, as_on_a_tpu, monkeypatch, stories_model):
+    _, _, tokenizer = stories_model
+    prompts = [tokenizer.encode("Once upon a time"), tokenizer.encode("The dog")]
+
+    def load_and_generate():
+        loaded = llama_jax.load(bundled(), "float32", quantize="int4", mesh=sizes)
+        rows = llama_jax.generate(loaded.config, loaded.params, prompts, max_new_tokens=8)
+        return loaded.params, [row.tokens for row in rows]
+
+    there, found = load_and_generate()
+    assert sizes is not None or groups_first(there)
+    monkeypatch.undo()
+    plain, wanted = load_and_generate()
+    assert not groups_first(plain)
+    same(there, plain)
+    assert found == wanted
 
 
 # --- orbax ---------------------------------------------------------------------------------------------------------------

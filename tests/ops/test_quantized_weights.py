@@ -20,7 +20,7 @@ from llama_jax.model.params import row_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops import native
 from llama_jax.ops.platform import planned_for
-from llama_jax.ops.weights import KINDS, JoinedWeight, QuantizedWeight, nf4, quantized, shardings_of_planes
+from llama_jax.ops.weights import KINDS, JoinedWeight, QuantizedWeight, nf4, order, quantized, shardings_of_planes
 from llama_jax.ops.weights import weight as room
 from llama_jax.ops.weights.planes import INT4, join, split
 
@@ -220,18 +220,46 @@ def test_rows_are_looked_up():
     assert ops.look_up(jnp.arange(8.0).reshape(4, 2), ids[:, 1]).shape == (2, 2)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "q8_0", "q4_k"])
-@pytest.mark.parametrize("rows", [64, 40])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4_asym", "fp8_128", "q8_0", "q4_k"])
+@pytest.mark.parametrize("rows", [128, 40])
 def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows):
-    """Of 8-bit numbers 32 rows lie together; a table that has a part of that at its end is taken from row by row."""
+    """Of 8-bit numbers 32 rows lie together, of groups of 4-bit ones 64; a table that has a part of that at its end is taken
+    from row by row."""
     table, ids = weight_of(kind, rows=rows), jnp.asarray([[0, 39, 5], [31, 32, 7]])
     with planned_for("tpu"):
         found = jax.jit(ops.look_up)(table, ids)
         program = str(jax.make_jaxpr(ops.look_up)(table, ids))
+        many = jnp.tile(ids, (20, 1))
+        runs = jax.jit(lambda table, ids: ops.look_up(table, ids))(table, many) if kind in ("int8", "int4") else None
     np.testing.assert_array_equal(found, jax.jit(lambda table, ids: ops.look_up(table, ids))(table, ids))
-    eight = max((plane for plane in table.planes if plane.dtype.itemsize == 1), key=lambda plane: plane.shape[-1])
-    by_tiles = f"[2,32,{eight.shape[-1]}]" in program
-    assert by_tiles == (rows == 64 and kind != "int4")
+    if runs is not None:
+        np.testing.assert_array_equal(runs, np.tile(found, (20, 1, 1)))
+    values = max(table.planes, key=lambda plane: (plane.dtype.itemsize == 1, plane.ndim, plane.shape[-1]))
+    tile = 64 if kind.startswith("int4") else 32
+    by_tiles = f"[2,3,4,{tile},128]" if values.ndim == 3 else f"[2,3,{tile},{values.shape[-1]}]"
+    assert (by_tiles in program) == (rows == 128)
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "wanted"), [("int4", 512, (2, 0, 1, 3)), ("int4", 192, (0, 1, 2, 3)), ("int8", 512, (0, 1, 2))]
+)
+def test_groups_of_128_are_stored_first_for_a_tpu(kind, columns, wanted, monkeypatch):
+    """In the layout of the array alone, which a plan's shapes have too; a matmul of it is the same."""
+    matrix = jnp.asarray(np.random.default_rng(3).normal(0, 1, (3, 8, columns)), jnp.float32)
+    plain = quantized(matrix, kind)
+    real = order.storage_order
+    monkeypatch.setattr(order, "storage_order", lambda plane, ndim, platform: real(plane, ndim, "tpu"))
+    weight = quantized(matrix, kind)
+    assert weight.planes[0].format.layout.major_to_minor == wanted
+    place = matrix.sharding
+    planes = tuple(jax.ShapeDtypeStruct(plane.shape, plane.dtype, sharding=place) for plane in plain.planes)
+    shape = QuantizedWeight(planes, plain.kind, plain.dtype_name).arranged()
+    layout = shape.planes[0].format.layout
+    assert (layout.major_to_minor if layout is not None else tuple(range(len(wanted)))) == wanted
+    np.testing.assert_array_equal(numbers(weight), numbers(plain))
+    x = jnp.ones((2, columns), jnp.float32)
+    with planned_for("tpu"):
+        np.testing.assert_allclose(ops.project(x, weight), ops.project(x, plain), rtol=1e-6)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])

@@ -20,6 +20,7 @@ from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.layers import PRODUCT, project
 from llama_jax.ops.platform import is_divided, lowering_device_kind, lowering_platform
 from llama_jax.ops.weights.kinds import KINDS, fitting
+from llama_jax.ops.weights.order import arranged, in_runs, take
 from llama_jax.ops.weights.planes import FP8, Kind, Plane
 
 FEW_ROWS = 16  # of so many tokens at most, sums of groups are made apart and weighted afterwards
@@ -76,7 +77,12 @@ class QuantizedWeight(struct.PyTreeNode):
 
     def look_up(self, rows: jax.Array) -> jax.Array:
         """Some rows, [*rows, ..., D]."""
-        return self.form.decode(*(_take(plane, rows) for plane in self.planes)).astype(self.dtype)
+        decoded = lambda some: self.form.decode(*take(self.form, self.planes, some)).astype(self.dtype)
+        return in_runs(decoded, rows)
+
+    def arranged(self) -> QuantizedWeight:
+        """The same in the order in which its devices are to hold it, see `order`: what makes a weight ends with this."""
+        return self.replace(planes=tuple(map(arranged, self.form.planes, self.planes)))
 
     def decoded(self) -> Any:
         """The matrix itself, of NumPy where the planes are; for tests, comparisons and files, never for a matmul."""
@@ -133,7 +139,7 @@ def quantized(matrix: Any, kind: str) -> QuantizedWeight:
     places = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
     found = form.encode(np.asarray(matrix, np.float32))
     planes = tuple(jax.device_put(plane, place) for plane, place in zip(found, places, strict=True))
-    return QuantizedWeight(planes, form.name, str(matrix.dtype))
+    return QuantizedWeight(planes, form.name, str(matrix.dtype)).arranged()
 
 
 def columns_on_each(shape: tuple[int, ...], sharding: Any) -> int:
@@ -149,22 +155,6 @@ def shardings_of_planes(form: Kind, sharding: Any, ndim: int) -> tuple[Any, ...]
     *out, columns = spec
     ends = [(columns, None) if plane.grouped else (columns,) if plane.entries else () for plane in form.planes]
     return tuple(sharding.update(spec=P(*out, *end)) for end in ends)
-
-
-TILE = 32  # rows of 8-bit numbers that lie together in a TPU's memory
-
-
-def _take(table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Some rows of a table [V, ...].
-
-    To take a row out of the middle of a tile, a TPU's compiler would write the whole table in tiles of 8 rows, 525 MB for
-    every token of Llama 3; so whole tiles are taken, and the row out of each.
-    """
-    if lowering_platform() != "tpu" or table.ndim != 2 or table.dtype.itemsize > 1 or len(table) % TILE:
-        return table[rows]
-    tiles = table.reshape(-1, TILE, table.shape[-1])[rows // TILE]
-    chosen = (rows % TILE)[..., None, None] == jnp.arange(TILE)[:, None]
-    return jnp.sum(jnp.where(chosen, tiles, 0), axis=-2, dtype=table.dtype)
 
 
 # --- matmuls -------------------------------------------------------------------------------------------------------------
