@@ -5,6 +5,8 @@ Begin with a state of empty rows, `insert` a row whenever a request has been rea
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -51,18 +53,20 @@ def insert(state: State, row: jax.Array, one: State) -> State:
     stop = jnp.pad(one.request.stop, [(0, 0), (0, places - stops)], constant_values=-1)
     one = one.replace(request=one.request.replace(stop=stop))
 
-    def put(whole: jax.Array, new: jax.Array, axis: int = 0) -> jax.Array:
-        start = [jnp.zeros((), jnp.int32)] * whole.ndim
-        start[axis] = row
-        return lax.dynamic_update_slice(whole, new.astype(whole.dtype), start)
-
     stacked = not isinstance(state.cache.k, tuple)
     buffers = jax.tree.map(
-        lambda whole, new: put(whole, new, int(stacked)), (state.cache.k, state.cache.v), (one.cache.k, one.cache.v)
+        lambda whole, new: _put(whole, new, row, int(stacked)), (state.cache.k, state.cache.v), (one.cache.k, one.cache.v)
     )
-    cache = state.cache.replace(k=buffers[0], v=buffers[1], length=put(state.cache.length, one.cache.length))
-    rest = jax.tree.map(put, state.replace(cache=None), one.replace(cache=None))
+    cache = state.cache.replace(k=buffers[0], v=buffers[1], length=_put(state.cache.length, one.cache.length, row, 0))
+    rest = jax.tree.map(lambda whole, new: _put(whole, new, row, 0), state.replace(cache=None), one.replace(cache=None))
     return rest.replace(cache=cache)
+
+
+@partial(jax.jit, static_argnums=3)  # traced once for all layers
+def _put(whole: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
+    start = [jnp.zeros((), jnp.int32)] * whole.ndim
+    start[axis] = row
+    return lax.dynamic_update_slice(whole, new.astype(whole.dtype), start)
 
 
 def _check(state: State, row: jax.Array, one: State) -> None:

@@ -58,11 +58,12 @@ class Engine:
         self.context = options.context_of(config)
         self.model = model or ServedModel.of(config, params, options.cache, options.compute)
         self.drafting = None if options.draft is None else Drafting(options.draft)
-        self.pools = [Pool(self.model, pool, self.drafting) for pool in options.pools(config)]
+        sizes = options.pools(config, self.model.reads_filled_slots)
+        self.pools = [Pool(self.model, pool, self.drafting) for pool in sizes]
         self.prefixes = PrefixCache(options.prefix_bytes)
         self.after_turn: Callable[[], None] | None = None
         self.failure: str | None = None
-        self._capacities = tuple(size for pool in self.pools for size in pool.options.capacities)
+        self._capacities = options.capacities(config)
         self._queue = Queue(options.most_waiting, options.most_waiting_tokens)
         self._reading: list[Ticket] = []
         self._pending: list[Pending] = []

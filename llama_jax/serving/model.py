@@ -20,6 +20,7 @@ from llama_jax.model.forward import head_of
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
+from llama_jax.ops.platform import native_code
 from llama_jax.ops.rope_scaling import BY_LENGTH
 from llama_jax.serving.programs import Programs, Wishes, programs_for
 
@@ -59,6 +60,15 @@ class ServedModel:
     def vocab(self) -> int:
         """Rows of the output projection: V, or more where it is divided over devices."""
         return int(head_of(self.config, self.params).shape[0])
+
+    @property
+    def reads_filled_slots(self) -> bool:
+        """Whether a turn takes as long however many empty slots a row has: it attends by the native kernel of `ops.cpu`."""
+        own = self.compute.attention == "auto" and self.compute.attend is None and self.layout.attend is None
+        dtypes = self.params.embedding.dtype, self.compute.dtype, self.cache.dtype
+        floats = all(dtype is None or dtype == np.float32 for dtype in dtypes)
+        with ops.native_anyway(*self.native):
+            return native_code.value and own and floats and self.config.window is None
 
     def rope_root(self, length: int) -> int:
         """What keys depend on beside the tokens before them: the length of the prompt, for some scalings."""

@@ -13,6 +13,7 @@ from llama_jax.model.options import Compute
 from llama_jax.model.window import CacheOptions
 
 SMALLEST_PIECE = 16  # the last piece of a prompt may be so short
+ONE_SIZE = 512  # slots of a row that may stay empty for the sake of fewer programs: more would be much memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,9 @@ class EngineOptions:
       context: tokens that prompt and continuation may have together; None takes the model's.
       piece: tokens of a prompt that are read at once, between which others get a token each. Whole pieces are what the
         prefix cache keeps, and what makes it exact: a piece is read by a program that its place alone determines.
-      smallest_capacity: slots of a row at least, a multiple of `piece`; each further size is twice the one before.
+      smallest_capacity: slots of a row at least, a multiple of `piece`; each further size is twice the one before. None is
+        128; and where empty slots cost no time (`ServedModel.reads_filled_slots`) rows of short requests then have the
+        longest of their sizes at once, which leaves less than half of the programs.
       most_waiting, most_waiting_tokens: requests, and tokens of their prompts, that may wait; more are refused.
       prefix_bytes: that the prefix cache may take of the device's memory; 0 turns it off.
       cache: in int8, or of the parameters' dtype. A window is not served.
@@ -63,7 +66,7 @@ class EngineOptions:
     short: int = 512
     context: int | None = None
     piece: int = 64
-    smallest_capacity: int = 128
+    smallest_capacity: int | None = None
     most_waiting: int = 256
     most_waiting_tokens: int = 2**18
     prefix_bytes: int = 2**28
@@ -73,15 +76,16 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         least: dict[str, int] = {"rows": 1, "long_rows": 1, "short": 1, "piece": SMALLEST_PIECE, "prefix_bytes": 0}
-        least |= {"smallest_capacity": 1, "most_waiting": 0, "most_waiting_tokens": 0}
-        if self.context is not None:
-            least["context"] = 2
+        least |= {"most_waiting": 0, "most_waiting_tokens": 0}
+        for name, lowest in (("context", 2), ("smallest_capacity", 1)):
+            if getattr(self, name) is not None:
+                least[name] = lowest
         for name, lowest in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
-        if self.smallest_capacity % self.piece:
-            raise GenerationError(f"smallest_capacity={self.smallest_capacity} must be a multiple of piece={self.piece}")
+        if self._smallest % self.piece:
+            raise GenerationError(f"smallest_capacity={self._smallest} must be a multiple of piece={self.piece}")
         if self.draft is not None and not isinstance(self.draft, PromptLookup):
             raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup; give one, or None")
         if self.cache.window is not None:
@@ -97,14 +101,28 @@ class EngineOptions:
             raise GenerationError(f"context={self.context} exceeds the model's of {config.max_seq_len}; choose at most that")
         return self.context or config.max_seq_len
 
-    def pools(self, config: LlamaConfig) -> tuple[PoolOptions, ...]:
-        """The pools: of short requests, and of long ones where the context allows any."""
-        context = self.context_of(config)
-        capacities = [self.smallest_capacity]
-        while capacities[-1] < context:
-            capacities.append(min(2 * capacities[-1], -(-context // self.piece) * self.piece))
+    @property
+    def _smallest(self) -> int:
+        return -(-128 // self.piece) * self.piece if self.smallest_capacity is None else self.smallest_capacity
+
+    def capacities(self, config: LlamaConfig) -> tuple[int, ...]:
+        """Slots of the caches that prompts are read into."""
+        context, sizes = self.context_of(config), [self._smallest]
+        while sizes[-1] < context:
+            sizes.append(min(2 * sizes[-1], -(-context // self.piece) * self.piece))
+        return tuple(sizes)
+
+    def pools(self, config: LlamaConfig, reads_filled_slots: bool = False) -> tuple[PoolOptions, ...]:
+        """The pools: of short requests, and of long ones where the context allows any.
+
+        Args:
+          reads_filled_slots: whether empty slots of a row cost no time.
+        """
+        capacities = self.capacities(config)
         short = tuple(size for size in capacities if size == capacities[0] or size <= self.short)
         long = tuple(size for size in capacities if size not in short)
+        if reads_filled_slots and self.smallest_capacity is None:
+            short = tuple(size for size in short if size >= min(short[-1], ONE_SIZE))
         pools = PoolOptions(rows=_doubled(self.rows), capacities=short)
         return (pools, PoolOptions(rows=_doubled(self.long_rows), capacities=long)) if long else (pools,)
 

@@ -142,6 +142,12 @@ def _seen_by_host(state: State, layout: Layout) -> State:
 
 def _choose(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     """`choose` of what is permitted: the state, and the packed `ChosenTokens` with log-probabilities among all tokens."""
+    rest, packed = _choose_without_cache(wishes, state.replace(cache=None), logits, layout)
+    return rest.replace(cache=state.cache), packed
+
+
+@partial(jax.jit, static_argnums=3)  # for its trace, which states of any number of slots share; XLA takes it inline
+def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     valid = ~state.done
     barred = state.count < wishes.least
     scores = lax.cond(
@@ -255,20 +261,25 @@ def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> St
     """
     kept = order >= 0
     rows = jnp.maximum(order, 0)
-    stacked = not isinstance(state.cache.k, tuple)
-
-    def of_cache(buffer: jax.Array) -> jax.Array:
-        buffer = jnp.take(buffer, rows, axis=int(stacked), mode="clip")[..., : min(capacity, buffer.shape[-2]), :]
-        missing = capacity - buffer.shape[-2]
-        return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)]) if missing else buffer
+    axis = int(not isinstance(state.cache.k, tuple))
 
     def of_rest(x: jax.Array) -> jax.Array:
         return jnp.take(x, rows, axis=0, mode="clip")
 
-    cache = over_buffers(of_cache, state.cache).replace(length=of_rest(state.cache.length))
+    cache = over_buffers(lambda buffer: _arranged(buffer, rows, capacity, axis), state.cache).replace(
+        length=of_rest(state.cache.length)
+    )
     rest = jax.tree.map(of_rest, state.replace(cache=None))
     done = layout.constrain(rest.done | ~kept, "everywhere")
     return rest.replace(cache=lay_out(cache, layout), seen=layout.constrain(rest.seen, "logits"), done=done)
+
+
+@partial(jax.jit, static_argnums=(2, 3))  # traced once for all layers
+def _arranged(buffer: jax.Array, rows: jax.Array, capacity: int, axis: int) -> jax.Array:
+    """Some rows of a buffer of a cache, and so many slots of each."""
+    buffer = jnp.take(buffer, rows, axis=axis, mode="clip")[..., : min(capacity, buffer.shape[-2]), :]
+    missing = capacity - buffer.shape[-2]
+    return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)]) if missing else buffer
 
 
 def take_row(state: State, row: jax.Array, layout: Layout) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Reading, Request, State
 from llama_jax.model.options import Places
+from llama_jax.serving.ahead import compile_ahead
 from llama_jax.serving.model import STOPS, ServedModel
 from llama_jax.serving.options import SMALLEST_PIECE
-from llama_jax.serving.pool import Pool, neighbours, steps_between
+from llama_jax.serving.pool import Pool, neighbours
 from llama_jax.serving.programs import Wishes
 
 Step = Callable[[], Any]
@@ -35,13 +36,30 @@ def warm(
       piece: tokens that are read at once.
       progress: told after each program how many are done, of how many.
     """
-    prompts = _Prompts(model, capacities, piece)
-    steps = list(prompts.steps())
-    for pool, longer in zip(pools, [*pools[1:], None], strict=True):
-        steps += _Rows(model, pool, prompts).steps(may_move=longer is not None)
+
+    def walks_of(model: ServedModel) -> list[_Rows]:
+        prompts = _Prompts(model, capacities, piece)
+        return [_Rows(model, pool, prompts, may_move=pool is not pools[-1]) for pool in pools]
+
+    def lower(model: ServedModel) -> None:
+        for step in _steps(walks_of(model)):
+            step()
+
+    ahead = model.layout.mesh is None  # over a mesh only a compiled program says where its results lie
+    if ahead:
+        compile_ahead(model, lower, progress)
+    walks = walks_of(model)
+    steps = _steps(walks)
     for done, step in enumerate(steps, 1):
         jax.block_until_ready(step())
-        progress(done, len(steps))
+        if not ahead:
+            progress(done, len(steps))
+    for pool, walk in zip(pools, walks, strict=True):
+        pool.state = walk.beginning()
+
+
+def _steps(walks: list[_Rows]) -> list[Step]:
+    return [*walks[0].prompts.steps(), *(step for walk in walks for step in walk.steps())]
 
 
 @dataclass(frozen=True)
@@ -90,59 +108,70 @@ def _places(width: int) -> Places:
     return Places(np.array([width], np.int32), rope_lengths=np.array([width], np.int32))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Rows:
-    """The programs of a pool."""
+    """The programs of a pool, run on one state that goes through all shapes, each the neighbour of the one before."""
 
     model: ServedModel
     pool: Pool
     prompts: _Prompts
+    may_move: bool
+    state: State = field(init=False)
 
-    def steps(self, may_move: bool) -> Iterator[Step]:
-        yield self.begin
+    def __post_init__(self) -> None:
+        self.state = self.pool.state
+
+    def steps(self) -> Iterator[Step]:
+        """To be run in this order."""
         options = self.pool.options
-        for rows in options.rows:
-            for capacity in options.capacities:
-                yield partial(self.take_turn, rows, capacity)
-                if self.pool.drafting is not None:
-                    yield partial(self.take_drafts, rows, capacity, self.pool.drafting.count)
-                for shape in neighbours(options, rows, capacity):
-                    yield partial(self.arrange, rows, capacity, shape)
-                for size in self.prompts.capacities:
-                    if size <= capacity:
-                        yield partial(self.insert, rows, capacity, size)
-                if may_move and capacity == self.pool.longest:
-                    yield partial(self.take_row, rows, capacity)
+        yield self.take_turn  # the state is then one that a program has made: one made by hand may lie elsewhere
+        path = [(rows, size) for i, rows in enumerate(options.rows) for size in options.capacities[:: (1, -1)[i % 2]]]
+        for shape, following in zip(path, [*path[1:], None], strict=True):
+            yield self.take_turn
+            if self.pool.drafting is not None:
+                yield partial(self.take_drafts, self.pool.drafting.count)
+            for size in self.prompts.capacities:
+                if size <= shape[1]:
+                    yield partial(self.insert, size)
+            for other in neighbours(options, *shape):
+                yield partial(self.arrange, other)
+            if self.may_move and shape[1] == self.pool.longest:
+                yield self.take_row
+            if following is not None:
+                yield partial(self.go, following)
 
-    def begin(self) -> None:
-        """Take a turn, after which the state is one that a program has made: one made by hand may lie elsewhere."""
-        self.pool.state, _ = self.model.take_turn(self.pool.state, self.wishes(len(self.pool.rows)))
+    def beginning(self) -> State:
+        """A state for the pool to begin with, made by a program."""
+        options = self.pool.options
+        state = self.model.empty_state(options.rows[0], options.capacities[0])
+        return self.model.take_turn(state, self.wishes(options.rows[0]))[0]
 
     def wishes(self, rows: int) -> Wishes:
         return jax.device_put(Wishes.none(rows, self.model.config.vocab_size))
 
-    def state(self, rows: int, capacity: int) -> State:
-        """Another state of empty rows."""
-        found, start = self.pool.state, (len(self.pool.rows), self.pool.state.cache.capacity)
-        for shape in steps_between(self.pool.options, start, (rows, capacity)):
-            found = self.model.arrange(found, [-1] * shape[0], shape[1])
-        return found
+    @property
+    def rows(self) -> int:
+        return len(self.state.done)
 
-    def take_turn(self, rows: int, capacity: int) -> Any:
-        return self.model.take_turn(self.own(rows, capacity), self.wishes(rows))
+    def take_turn(self) -> Any:
+        self.state, packed = self.model.take_turn(self.state, self.wishes(self.rows))
+        return packed
 
-    def take_drafts(self, rows: int, capacity: int, count: int) -> Any:
-        return self.model.take_drafts(self.own(rows, capacity), self.wishes(rows), np.full((rows, count), -1, np.int32))
+    def take_drafts(self, count: int) -> Any:
+        drafts = np.full((self.rows, count), -1, np.int32)
+        self.state, packed = self.model.take_drafts(self.state, self.wishes(self.rows), drafts)
+        return packed
 
-    def own(self, rows: int, capacity: int) -> State:
-        """A state that may be donated."""
-        return self.arrange(rows, capacity, (rows, capacity))
+    def insert(self, size: int) -> State:
+        self.state = self.model.insert(self.state, 0, self.prompts.begin(size))
+        return self.state
 
-    def arrange(self, rows: int, capacity: int, shape: tuple[int, int]) -> State:
-        return self.model.arrange(self.state(rows, capacity), [-1] * shape[0], shape[1])
+    def arrange(self, shape: tuple[int, int]) -> State:
+        return self.model.arrange(self.state, [-1] * shape[0], shape[1])
 
-    def insert(self, rows: int, capacity: int, size: int) -> State:
-        return self.model.insert(self.own(rows, capacity), 0, self.prompts.begin(size))
+    def go(self, shape: tuple[int, int]) -> State:
+        self.state = self.arrange(shape)
+        return self.state
 
-    def take_row(self, rows: int, capacity: int) -> State:
-        return self.model.take_row(self.state(rows, capacity), 0)
+    def take_row(self) -> State:
+        return self.model.take_row(self.state, 0)
