@@ -111,7 +111,15 @@ def load_alone(folder: Path, devices: int, *arguments: str) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through Linux's /proc")
-@pytest.mark.parametrize(("devices", "dtype"), [(1, "bfloat16"), (1, "float32"), (8, "bfloat16"), (8, "float32")])
+@pytest.mark.parametrize(
+    ("devices", "dtype"),
+    [
+        (1, "float32"),
+        (8, "bfloat16"),
+        pytest.param(1, "bfloat16", marks=pytest.mark.nightly),
+        pytest.param(8, "float32", marks=pytest.mark.nightly),
+    ],
+)
 def test_peak_memory_is_the_weights_and_less_than_two_tensors(folder, devices, dtype):
     assert sum(file.stat().st_size for file in folder.iterdir()) > 2e9
     assert len(list(folder.glob("*.safetensors"))) > 4
@@ -131,7 +139,10 @@ def test_peak_memory_is_the_weights_and_less_than_two_tensors(folder, devices, d
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures through Linux's /proc")
-@pytest.mark.parametrize(("kind", "bits", "more"), [("int8", 8, 0.05), ("q8_0", 8.5, 0.05), ("int4", 4.25, 0.09)])
+@pytest.mark.parametrize(
+    ("kind", "bits", "more"),
+    [("int8", 8, 0.05), pytest.param("q8_0", 8.5, 0.05, marks=pytest.mark.nightly), ("int4", 4.25, 0.09)],
+)
 def test_quantising_while_reading_peaks_little_above_the_result(folder, kind, bits, more):
     """Resident memory, by its high-water mark; files are read and not mapped, so that nothing of it is theirs.
 

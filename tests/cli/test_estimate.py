@@ -284,7 +284,12 @@ def test_every_mesh_of_the_report_has_as_many_devices_as_it_says():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [*(check_estimate.CASES[i] for i in (0, 4, 12)), replace(check_estimate.CASES[7], preset="stories-15m", length=256)],
+    [
+        check_estimate.CASES[0],
+        check_estimate.CASES[12],
+        replace(check_estimate.CASES[7], preset="stories-15m", length=256),
+        pytest.param(check_estimate.CASES[4], marks=pytest.mark.nightly),
+    ],
     ids=lambda case: f"{case.program} {case.mesh}",
 )
 def test_the_estimate_is_what_a_process_takes(case):
@@ -292,7 +297,10 @@ def test_the_estimate_is_what_a_process_takes(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "count"), [("llama-2-70b", 68_976_648_192), ("llama-3.1-405b", 405_853_388_800)])
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [pytest.param("llama-2-70b", 68_976_648_192, marks=pytest.mark.nightly), ("llama-3.1-405b", 405_853_388_800)],
+)
 def test_the_largest_models_on_512_devices(process, model, count):
     """Of no device is anything allocated: the shares of all add up to terabytes."""
     asked = [model, "--mode", "train", "--mesh", "fsdp=64,tensor=8", "--batch", 128, "--length", 2048, "--dtype", "bfloat16"]

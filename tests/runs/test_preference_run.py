@@ -96,7 +96,7 @@ def test_the_preferred_answer_becomes_more_probable(whole, name):
     assert f"accuracy {found[-1]['accuracy']:.4g} · margin {found[-1]['margin']:.4g}" in said
 
 
-@pytest.mark.parametrize("name", ["full", "adapters"])
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.nightly), "adapters"])
 def test_an_interrupted_run_ends_with_the_same_bits(whole, base, pairs, tmp_path, name):
     one = {"full": FULL, "adapters": ADAPTERS}[name]
     stopped = train(one, tmp_path, pairs, weights=base, log=StopAt("step 3/"))

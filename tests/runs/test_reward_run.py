@@ -182,7 +182,7 @@ def test_over_devices_and_in_parts_it_is_the_same(file, prompts, tmp_path, chang
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", [pytest.param("none", marks=pytest.mark.nightly), "int8"])
 def test_adapters_learn_beside_a_reference(file, prompts, tmp_path, quantize):
     base = tmp_path / "base"
     train(replace(recipe(), evaluate_every=0, save_every=0), base, [write_words(tmp_path)])

@@ -30,6 +30,8 @@ from llama_jax.training.step import init_state
 
 RECIPES = Path(__file__).with_name("mortal_run.py")
 SHORT = ("steps=6", "evaluate_every=3", "save_every=3", 'prompts=["the "]', "sample_tokens=2")
+RUN = ("-m", "llama_jax")
+IMPATIENT = "from llama_jax.runs import preparing; preparing.MARK_SECONDS = 1; from llama_jax.cli import main; main()"
 EIGHT_HEADS = ("model.n_heads=8", "model.n_kv_heads=8")
 
 
@@ -48,7 +50,18 @@ def started(text, environment):
     """Starts one run in `count` processes, with eight devices in all; none outlives the block."""
 
     @contextmanager
-    def started(folder, *arguments, count=2, of=None, resume=True, own=("", ""), devices=(), function="recipe", data=text):
+    def started(
+        folder,
+        *arguments,
+        count=2,
+        of=None,
+        resume=True,
+        own=("", ""),
+        devices=(),
+        function="recipe",
+        data=text,
+        program=RUN,
+    ):
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
         joining = ["--coordinator", f"127.0.0.1:{port}", "--processes", of or count] if (of or count) > 1 else []
@@ -60,7 +73,7 @@ def started(text, environment):
                 command += [own[index]] if own[index % 2] else []
                 running.append(
                     subprocess.Popen(
-                        [sys.executable, "-u", "-m", "llama_jax", "train", *map(str, command)],
+                        [sys.executable, "-u", *program, "train", *map(str, command)],
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
                         text=True,
@@ -150,9 +163,9 @@ def alone(started, tmp_path_factory):
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
-        pytest.param("data=8", (), id="data"),
+        pytest.param("data=8", (), id="data", marks=pytest.mark.nightly),
         pytest.param("fsdp=2,data=4", (), id="fsdp"),
-        pytest.param("data=4,tensor=2", (), id="tensor"),
+        pytest.param("data=4,tensor=2", (), id="tensor", marks=pytest.mark.nightly),
         # A head on every device: both processes read all rows.
         pytest.param("tensor=8", EIGHT_HEADS, id="tensor over both"),
     ],
@@ -212,7 +225,7 @@ def test_processes_with_unequal_devices(started, tmp_path):
 @pytest.mark.slow
 def test_a_folder_of_the_run_that_is_not_the_same(started, tmp_path):
     """As where every host has a disk of its own under the same name: checkpoints would wait for each other for ever."""
-    with started(tmp_path / "one", own=("", f"--workdir={tmp_path / 'other'}")) as running:
+    with started(tmp_path / "one", own=("", f"--workdir={tmp_path / 'other'}"), program=("-c", IMPATIENT)) as running:
         for code, _, said in ended(running):
             assert code == 2
             assert "which is not the same folder" in said
@@ -262,24 +275,31 @@ def test_processes_that_nobody_joined(text, tmp_path, monkeypatch):
         train(recipe(), tmp_path, [text])
 
 
+@pytest.fixture(scope="module")
+def base(started, tmp_path_factory):
+    """A model that others begin with, or learn from."""
+    folder = tmp_path_factory.mktemp("base")
+    with started(folder, "steps=3", "evaluate_every=0", "save_every=0", count=1) as running:
+        assert ended(running)[0][0] == 0
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["preferences", "teacher", "rewards"])
-def test_other_kinds_of_training_are_the_same_in_two_processes(started, text, tmp_path, kind):
+def test_other_kinds_of_training_are_the_same_in_two_processes(started, base, text, tmp_path, kind):
     """A reference of preferences is computed once by all, a teacher read by all together, and answers are sampled so."""
     given = {"function": "recipe"}
-    with started(tmp_path / "base", "steps=3", "evaluate_every=0", "save_every=0", count=1) as running:
-        assert ended(running)[0][0] == 0
-    arguments = ["--teacher", tmp_path / "base", "steps=6", "evaluate_every=3", "save_every=3"]
+    arguments = ["--teacher", base, "steps=6", "evaluate_every=3", "save_every=3"]
     if kind == "preferences":
         pairs = tmp_path / "pairs.jsonl"
         lines = [{"prompt": f"ask {n}", "chosen": " the llama", "rejected": " no grass"} for n in range(60)]
         pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
         given = {"function": "preferring", "data": pairs}
-        arguments = ["--weights", tmp_path / "base", "batch=8", "steps=6", "evaluate_every=3", "save_every=3"]
+        arguments = ["--weights", base, "batch=8", "steps=6", "evaluate_every=3", "save_every=3"]
     if kind == "rewards":
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text("".join(json.dumps({"prompt": f"{n:02} llama"}) + "\n" for n in range(40)))
-        given, arguments = {"function": "rewarding", "data": prompts}, ["--weights", tmp_path / "base"]
+        given, arguments = {"function": "rewarding", "data": prompts}, ["--weights", base]
     for name, count in (("two", 2), ("one", 1)):
         with started(tmp_path / name, *arguments, count=count, **given) as running:
             for code, _, error in ended(running):

@@ -39,7 +39,7 @@ def foresight(model, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_request_gets_what_it_gets_alone(model, foresight, seed):  # noqa: F811
     rng, engine, clients, answers = random.Random(seed), Engine(*model, DRAFTING), [], []
     wanted = [some_request(rng) for _ in range(16)]

@@ -119,7 +119,7 @@ def come_and_go(engine, wanted, rng, expected):
 
 
 class TestEveryRequestGetsWhatItGetsAlone:
-    @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.slow) for x in (1, 2))])
+    @pytest.mark.parametrize("seed", [0, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 2))])
     def test_among_others_that_come_and_go(self, model, warm_engine, seed):
         rng = random.Random(seed)
         wanted = [some_request(rng) for _ in range(24)]

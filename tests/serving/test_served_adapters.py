@@ -100,7 +100,7 @@ def test_batch(tabled, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_among_others_that_come_and_go(tabled, alone, seed):
     rng = random.Random(seed)
     wanted = [some_request(rng) | {"adapter": rng.randrange(-1, 3)} for _ in range(24)]
@@ -132,7 +132,7 @@ def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_turn_copies_neither_the_table_nor_the_base(tabled, rows):
     """Of one row with three adapters its own slices are cut out, of four rows all is multiplied."""
     config, params = tabled

@@ -104,7 +104,13 @@ def test_in_float64_all_is_what_peft_computes(case, stored, tmp_path):
     assert_near(found, wanted, 1e-10)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=needs_peft) for case in theirs.CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(x, marks=[*needs_peft, *[pytest.mark.nightly] * (x in ("queries and values", "rank-stabilised"))])
+        for x in theirs.CASES
+    ],
+)
 def test_in_float32_too(case, tmp_path):
     pytest.importorskip("peft", reason="needs the parity extra")
     kind, lora = theirs.CASES[case]
