@@ -237,6 +237,13 @@ def taken_apart(plain: Callable[..., Any], model: Any, apart: Callable[[Any], An
     return apart(model)
 
 
+def one_by_one(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
+    """`serving.group.launched`, which then waits: XLA runs two programs at once where neither needs the other, and their sums
+    over processes would meet each other's.
+    """
+    return jax.block_until_ready(plain(program, *args))
+
+
 # --- rotary embedding --------------------------------------------------------------------------------------------------
 
 

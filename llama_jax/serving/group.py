@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from llama_jax.ops import cpu
 from llama_jax.ops.platform import native_code
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.programs import Programs
@@ -75,6 +76,12 @@ def leading(model: ServedModel, tell: Callable[[bytes], None]) -> ServedModel:
     return dataclasses.replace(model, programs=Programs(*(partial(leader.call, name) for name in Programs._fields)))
 
 
+@cpu.for_cpu(cpu.one_by_one)
+def launched(program: Callable[..., Any], *args: Any) -> Any:
+    """What a program over several processes gives, which accelerators run in the order of the calls."""
+    return program(*args)
+
+
 class _Leader:
     def __init__(self, model: ServedModel, tell: Callable[[bytes], None]) -> None:
         self._model = model
@@ -89,7 +96,7 @@ class _Leader:
         gone = tuple(self._gone.popleft() for _ in range(len(self._gone)))
         call = _Call(program, told, self._next, gone, native_code.value)
         self._tell(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
-        result = getattr(self._model.programs, program)(*(self._here(arg) for arg in args))
+        result = launched(getattr(self._model.programs, program), *map(self._here, args))
         for leaf in jax.tree.leaves(result):
             if id(leaf) in self._numbers:  # an argument, handed on as it is
                 self._gone.append(self._next)
@@ -149,7 +156,7 @@ class Follower:
         for number in call.gone:
             del self.arrays[number]
         with native_code(call.native):
-            result = getattr(self._model.programs, call.program)(*map(self._here, call.args))
+            result = launched(getattr(self._model.programs, call.program), *map(self._here, call.args))
         for number, leaf in enumerate(jax.tree.leaves(result), call.first):
             self.arrays[number] = leaf
         return result
