@@ -238,8 +238,8 @@ def taken_apart(plain: Callable[..., Any], model: Any, apart: Callable[[Any], An
 
 
 def one_by_one(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
-    """`serving.group.launched`, which then waits: XLA runs two programs at once where neither needs the other, and their sums
-    over processes would meet each other's.
+    """`serving.group.launched`, which then waits: XLA runs two programs at once where neither needs the other, and the sums
+    of one over all processes would meet those of the other.
     """
     return jax.block_until_ready(plain(program, *args))
 
