@@ -1,31 +1,37 @@
-"""Text files and JSONL as a stream of documents; memory is a few of them, however large the file."""
+"""Text files, JSONL and Parquet as a stream of documents; memory is a few of them, however large the file."""
 
 from __future__ import annotations
 
 import codecs
+import gzip
 import io
 import json
+import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple, cast
 
 from llama_jax.data.errors import DataError
-from llama_jax.errors import shown
+from llama_jax.errors import reason_of, shown
 
 CHUNK = 1 << 20  # bytes of a text file that are read at once
+ROWS = 1024  # of a Parquet file
+COMPRESSED = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.bin`` or ``.array_record``.
+    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.bin`` or ``.array_record``;
+    before that may come ``.gz`` or ``.zst``.
 
     Attributes:
       separator: what stands between the documents of a text file. White space around a document is not part of it.
       longest: characters of the longest document of a text file. A longer one, such as a whole file without separators,
         becomes several: it is cut after the last empty line that leaves more than half of that, else after the last
         line, else after the last word. The default is about 30,000 tokens.
-      field: of each object of a JSONL file that is the text of a document; taken as it is, whatever its length.
+      field: of each object of a JSONL file, or row of a Parquet file, that is the text of a document; taken as it is,
+        whatever its length.
       token_type: of the ids in ``.bin`` and ``.array_record``; None means "uint16" where that holds the vocabulary.
 
     Raises:
@@ -54,14 +60,23 @@ class Document(NamedTuple):
     read: int
 
 
-def text_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
+class Span(NamedTuple):
+    """A part of a file from one byte to another, of Parquet from one row group to another; in it whole documents."""
+
+    start: int
+    stop: int
+
+
+def text_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
     """The documents of a text file in UTF-8, with or without a byte-order mark; every end of line becomes a newline.
+
+    Lines are counted from the beginning of the span.
 
     Raises:
       DataError: bytes that are not text, by their line.
     """
     line = 1
-    for piece, read in _pieces(path, reading.separator, reading.longest):
+    for piece, read in _pieces(path, reading.separator, reading.longest, span):
         text = piece.removesuffix(reading.separator)
         begun = text.lstrip()
         if begun:
@@ -69,17 +84,21 @@ def text_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
         line += piece.count("\n")
 
 
-def jsonl_objects(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[str, Any], int, int]]:
     """The objects of a JSONL file, each with its line and how many bytes of the file have been read so far; empty lines are
-    passed over.
+    passed over. Lines are counted from the beginning of the span.
 
     Raises:
       DataError: a line that is not a JSON object.
     """
     read = 0
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
+        if span is not None:
+            file.seek(span.start)
         for number, line in enumerate(file, 1):
             read += len(line)
+            if span is not None and read > span.stop - span.start:
+                return
             if not line.strip():
                 continue
             remedy = "JSONL has one object a line"
@@ -97,13 +116,13 @@ def jsonl_objects(path: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
             yield found, number, read
 
 
-def jsonl_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
+def jsonl_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
     """The texts of a JSONL file, one object a line; empty lines and empty texts are passed over.
 
     Raises:
       DataError: a line that is not a JSON object, or has no text in the field.
     """
-    for found, number, read in jsonl_objects(path):
+    for found, number, read in jsonl_objects(path, span):
         text = found.get(reading.field)
         if not isinstance(text, str):
             fields = shown(list(found), 200) if found else "no fields"
@@ -115,16 +134,98 @@ def jsonl_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
             yield Document(text, number, read)
 
 
-def read_documents(path: Path, reading: DocumentFormat) -> Iterator[Document]:
-    """The documents of a file: of a JSONL file by its name, else of a text file."""
-    return (jsonl_documents if path.suffix.lower() == ".jsonl" else text_documents)(path, reading)
+def parquet_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
+    """The texts of a column of a Parquet file; empty ones are passed over. A document's line is its row, from 1.
+
+    Raises:
+      DataError: pyarrow is missing, a file that is not Parquet, or one without a text column of that name.
+    """
+    file = open_parquet(path)
+    names = file.schema_arrow.names
+    if reading.field not in names:
+        raise DataError(
+            f"{path} has no column {reading.field!r}; it has {shown(names, 200)}: name the one with the text by `field`"
+        )
+    groups = range(file.num_row_groups) if span is None else range(*span)
+    row, size = 0, path.stat().st_size
+    for done, group in enumerate(groups, 1):
+        for batch in file.iter_batches(ROWS, row_groups=[group], columns=[reading.field]):
+            for text in batch.column(0).to_pylist():
+                row += 1
+                if not isinstance(text, str | None):
+                    raise DataError(
+                        f"{path}: the column {reading.field!r} holds {type(text).__name__}; name one of texts by `field`"
+                    )
+                if text:
+                    yield Document(text, row, size * done // len(groups))
 
 
-def _pieces(path: Path, separator: str, longest: int) -> Iterator[tuple[str, int]]:
+def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
+    """The documents of a file: of JSONL and Parquet by its name, else of a text file.
+
+    Raises:
+      DataError: a file that is damaged or of another kind.
+    """
+    read = {".jsonl": jsonl_documents, ".parquet": parquet_documents}.get(kind_of(path), text_documents)
+    try:
+        yield from read(path, reading, span)
+    except (EOFError, zlib.error, OSError) as error:  # of unpacking; pyarrow's are OSErrors without a number
+        if not is_compressed(path) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        raise DataError(f"{path} is not whole ({reason_of(error)}); copy it again") from None
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says what a file holds, whether or not it is compressed."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file is read from its beginning alone."""
+    return path.suffix.lower() in COMPRESSED
+
+
+def open_bytes(path: Path) -> IO[bytes]:
+    """The bytes of a file, unpacked where its name ends in .gz or .zst.
+
+    Raises:
+      DataError: pyarrow is missing.
+    """
+    if path.suffix.lower() == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    if path.suffix.lower() == ".zst":
+        return io.BufferedReader(pyarrow_for(path).CompressedInputStream(str(path), "zstd"))
+    return path.open("rb")
+
+
+def open_parquet(path: Path) -> Any:
+    """A Parquet file, of which nothing but the description is read."""
+    pyarrow_for(path)
+    import pyarrow.parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
+
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a whole Parquet file ({reason_of(error)})") from None
+
+
+def pyarrow_for(path: Path) -> Any:
+    """The library that reads Parquet and .zst."""
+    try:
+        import pyarrow  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
+    except ImportError:
+        raise DataError(f"{path} needs pyarrow: pip install 'llama-jax[data]'") from None
+    return pyarrow
+
+
+def _pieces(path: Path, separator: str, longest: int, span: Span | None) -> Iterator[tuple[str, int]]:
     """Pieces whose concatenation is the file, each with the separator that ends it, and the bytes read so far."""
     rest = ""
     read = 0
-    for chunk, read in _decoded(path):
+    for chunk, read in _decoded(path, span):
         *whole, rest = (rest + chunk).split(separator)
         for text in whole:
             last = yield from _cut(text, longest, longest, read)
@@ -150,13 +251,16 @@ def _cut(text: str, longest: int, keep: int, read: int) -> Generator[tuple[str, 
     return text[start:]
 
 
-def _decoded(path: Path) -> Iterator[tuple[str, int]]:
+def _decoded(path: Path, span: Span | None) -> Iterator[tuple[str, int]]:
     """The text of a file in chunks, and the bytes read so far."""
-    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    encoding = "utf-8" if span is not None and span.start else "utf-8-sig"
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True)
     line, read = 1, 0
-    with path.open("rb") as file:
+    with open_bytes(path) as file:
+        if span is not None:
+            file.seek(span.start)
         while True:
-            chunk = file.read(CHUNK)
+            chunk = file.read(CHUNK if span is None else min(CHUNK, span.stop - span.start - read))
             read += len(chunk)
             binary = chunk.find(b"\0")
             if binary >= 0:
