@@ -43,7 +43,7 @@ import tyro
 from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
-from llama_jax import OptimizerSettings, Recipe
+from llama_jax import Lora, OptimizerSettings, Recipe
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.runs import recipes
 from llama_jax.runs.log import Log
@@ -84,7 +84,7 @@ class Size:
     least: float = 1.0
     sft_steps: int = 400
     dpo_steps: int = 60
-    grpo_steps: int = 100
+    grpo_steps: int = 150
 
 
 SIZES = {"full": Size(), "small": Size(stories=480, held=32, asked=32, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
@@ -170,9 +170,11 @@ class Answer:
     ended: bool
 
 
-def answers(model: Path, lines: Sequence[dict[str, Any]], group: int, seed: int) -> list[list[Answer]]:
+def answers(
+    model: Path, lines: Sequence[dict[str, Any]], group: int, seed: int, adapter: Path | None = None
+) -> list[list[Answer]]:
     """Of a model in a folder `group` to each request, sampled from its whole distribution."""
-    config, params, tokenizer = llama_jax.load(model, "float32")
+    config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
     prompts = [tokenizer.encode(line["prompt"]) for line in lines for _ in range(group)]
     found: list[Answer] = []
     for begin in range(0, len(prompts), ROWS):
@@ -277,19 +279,22 @@ def dpo(size: Size, seed: int) -> Recipe:
 
 
 def grpo(size: Size, seed: int, reward: str) -> Recipe:
-    """All parameters, by one of the two functions above."""
+    """Adapters, by one of the two functions above. Where all parameters learn they follow the noise of the rewards, too: the
+    control lost a fifth of its reward in 50 steps of AdamW at 2e-4.
+    """
     return replace(
         recipes.grpo(),
+        lora=Lora(rank=64, alpha=32),
         steps=size.grpo_steps,
         batch=64,
         length=ANSWER + ROOM,
-        optimizer=OptimizerSettings(learning_rate=2e-4, schedule="constant", warmup_steps=2, weight_decay=0.0),
+        optimizer=decaying("adamw", 2e-3, size.grpo_steps),
         dtype=DTYPE,
         remat="none",
         rewards=RewardSettings(
             functions=(f"{__file__}:{reward}",), group=GROUP, answer=ANSWER, held=size.held // 2, samples=1
         ),
-        evaluate_every=max(size.grpo_steps // 5, 1),
+        evaluate_every=max(size.grpo_steps // 3, 1),
         save_every=0,
         log_every=1,
         seed=seed,
@@ -357,7 +362,7 @@ def run_seed(size: Size, seed: int, folder: Path) -> dict[str, Any]:
     def grpo_stage(name: str, reward: str) -> dict[str, Any]:
         rewarded = train(name, grpo(size, seed, reward), "asked", model)
         curve = curves(rewarded, "train", "reward", "length", "stopped", "flat")
-        after = rates(held, answers(rewarded, held, GROUP, seed))
+        after = rates(held, answers(model, held, GROUP, seed, adapter=rewarded))
         return after | {"curve": curve, "held_curve": curves(rewarded, "validation", "reward")}
 
     found: dict[str, Any] = {"seed": seed, "data": once(folder / "data.json", data)}

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options that no value follows, of the commands that `arranged` knows.
-FLAGS = ("--resume", "--no-resume", "--distributed", "--no-distributed", "--json", "--no-json", "--help", "-h")
+FLAGS = (
+    "--resume",
+    "--reweigh",
+    "--no-resume",
+    "--no-reweigh",
+    "--distributed",
+    "--no-distributed",
+    "--json",
+    "--no-json",
+    "--help",
+    "-h",
+)
 LISTS = ("--data", "--validation-data")
 
 

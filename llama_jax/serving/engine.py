@@ -239,9 +239,10 @@ class Engine:
 
         So a short prompt waits for no long one, and a long one comes on at half the speed whatever else arrives.
         """
-        free = [self._free(pool) > 0 for pool in self.pools]
-        with self._changed:
-            able = [ticket for ticket in self._queue if free[self.pools.index(self._pool_for(ticket))]]
+        free = [pool for pool in self.pools if self._free(pool) > 0]
+        with self._changed:  # for which those wait who ask for a place: nothing is looked for where there is none
+            some = list(self._queue) if free else []
+            able = some if len(free) == len(self.pools) else [one for one in some if self._pool_for(one) in free]
             candidates = [*self._reading, *able]
             if not candidates:
                 return None

@@ -1,8 +1,10 @@
 """A server of a fake engine as a process: `python served_process.py '{"fail_at": 3, "drain": 5}'`.
 
-Its address goes to stdout. What it says of a prompt that begins with "wait" ends only when a line has come on stdin.
+Its address goes to stdout, and in the end how many objects garbage collection leaves out. What it says of a prompt that
+begins with "wait" ends only when a line has come on stdin.
 """
 
+import gc
 import json
 import sys
 
@@ -28,7 +30,7 @@ def main(fail_at=None, drain=20.0):
     listening = listen("127.0.0.1", 0)
     ready = lambda: print(address_of(listening), flush=True)
     serve(engine, served(), limits, ServerOptions(drain_seconds=drain), listening, ready)
-    print("ended", flush=True)
+    print("ended", gc.get_freeze_count(), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, on_a_thread, saying, served, talk
 
+from llama_jax.serving.http import app
 from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import connect
@@ -473,10 +474,11 @@ def test_a_full_queue_admits_nothing_of_a_request():
     assert answer.headers["retry-after"] == "2"
 
 
-def test_a_full_queue_refuses_before_a_prompt_is_looked_at(monkeypatch):
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_full_queue_refuses_before_a_body_is_looked_at(path, monkeypatch):
     async def conversation(client):
-        monkeypatch.setattr(client.service, "encode", None)
-        return await client.complete("a")
+        monkeypatch.setattr(app, "read_json", None)
+        return await client.post(path, {"prompt": "a"})
 
     assert error_of(talk(FakeEngine(most_waiting=0), conversation), 429)["code"] == "queue_full"
 

@@ -69,6 +69,7 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         arrived, service = time.monotonic(), self._service
+        service.check_open()  # before a body is read for nothing
         body = await read_json(request, service.limits.largest_body)
         asked = read_completion(service.completion_fields, service.limits, body)
         service.check_model(asked.model)
@@ -78,6 +79,7 @@ class Routes:
 
     async def chat(self, request: Request) -> Response:
         arrived, service = time.monotonic(), self._service
+        service.check_open()  # before a body is read for nothing
         body = await read_json(request, service.limits.largest_body)
         asked = read_chat(service.chat_fields, body)
         service.check_model(asked.model)
