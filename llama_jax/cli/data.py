@@ -1,4 +1,4 @@
-"""``llama-jax data``: training data as a model is taught it."""
+"""``llama-jax data``: training data as a model is taught it, and many files of it tokenised once for all."""
 
 from __future__ import annotations
 
@@ -27,14 +27,12 @@ TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class ShowData:
     """Show chats and preferences as a model is taught them: each token, its text, and whether it is to be predicted.
 
     A line of FILE is a chat (messages, or ShareGPT's conversations), a prompt and a completion, an instruction and an output
     (Alpaca), or a preference (prompt, chosen, rejected)."""
 
-    action: tyro.conf.Positional[Literal["show"]]
-    """What to do."""
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
     """A .jsonl."""
     model: Path | None = None
@@ -155,6 +153,83 @@ class Data:
             about += f": {len(taught.ids):,} tokens, {sum(taught.targets):,} targets"
             parts.append("\n".join([about, *table(tokenizer, taught, coloured=coloured)]))
         return "\n\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildData:
+    """Tokenise files into shards of token ids and a manifest, in as many processes as there are cores.
+
+    The bytes that come out depend on the files, the tokenizer and the settings alone. Stopped at any moment, the same
+    command goes on. The folder is then --data of train and eval."""
+
+    files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]]
+    """Text, JSONL or Parquet, also text and JSONL compressed as .gz or .zst; or folders of them."""
+    out: Path
+    """Folder of the shards."""
+    tokenizer: Path | None = None
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a folder with one; by default that of the bundled
+    stories model."""
+    processes: int | None = None
+    """How many work at a time; by default one for each core."""
+    unit: int = 64
+    """Megabytes of a file that become a shard, about. A compressed file becomes a single one."""
+    drop_duplicates: bool = False
+    """Of documents of the same text keep only the first. All files are then read twice."""
+    separator: str = "<|endoftext|>"
+    """What stands between the documents of a text file."""
+    longest: int = 1 << 17
+    """Characters of the longest document of a text file; a longer one is cut into several."""
+    field: str = "text"
+    """The field or column that holds the text in JSONL and Parquet."""
+
+    def run(self) -> None:
+        import time
+
+        from tqdm import tqdm
+
+        from llama_jax.checkpoints.bundled import bundled
+        from llama_jax.data.building import BuildOptions, build
+        from llama_jax.data.documents import DocumentFormat
+
+        for name, value in (("unit", self.unit), ("processes", self.processes)):
+            if value is not None:
+                require_positive_int(name, value)
+        reading = DocumentFormat(separator=self.separator, longest=self.longest, field=self.field)
+        options = BuildOptions(reading, self.unit << 20, self.drop_duplicates)
+        began = time.perf_counter()
+        with tqdm(desc="building", unit=" shards", leave=False, delay=1.0, disable=None) as bar:
+
+            def progress(done: int, of: int) -> None:
+                bar.total = of
+                bar.update(done - bar.n)
+
+            found = build(
+                self.files,
+                self.out,
+                bundled() if self.tokenizer is None else self.tokenizer,
+                options=options,
+                processes=self.processes,
+                progress=progress,
+            )
+        seconds = time.perf_counter() - began
+        dropped = f", {found.total('duplicates'):,} duplicates left out" if self.drop_duplicates else ""
+        print(
+            f"{found.total('tokens'):,} tokens of {found.total('documents'):,} documents{dropped}; shards in {self.out}:"
+            f" {len(found.shards):,}; {found.total('text_bytes') / seconds / 1e6:.1f} MB of text a second"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Training data: show it as a model is taught it, or tokenise many files of it once for all."""
+
+    action: tyro.conf.OmitSubcommandPrefixes[
+        Annotated[ShowData, tyro.conf.subcommand("show")] | Annotated[BuildData, tyro.conf.subcommand("build")]
+    ]
+    """What to do."""
+
+    def run(self) -> None:
+        self.action.run()
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

@@ -11,6 +11,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -259,7 +261,7 @@ def _over(processes: int, calls: Sequence[tuple[Any, ...]], progress: Callable[[
                 progress(len(found), len(calls))
         return found
     # Anew and not by fork: the threads of libraries that are imported here would be missing there.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_process) as pool:
         running: list[Future[Any]] = [pool.submit(*call) for call in calls]
         try:
             for done, future in enumerate(as_completed(running), 1):
@@ -270,6 +272,18 @@ def _over(processes: int, calls: Sequence[tuple[Any, ...]], progress: Callable[[
             pool.shutdown(cancel_futures=True)
             raise
         return [future.result() for future in running]
+
+
+def _begin_process() -> None:
+    """Ctrl-C is for the first process to heed; and of whatever that one dies, this one ends with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
+
+
+def _end_with_the_first() -> None:
+    if (first := multiprocessing.parent_process()) is not None:
+        first.join()
+        os._exit(1)
 
 
 @lru_cache(maxsize=1)

@@ -153,9 +153,8 @@ def parquet_documents(path: Path, reading: DocumentFormat, span: Span | None = N
             for text in batch.column(0).to_pylist():
                 row += 1
                 if not isinstance(text, str | None):
-                    raise DataError(
-                        f"{path}: the column {reading.field!r} holds {type(text).__name__}; name one of texts by `field`"
-                    )
+                    held = type(text).__name__
+                    raise DataError(f"{path}: the column {reading.field!r} holds {held}; name one of texts by `field`")
                 if text:
                     yield Document(text, row, size * done // len(groups))
 

@@ -42,7 +42,7 @@ def open_corpus(
     the file itself is damaged (which warns). Memory is a block of a file, and 16 bytes per document.
 
     Args:
-      paths: files, or folders whose ``.txt``, ``.jsonl``, ``.bin`` and ``.array_record`` are read in order of their names.
+      paths: files, or folders whose files with one of `sources.SUFFIXES` are read in order of their names.
         See `DocumentFormat` for where documents end, `read_pieces` for what tokens they become.
       cache: folder of the cache files; None takes corpora/ in that named by LLAMA_JAX_CACHE, or in the user's cache folder.
       cache_limit: bytes of all corpora in it, above which those go that were not opened for longest; None takes
@@ -115,7 +115,7 @@ def _read_all(
         piece = None
         for piece in read_pieces(file, tokenizer, vocabulary, reading):
             yield piece
-            while done < (before + piece.read) // MEGABYTE:
+            while done < (before + min(piece.read, source.size)) // MEGABYTE:  # unpacked a file may be larger
                 next(walk)
                 done += 1
         if piece is None:

@@ -18,7 +18,8 @@ from llama_jax.errors import shown
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-SUFFIXES = (".txt", ".jsonl", ".bin", ".array_record")
+KINDS = (".txt", ".jsonl", ".parquet", ".bin", ".array_record")
+SUFFIXES = (*KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,12 @@ def find_files(paths: Paths) -> list[Path]:
             inside = sorted(
                 file
                 for file in given.rglob("[!.]*")
-                if file.suffix.lower() in SUFFIXES
+                if file.name.lower().endswith(SUFFIXES)
                 and not any(part.startswith(".") for part in file.relative_to(given).parts)
                 and file.is_file()
             )
             if not inside:
-                raise DataError(f"{path} holds no file that ends in {', '.join(SUFFIXES)}; give the files by name")
+                raise DataError(f"{path} holds no file that ends in {', '.join(KINDS)}; give the files by name")
             found += inside
         elif given.is_file():
             found.append(given)
