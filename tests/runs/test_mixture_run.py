@@ -83,6 +83,7 @@ def test_a_curve_for_each(whole):
     assert "Validation loss of books, nats per token" in titles
 
 
+@pytest.mark.slow
 def test_resumed_it_goes_on_with_the_same_rows(whole, files, tmp_path):
     """In whatever order the sources are given, and however their weights are written."""
     first = train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=_Stop("step 2/"))
@@ -91,6 +92,7 @@ def test_resumed_it_goes_on_with_the_same_rows(whole, files, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.state, whole[1].state)
 
 
+@pytest.mark.slow
 def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_path):
     train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=_Stop("step 2/"))
     other = sources(files, stories=1, books=1)
