@@ -56,6 +56,7 @@ def test_errors_as_the_openai_client_knows_them(client_of):
         with pytest.raises(openai.RateLimitError) as busy:
             client.completions.create(model="fake", prompt="a")
         assert busy.value.response.headers["retry-after"] == "2"
+    with listening(FakeEngine(), served()) as address, client_of(address) as client:
         with pytest.raises(openai.NotFoundError, match="'fake' is"):
             client.completions.create(model="gpt-4", prompt="a")
         with pytest.raises(openai.BadRequestError, match="frequency_penalty=1") as refused:
