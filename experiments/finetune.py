@@ -1,6 +1,6 @@
 """Fine-tuning that is seen to work, with the model in the box and nothing else: chats, preferences, rewards.
 
-    python experiments/finetune.py                      three seeds, about ten minutes each on two cores
+    python experiments/finetune.py                      three seeds, one after the other
     python experiments/finetune.py --seeds 0            one of them
     python experiments/finetune.py --size small         a minute: the same path, too short to learn anything
 
@@ -425,9 +425,9 @@ def draw(report: dict[str, Any]) -> Figure:
         for name, colour in (("grpo", COLOURS[2]), ("shuffled", "#888888")):
             step, reward = run[name]["curve"]["step"], np.array(run[name]["curve"]["reward"])
             right.plot(step, smooth(reward, 5), lw=1.2, color=colour, label=None if number else f"{name}, in training")
-            held = run[name]["held_curve"]
-            steps, rewards = [0, *held["step"]], [run["sft"]["reward"], *held["reward"]]
-            right.plot(steps, rewards, "o", ms=5, mfc="white", color=colour, label=None if number else f"{name}, held out")
+            ends = [run["sft"]["reward"], run[name]["reward"]]  # of the same requests, all that were held out
+            label = None if number else f"{name}, held out"
+            right.plot([0, step[-1]], ends, "o", ms=6, mfc="white", color=colour, label=label)
     middle.axhline(0.5, color="black", lw=0.6, ls="--")
     middle.set(xlabel="step of DPO", ylim=(0.45, 1), title="Share of held-out pairs preferred rightly")
     right.set(xlabel="step of GRPO", ylim=(0, 1), title="Mean reward")
