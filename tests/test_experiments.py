@@ -385,7 +385,8 @@ def test_finetune(tmp_path, capsys):
     assert run["dpo"]["held_pairs"] > 0
     for name in finetune.REWARDED:
         assert run[name]["curve"]["step"] == [1, 2, 3]
-    assert run["grpo"]["curve"]["reward"][0] == run["shuffled"]["curve"]["reward"][0]  # the same answers, of the same model
+    first = [run[name]["curve"]["reward"][0] for name in finetune.REWARDED]
+    assert first[0] == pytest.approx(first[1], rel=1e-12)  # the same answers, of the same model, in another order
     assert "| 3 | grpo |" in arguments.output.with_suffix(".md").read_text()
     assert arguments.output.with_suffix(".png").stat().st_size > 10_000
     assert "shuffled" in capsys.readouterr().out
