@@ -207,7 +207,8 @@ import llama_jax
 from llama_jax.analysis.compilers import mesh_for
 from llama_jax.analysis.findings import examine
 from llama_jax.parallel.mesh import parse_mesh
-config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=4), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
+# Of four layers and fewer XLA makes no loop, and the report tells nothing of a token.
+config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 case = compile_report.Case("", "rollout", "", {}, 64, 512)
 print(json.dumps(examine(compile_report.rollout(config, case, mesh, rank=16, group=8)).as_dict()))
 """

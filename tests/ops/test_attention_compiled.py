@@ -49,7 +49,7 @@ def mesh_of(topology, shape, names):
         told = {"platform": "cuda", "target_config": H100, "topology": f"1x{np.prod(shape)}x1"}
     else:
         pytest.importorskip("libtpu")
-        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+        os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         told = {"platform": "tpu", "topology_name": topology}
     devices = topologies.get_topology_desc(**told).devices[: np.prod(shape)]
     return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
