@@ -152,9 +152,11 @@ def _sources(given: Sequence[str], *, weighted: bool) -> Data:
 
     found: list[Any] = []
     for one in given:
-        named = None if Path(one).exists() else (NAMED_WEIGHT if weighted else NAMED).fullmatch(one)
-        if named is None and weighted and NAMED.fullmatch(one) and not Path(one).exists():
-            raise UserError(f"--data {one} has no weight; give NAME=PATH:WEIGHT, as --data {one}:0.5")
+        named = None
+        if not Path(one).exists():
+            named = (NAMED_WEIGHT if weighted else NAMED).fullmatch(one)
+            if named is None and NAMED.fullmatch(one):
+                raise UserError(f"--data {one} has no weight; give NAME=PATH:WEIGHT, as --data {one}:0.5")
         found.append(one if named is None else WeightedData(*named.groups()))
     return found
 

@@ -44,7 +44,7 @@ def interleaved(parts: tuple[int, ...]) -> np.ndarray:
     """Which of several is next, int32[sum(parts)], where each is as often as its part says.
 
     Among the first n each is less than 1 away from n times its share: Tijdeman 1980 (The chairman assignment problem),
-    the bound 1 - 1 / (2 k - 2) of k. It is that of the earliest deadline among those that are behind.
+    the bound 1 - 1 / (2 k - 2) of k. Of those whose deficit is large enough, it is the one with the earliest deadline.
 
     Args:
       parts: positive, of each.
@@ -55,10 +55,10 @@ def interleaved(parts: tuple[int, ...]) -> np.ndarray:
     slack = 2 * k - 2
     order, given = np.empty(period, np.int32), [0] * k
     for n in range(1, period + 1):
-        # Times the period, so that all are whole numbers: how far each would be behind without the n-th.
-        behind = [n * part - count * period for part, count in zip(parts, given, strict=True)]
-        among = [at for at in range(k) if slack * behind[at] >= period]
-        chosen = min(among, key=lambda at: (Fraction((slack - 1) * period - slack * behind[at], parts[at]), at))
+        # Times the period, so that all are whole numbers: how many each lacks if the n-th is not its own.
+        deficits = [n * part - count * period for part, count in zip(parts, given, strict=True)]
+        eligible = [at for at in range(k) if slack * deficits[at] >= period]
+        chosen = min(eligible, key=lambda at: (Fraction((slack - 1) * period - slack * deficits[at], parts[at]), at))
         order[n - 1] = chosen
         given[chosen] += 1
     return order

@@ -56,11 +56,11 @@ def find_data(data: Data) -> list[FoundData]:
     """
     given = [data] if isinstance(data, str | os.PathLike) else list(data)
     named = [source for source in given if isinstance(source, WeightedData)]
+    plain = [path for path in given if not isinstance(path, WeightedData)]
     if not named:
-        return [FoundData("", find_files(data), Fraction(1))]  # type: ignore[arg-type]  # none of them is named
-    if len(named) < len(given):
-        plain = next(source for source in given if not isinstance(source, WeightedData))
-        raise DataError(f"{plain} has no name and weight, and other data have: give all as NAME=PATH:WEIGHT, or none")
+        return [FoundData("", find_files(plain), Fraction(1))]
+    if plain:
+        raise DataError(f"{plain[0]} has no name and weight, and other data have: give all as NAME=PATH:WEIGHT, or none")
     for name, times in Counter(source.name for source in named).items():
         if not NAME.fullmatch(name):
             raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")

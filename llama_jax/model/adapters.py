@@ -22,7 +22,7 @@ from llama_jax.errors import ConfigError, shown
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Block, Llama, Row
 from llama_jax.model.trees import build
-from llama_jax.ops.weights import AdaptedWeight, ChangedWeight, LowRank, row_lengths
+from llama_jax.ops.weights import AdaptedWeight, ChangedWeight, LowRank, TabledWeight, row_lengths
 
 
 class Target(NamedTuple):
@@ -232,7 +232,7 @@ def settled(params: Llama) -> Llama:
     return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, ChangedWeight))
 
 
-def _settled_factor(leaf: ChangedWeight) -> Any:
+def _settled_factor(leaf: AdaptedWeight | TabledWeight) -> Any:
     return leaf.settled().factor
 
 

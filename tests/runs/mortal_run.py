@@ -6,7 +6,9 @@ python mortal_run.py STAGE SAVE ARGUMENTS...    dies at that stage (of `small_ru
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,6 +109,18 @@ def environment_of(cache: Path) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
     }
+
+
+def live(environment: Mapping[str, str], *arguments: object, stage: str = "-", save: int = 0, lines: int = 1000) -> int:
+    """Runs `llama-jax train ARGUMENTS` as this program, kills it after so many lines about steps, and says how it ended."""
+    command = [sys.executable, __file__, stage, str(save), "train", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines -= line.startswith("step ") and " · " in line
+            if lines == 0:
+                process.kill()
+    return process.returncode
 
 
 def main(stage: str, number: int, arguments: list[str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,21 +119,11 @@ def test_a_killed_run_ends_with_the_same_bits(teacher, text, tmp_path):
     # As many devices as here: how many a process has decides among how many threads XLA divides a matmul, and so rounding.
     environment = environment_of(tmp_path / "cache") | {"JAX_NUM_CPU_DEVICES": str(DEVICES)}
     environment["PYTHONPATH"] = os.pathsep.join([str(program.parents[2]), environment["PYTHONPATH"]])
-    given = f"{program}:distilling", "--workdir", tmp_path / "run", "--data", text, "--teacher", teacher, "--resume"
-
-    def live(stage, left=1000):
-        command = [sys.executable, program, stage, "2", "train", *given, "--mesh", "data=1"]
-        with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                left -= line.startswith("step ") and " · " in line
-                if left == 0:
-                    process.kill()
-        return process.returncode
-
-    assert live("writing") == -signal.SIGKILL
+    run = ["--workdir", tmp_path / "run", "--data", text, "--teacher", teacher, "--resume", "--mesh", "data=1"]
+    given = f"{program}:distilling", *run
+    assert mortal_run.live(environment, *given, stage="writing", save=2) == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()] == ["4"]
-    assert live("-", left=6) == -signal.SIGKILL
+    assert mortal_run.live(environment, *given, lines=6) == -signal.SIGKILL
     told = replace(mortal_run.distilling(), distill=DistillOptions(str(teacher)))
     resumed, whole = (train(told, tmp_path / name, [text], resume=True, log=StopAt()) for name in ("run", "whole"))
     assert resumed.step == 12

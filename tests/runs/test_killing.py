@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
+import mortal_run
 import numpy as np
 import pytest
 from mortal_run import environment_of, recipe, write_words
@@ -40,20 +39,9 @@ def environment(tmp_path_factory):
 def live(text, environment):
     """Starts or goes on with a run; ends how it died, after `lines` lines about steps if not before."""
 
-    def live(folder, devices, *changes, lines=1000, stage="-", save=0):
-        arguments = [f"{PROGRAM}:recipe", "--workdir", folder, "--data", text, "--resume", *changes]
-        with subprocess.Popen(
-            [sys.executable, PROGRAM, stage, str(save), "train", *map(str, arguments)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment | {"JAX_NUM_CPU_DEVICES": str(devices)},
-        ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines -= line.startswith("step ") and " · " in line
-                if lines == 0:
-                    process.kill()
-        return process.returncode
+    def live(folder, devices, *changes, **death):
+        given = f"{PROGRAM}:recipe", "--workdir", folder, "--data", text, "--resume", *changes
+        return mortal_run.live(environment | {"JAX_NUM_CPU_DEVICES": str(devices)}, *given, **death)
 
     return live
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from mortal_run import preferring, recipe
+from test_loop import StopAt, caches, lines  # noqa: F401  # caches is a fixture
 
 from llama_jax.data import DataError, WeightedData
 from llama_jax.data.sources import find_data
@@ -39,11 +39,6 @@ def files(tmp_path_factory):
 
 def sources(files, **weights):
     return [WeightedData(name, files / f"{name}.txt", weight) for name, weight in weights.items()]
-
-
-def lines(folder, kind):
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +81,7 @@ def test_a_curve_for_each(whole):
 @pytest.mark.slow
 def test_resumed_it_goes_on_with_the_same_rows(whole, files, tmp_path):
     """In whatever order the sources are given, and however their weights are written."""
-    first = train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=_Stop("step 2/"))
+    first = train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=StopAt("step 2/"))
     assert first.stopped
     again = train(RECIPE, tmp_path, sources(files, books="0.25", stories=0.75), resume=True)
     jax.tree.map(np.testing.assert_array_equal, again.state, whole[1].state)
@@ -94,7 +89,7 @@ def test_resumed_it_goes_on_with_the_same_rows(whole, files, tmp_path):
 
 @pytest.mark.slow
 def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_path):
-    train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=_Stop("step 2/"))
+    train(RECIPE, tmp_path, sources(files, stories=3, books=1), log=StopAt("step 2/"))
     other = sources(files, stories=1, books=1)
     with pytest.raises(TrainingError, match=r"were books 1/4, stories 3/4, and are books 1/2, stories 1/2 now; .*--reweigh"):
         train(RECIPE, tmp_path, other, resume=True)
@@ -105,19 +100,6 @@ def test_other_weights_are_refused_unless_asked_for_and_then_noted(files, tmp_pa
     assert changed % RECIPE.batch == 0
     assert now == {"books": "1/2", "stories": "1/2"}
     train(RECIPE, tmp_path, other, resume=True)
-
-
-class _Stop(Log):
-    """Sends SIGTERM when a line begins so."""
-
-    def __init__(self, start: str):
-        super().__init__(io.StringIO())
-        self._start = start
-
-    def _write(self, text: str, *, stays: bool) -> None:
-        super()._write(text, stays=stays)
-        if text.startswith(self._start):
-            signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,21 +109,13 @@ def test_a_killed_run_ends_with_the_same_bits(base, pairs, tmp_path):
     """Once before anything but the reference is saved, and once after the first checkpoint."""
     program = Path(mortal_run.__file__)
 
-    def live(folder, left=1000):
+    def live(folder, lines=1000):
         given = f"{program}:preferring", "--workdir", folder, "--data", pairs, "--weights", base, "--resume"
-        command = [sys.executable, program, "-", "0", "train", *given, "--mesh", "data=1"]
-        environment = environment_of(tmp_path / "cache")
-        with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                left -= line.startswith("step ") and " · " in line
-                if left == 0:
-                    process.kill()
-        return process.returncode
+        return mortal_run.live(environment_of(tmp_path / "cache"), *given, "--mesh", "data=1", lines=lines)
 
     assert live(tmp_path / "whole") == 0
-    for left in (2, 6):
-        assert live(tmp_path / "run", left) == -signal.SIGKILL
+    for lines_before in (2, 6):
+        assert live(tmp_path / "run", lines_before) == -signal.SIGKILL
         assert (tmp_path / "run" / "reference.npz").exists()
     assert live(tmp_path / "run") == 0
     # Read where the runs have ended, which changes nothing.

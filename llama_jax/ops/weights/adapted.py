@@ -102,10 +102,6 @@ class ChangedWeight(struct.PyTreeNode):
         """Of the matrix."""
         return self.base.sharding
 
-    def settled(self) -> ChangedWeight:
-        """The same of one layer with what its magnitudes make of each row computed: for inference, where it stays."""
-        raise NotImplementedError
-
 
 class AdaptedWeight(ChangedWeight, kw_only=True):
     """A matrix in the place of which stand itself and a change of low rank.
@@ -137,7 +133,7 @@ class AdaptedWeight(ChangedWeight, kw_only=True):
         return (found if factor is None else found * factor[..., None]).astype(self.base.dtype)
 
     def settled(self) -> AdaptedWeight:
-        """See `ChangedWeight.settled`."""
+        """The same of one layer with what its magnitude makes of each row computed: for inference, where it stays."""
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=self._factor())
 
     def _changed(self) -> jax.Array:

@@ -68,7 +68,7 @@ class TabledWeight(ChangedWeight, kw_only=True):
         return AdaptedWeight(self.base, pair, scale=self.scales[number])
 
     def settled(self) -> TabledWeight:
-        """See `ChangedWeight.settled`."""
+        """See `AdaptedWeight.settled`, of each adapter."""
         factors = [self.of_adapter(number).settled().factor for number in range(len(self.scales))]
         return self.replace(low_rank=self.low_rank.replace(magnitude=None), factor=jnp.stack(factors, axis=-1))
 
