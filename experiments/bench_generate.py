@@ -8,6 +8,7 @@ ratio of medians within the run are reported; absolute figures depend on the mac
     python experiments/bench_generate.py --shapes stories-15m stories-110m tinyllama-1.1b
     python experiments/bench_generate.py --shapes stories-110m --peers llama_jax llama_jax:bfloat16 llama_jax:int8 \
         llama_jax:q4_0 llama.cpp:q8_0 llama.cpp:q4_0
+    python experiments/bench_generate.py --shapes stories-110m --peers llama_jax:q4_k llama.cpp:q4_k  # both read one file
 
 What is timed:
   decode   tokens/s of `new_tokens` greedy steps after a prompt of `prompt_tokens`, batch 1 and batch 8 (sum of rows).
@@ -34,6 +35,8 @@ from measuring import cpu_name, settings, versions, write_report
 
 Measure = Callable[[], float]
 THREADS = os.cpu_count() or 1
+# The kinds that only files have, and llama.cpp's numbers for files of them: Q4_K_S, Q5_K_S, Q6_K.
+FILE_KINDS = {"q4_k": 14, "q5_k": 16, "q6_k": 18}
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,16 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     from llama_jax.model.trees import quantize
 
     config = llama_jax.preset(shape)
-    params = llama_jax.init(config, jax.random.key(0), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
-    if kind in ("float32", "bfloat16"):
-        params = assemble(from_params(config, params, None), None)  # where `load` puts them
+    if kind in FILE_KINDS:
+        with tempfile.TemporaryDirectory() as folder:
+            write_random_gguf(Path(folder) / "model.gguf", config, kind)
+            params = llama_jax.load(Path(folder) / "model.gguf", "float32", quantize="keep").params
     else:
-        params = llama_jax.unstack(quantize(params, kind))
+        params = llama_jax.init(config, jax.random.key(0), jnp.bfloat16 if kind == "bfloat16" else jnp.float32)
+        if kind in ("float32", "bfloat16"):
+            params = assemble(from_params(config, params, None), None)  # where `load` puts them
+        else:
+            params = llama_jax.unstack(quantize(params, kind))
     rng = np.random.default_rng(0)
 
     def decode(batch: int) -> float:
@@ -178,6 +186,12 @@ def write_random_gguf(path: Path, config, kind: str) -> None:
     """A GGUF file of the shape, so that llama.cpp has something to load; the vocabulary is made up."""
     import gguf
 
+    if kind in FILE_KINDS:
+        dense = path.with_name("dense.gguf")
+        write_random_gguf(dense, config, "float32")
+        quantize_file(dense, path, kind)
+        dense.unlink()
+        return
     blocks = None if kind == "float32" else gguf.GGMLQuantizationType[kind.upper()]
 
     c, rng = config, np.random.default_rng(0)
@@ -221,6 +235,18 @@ def write_random_gguf(path: Path, config, kind: str) -> None:
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
     file.close()
+
+
+def quantize_file(source: Path, target: Path, kind: str) -> None:
+    """By llama.cpp's own quantiser, every matrix to this kind."""
+    import llama_cpp
+
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silent, None)  # else a line for every tensor
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.pure = FILE_KINDS[kind], True
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options):
+        raise SystemExit(f"llama.cpp could not quantise to {kind}; its kinds want rows of a multiple of 256 numbers")
 
 
 PEERS = {"llama_jax": ours, "transformers": transformers, "llama.cpp": llama_cpp}
