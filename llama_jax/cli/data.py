@@ -201,7 +201,7 @@ class BuildData:
         reading = DocumentFormat(separator=self.separator, longest=self.longest, field=self.field)
         options = BuildOptions(reading, self.unit << 20, self.drop_duplicates, self.near_duplicates)
         began = time.perf_counter()
-        with tqdm(desc="building", unit=" shards", leave=False, delay=1.0, disable=None) as bar:
+        with tqdm(desc="building", unit=" units", leave=False, delay=1.0, disable=None) as bar:
 
             def progress(done: int, of: int) -> None:
                 bar.total = of

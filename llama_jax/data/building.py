@@ -80,7 +80,8 @@ def build(
       tokenizer: a vocabulary's file or folder; every process reads it.
       processes: by default one for each core that this one may use; 1 starts no other.
       workers: others than processes of this machine; they see `out`, the files and the tokenizer under the same paths.
-      progress: told after each shard how many are done, of how many.
+      progress: told after each shard how many are done, of how many; where documents are left out every unit of the files is
+        looked through before, and counts likewise.
 
     Raises:
       DataError: files that cannot be read, that changed or in which there is no document; a folder that holds something
@@ -126,7 +127,8 @@ def _build(
     fates: Sequence[np.ndarray | None] = [None] * len(units)
     listing = None
     if options.drop_duplicates or job.near:
-        workers([(shards.look, job, unit) for unit in units], None)
+        workers([(shards.look, job, unit) for unit in units], _part(progress, 0, 2 * len(units)))
+        progress = _part(progress, len(units), 2 * len(units))
         fates, listing = _decide(folder, units, options)
     made = workers([(shards.make, job, unit, fate) for unit, fate in zip(units, fates, strict=True)], progress)
     for file, source in zip(files, sources, strict=True):
@@ -142,6 +144,11 @@ def _build(
     for path in own:
         path.unlink(missing_ok=True)
     return manifest
+
+
+def _part(progress: Progress | None, before: int, of: int) -> Progress | None:
+    """What is told of a part of the work, as of the whole of it."""
+    return None if progress is None else lambda done, _: progress(before + done, of)
 
 
 def _named(files: Sequence[Path]) -> str:

@@ -39,7 +39,7 @@ def data_files(folder: Path, files: Sequence[Path]) -> list[Path]:
             splits.setdefault(match["split"], file)
     if len(splits) > 1:
         name, file = next((pair for pair in splits.items() if pair[0] == "train"), next(iter(splits.items())))
-        raise _several(folder, sorted(splits), f"{file.parent}/*{name}-*")
+        raise _several(folder, sorted(splits), f"{file.parent}/*{name}*")
     return found
 
 

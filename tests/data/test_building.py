@@ -223,8 +223,10 @@ def test_one_pool_does_all_also_the_digests_of_the_sources(files, built, tmp_pat
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     dropping = BuildOptions(unit=2000, drop_duplicates=True)
-    manifest = build(files[0], tmp_path / "out", TOKENIZER, options=dropping)
+    progress = []
+    manifest = build(files[0], tmp_path / "out", TOKENIZER, options=dropping, progress=lambda *of: progress.append(of))
     assert Pool.made == 1
+    assert progress == [(done, 2 * len(manifest.shards)) for done in range(1, 2 * len(manifest.shards) + 1)]
     told, count = [call[0] for call in Pool.calls], len(manifest.shards)
     assert told == [describe] * 6 + [units.spans_of] * 6 + [shards.look] * count + [shards.make] * count
 

@@ -76,7 +76,7 @@ def test_of_a_folder_of_the_hub_one_split_is_read(tmp_path):
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert find_files(tmp_path) == train
     write(tmp_path / "data/test-00000-of-00001.parquet", ["b"])
-    message = rf"holds several splits of a dataset, \['test', 'train'\]; give one of them, as {tmp_path}/data/\*train-\*"
+    message = rf"holds several splits of a dataset, \['test', 'train'\]; give one of them, as {tmp_path}/data/\*train\*"
     with pytest.raises(DataError, match=message):
         find_files(tmp_path)
     assert find_files(train) == train
@@ -106,3 +106,12 @@ def test_of_a_saved_dataset_its_own_files_are_read(tmp_path):
     (tmp_path / "all" / "train" / "state.json").write_text("[]")
     with pytest.raises(DataError, match=r"state.json does not list the files of a dataset \(TypeError\); save it again"):
         find_files(tmp_path / "all" / "train")
+
+
+def test_of_the_librarys_cache_one_split_is_read(tmp_path):
+    for name in ("wiki-train-00000-of-00002", "wiki-train-00001-of-00002"):
+        (tmp_path / f"{name}.arrow").write_bytes(b"ARROW1")
+    assert len(find_files(tmp_path)) == 2
+    (tmp_path / "wiki-validation.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(DataError, match=rf"several splits .*\['train', 'validation'\]; give .* {tmp_path}/\*train\*"):
+        find_files(tmp_path)
