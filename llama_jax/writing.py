@@ -1,14 +1,16 @@
-"""Files and folders that appear whole under their name, or not at all, however the process ends."""
+"""Files and folders that appear whole under their name, or not at all, however the process ends; and who writes to them."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
+import platform
 import re
 import shutil
 import sys
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -129,6 +131,51 @@ def remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def hold(path: Path, taken: Callable[[str], UserError], what: str) -> int:
+    """A descriptor that holds the file of a lock while it is open, and so no longer than this process lives.
+
+    On Windows, which has no such locks, nothing is held; on a file system without them neither, which warns.
+
+    Args:
+      taken: makes the error of who holds it, where another process does.
+      what: is written in the folder, for the warning.
+
+    Raises:
+      OSError: the file cannot be made.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _hold(descriptor, path, taken, what)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # who held it has removed it between opening and holding: then there is a new one
+
+
+def sign(descriptor: int) -> None:
+    """Write into the file of a lock which process holds it."""
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"{os.getpid()} on {platform.node()}\n".encode())
+
+
+def _hold(descriptor: int, path: Path, taken: Callable[[str], UserError], what: str) -> None:
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise taken(path.read_text("utf-8").strip() or "unknown") from None
+    except OSError as error:
+        message = f"{path.parent} cannot be locked ({error.strerror}): start no second {what} in it"
+        warnings.warn(message, stacklevel=4)
 
 
 def send_nowhere(descriptor: int) -> None:

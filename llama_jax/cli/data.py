@@ -163,7 +163,8 @@ class BuildData:
     command goes on. The folder is then --data of train and eval."""
 
     files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]]
-    """Text, JSONL or Parquet, also text and JSONL compressed as .gz or .zst; or folders of them."""
+    """Text, JSONL, Parquet or Arrow, also text and JSONL compressed as .gz or .zst; or folders of them, also of one split
+    of a Hugging Face dataset."""
     out: Path
     """Folder of the shards."""
     tokenizer: Path | None = None
@@ -175,12 +176,15 @@ class BuildData:
     """Megabytes of a file that become a shard, about. A compressed file becomes a single one."""
     drop_duplicates: bool = False
     """Of documents of the same text keep only the first. All files are then read twice."""
+    near_duplicates: float | None = None
+    """From which similarity on, such as 0.8, a document is left out that is near an earlier one: of all runs of 24 bytes in
+    either, the share of those in both. They are listed in near_duplicates.tsv. Likewise reads all files twice."""
     separator: str = "<|endoftext|>"
     """What stands between the documents of a text file."""
     longest: int = 1 << 17
     """Characters of the longest document of a text file; a longer one is cut into several."""
     field: str = "text"
-    """The field or column that holds the text in JSONL and Parquet."""
+    """The field or column that holds the text in JSONL, Parquet and Arrow."""
 
     def run(self) -> None:
         import time
@@ -195,9 +199,9 @@ class BuildData:
             if value is not None:
                 require_positive_int(name, value)
         reading = DocumentFormat(separator=self.separator, longest=self.longest, field=self.field)
-        options = BuildOptions(reading, self.unit << 20, self.drop_duplicates)
+        options = BuildOptions(reading, self.unit << 20, self.drop_duplicates, self.near_duplicates)
         began = time.perf_counter()
-        with tqdm(desc="building", unit=" shards", leave=False, delay=1.0, disable=None) as bar:
+        with tqdm(desc="building", unit=" units", leave=False, delay=1.0, disable=None) as bar:
 
             def progress(done: int, of: int) -> None:
                 bar.total = of
@@ -212,9 +216,13 @@ class BuildData:
                 progress=progress,
             )
         seconds = time.perf_counter() - began
-        dropped = f", {found.total('duplicates'):,} duplicates left out" if self.drop_duplicates else ""
+        left_out = ""
+        if self.drop_duplicates or self.near_duplicates is not None:
+            left_out = f", {found.total('duplicates'):,} duplicates left out"
+        if self.near_duplicates is not None:
+            left_out += f", {found.total('near_duplicates'):,} near duplicates too"
         print(
-            f"{found.total('tokens'):,} tokens of {found.total('documents'):,} documents{dropped}; shards in {self.out}:"
+            f"{found.total('tokens'):,} tokens of {found.total('documents'):,} documents{left_out}; shards in {self.out}:"
             f" {len(found.shards):,}; {found.total('text_bytes') / seconds / 1e6:.1f} MB of text a second"
         )
 

@@ -55,8 +55,8 @@ def stored_tokenizer(path: Path, opened: Opened | Stored) -> Tokenizer:
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
-    """Files, or folders of them: text, .jsonl, or token ids in .bin or .array_record; several after one --data, or one
-    after each. Tokenised once, then cached."""
+    """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
+    .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
@@ -76,7 +76,7 @@ class TextOptions:
     """Characters of the longest document of a text file; a longer one is cut into several.
     By default 131,072, or 64 for each token of the longest of --lengths where that is more."""
     field: str = "text"
-    """The field that holds the text in each object of a .jsonl file."""
+    """The field or column that holds the text in .jsonl, .parquet and .arrow."""
     token_type: Literal["auto", "uint16", "uint32"] = "auto"
     """Type of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""
     json: bool = False

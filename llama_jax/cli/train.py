@@ -42,8 +42,9 @@ class Train:
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
-    """Text, JSONL, .bin or .array_record, or folders of them: several after one --data, or one after each. Or a mixture, as
-    --data stories=PATH:0.7 --data books=PATH:0.3: each source has its share of the rows, exactly."""
+    """Text, JSONL (both also .gz and .zst), Parquet, Arrow, .bin or .array_record, or folders of them, also of `data build`:
+    several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data books=PATH:0.3: each source
+    has its share of the rows, exactly."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
     """Likewise, to validate on; by default a share of the documents of --data, of each source."""
     tokenizer: Path | None = None

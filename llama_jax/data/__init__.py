@@ -8,16 +8,26 @@ training_batches(corpus, B, T, seed=0)    -> Batch after Batch without end, and 
 validation_batches(corpus, B, T)          -> each token once, in order
 """
 
-from llama_jax.data.batches import Batches, training_batches, validation_batches
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from llama_jax.data.conversations import ChatReading, Chats, Preferences, open_chats, open_preferences
 from llama_jax.data.corpus import Corpus, Split, split
 from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.errors import DataError
 from llama_jax.data.opening import open_corpus
-from llama_jax.data.packing import row_count
 from llama_jax.data.sources import WeightedData
-from llama_jax.training.batch import Batch
 
+# What makes batches needs JAX, which the processes of `building` have no use for: it is loaded on first use.
+_HOME = {
+    "Batch": "llama_jax.training.batch",
+    "Batches": "llama_jax.data.batches",
+    "row_count": "llama_jax.data.packing",
+    "training_batches": "llama_jax.data.batches",
+    "validation_batches": "llama_jax.data.batches",
+}
 __all__ = [
     "Batch",
     "Batches",
@@ -37,3 +47,16 @@ __all__ = [
     "training_batches",
     "validation_batches",
 ]
+
+if TYPE_CHECKING:
+    from llama_jax.data.batches import Batches, training_batches, validation_batches
+    from llama_jax.data.packing import row_count
+    from llama_jax.training.batch import Batch
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'llama_jax.data' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

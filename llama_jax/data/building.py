@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from llama_jax.data.documents import DocumentFormat, Span, is_compressed, kind_of, open_parquet, read_documents
+from llama_jax.data import near, shards
+from llama_jax.data.documents import DocumentFormat, kind_of
 from llama_jax.data.errors import DataError
+from llama_jax.data.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from llama_jax.data.sources import Paths, describe, find_files, untouched
+from llama_jax.data.units import Unit, spans_of, units_of
 from llama_jax.data.vocabulary import Vocabulary, examine
-from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers import Tokenizer, load_tokenizer
-from llama_jax.writing import appearing, cannot_write
+from llama_jax.data.workers import Progress, Workers, cores, working
+from llama_jax.errors import shown
+from llama_jax.tokenizers import load_tokenizer
+from llama_jax.writing import appearing, cannot_write, hold, sign
 
-UNIT = 64 << 20  # bytes of text that become a shard
-SEARCHED = 1 << 20  # bytes that are read at once to find where a document ends
-MANIFEST = "manifest.json"
-PLAN = "plan.json"  # while shards are made
+UNIT = 64  # megabytes of text that become a shard
+LOCK = ".lock"
+LISTING = "near_duplicates.tsv"
 
 
 @dataclass(frozen=True)
@@ -44,70 +45,20 @@ class BuildOptions:
       reading: where documents end, see `DocumentFormat`.
       unit: bytes of a file that become a shard, about: no document is in two. Compressed files are read whole.
       drop_duplicates: whether of documents of the same text only the first is kept.
+      near_duplicates: from which similarity on, above 0 and up to 1, a document is left out as well that is near an earlier
+        one that is kept: see `data.near`. Those of the same text are left out, too.
     """
 
     reading: DocumentFormat = DocumentFormat()
-    unit: int = UNIT
+    unit: int = UNIT << 20
     drop_duplicates: bool = False
+    near_duplicates: float | None = None
 
     def __post_init__(self) -> None:
         if self.unit < 1:
             raise DataError(f"unit={self.unit} must be at least 1 byte")
-
-
-@dataclass(frozen=True)
-class ShardFacts:
-    """What is in a shard.
-
-    Attributes:
-      name: of the file; None where no document is left.
-      documents, tokens, text_bytes: how many; bytes are those of the texts in UTF-8.
-      duplicates: documents that were left out, because they came before.
-      sha256: of the file.
-    """
-
-    name: str | None
-    documents: int
-    tokens: int
-    text_bytes: int
-    duplicates: int
-    sha256: str | None
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What was built.
-
-    Attributes:
-      plan: what decided it: sources with their bytes and SHA-256, the fingerprint of the tokenizer, the settings.
-      vocab_size: V; shards have ids of `token_type`, uint16 or uint32.
-      shards: in the order of the documents.
-    """
-
-    plan: dict[str, Any]
-    vocab_size: int
-    token_type: str
-    shards: tuple[ShardFacts, ...]
-
-    def total(self, name: str) -> int:
-        """A number of `ShardFacts` over all shards."""
-        return sum(getattr(shard, name) for shard in self.shards)
-
-
-class _Unit(NamedTuple):
-    """What becomes a shard: a span of a file, or all of it."""
-
-    number: int
-    path: str
-    span: Span | None
-
-
-class _Work(NamedTuple):
-    """What a process is told once for all units."""
-
-    folder: str
-    tokenizer: str
-    options: BuildOptions
+        if self.near_duplicates is not None and not 0 < self.near_duplicates <= 1:
+            raise DataError(f"near_duplicates={self.near_duplicates} must be a similarity above 0 and up to 1, such as 0.8")
 
 
 def build(
@@ -117,241 +68,211 @@ def build(
     *,
     options: BuildOptions = BuildOptions(),
     processes: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    workers: Workers | None = None,
+    progress: Progress | None = None,
 ) -> Manifest:
     """Tokenise files into a folder of array-record shards with a manifest, which `open_corpus` and ``train`` read.
 
     A folder in which a build was stopped is gone on with; of one that is done the manifest is given.
 
     Args:
-      paths: text, JSONL and Parquet, also compressed by gzip or zstd, or folders of them.
+      paths: text, JSONL, Parquet and Arrow, text and JSONL also compressed by gzip or zstd, or folders of them.
       tokenizer: a vocabulary's file or folder; every process reads it.
       processes: by default one for each core that this one may use; 1 starts no other.
-      progress: told after each shard how many are done, of how many.
+      workers: others than processes of this machine; they see `out`, the files and the tokenizer under the same paths.
+      progress: told after each shard how many are done, of how many; where documents are left out every unit of the files is
+        looked through before, and counts likewise.
 
     Raises:
-      DataError: files that cannot be read, or that changed; a folder that holds something else, or was begun otherwise.
+      DataError: files that cannot be read, that changed or in which there is no document; a folder that holds something
+        else, was begun otherwise, or in which another process builds.
     """
-    files, folder = find_files(paths), Path(out)
+    files, folder = find_files(paths), Path(out).resolve()
     for file in files:
         if kind_of(file) in (".bin", ".array_record"):
-            raise DataError(f"{file} holds token ids already; build from text, JSONL or Parquet")
-    sources = [describe(file) for file in files]
+            raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
     vocabulary = examine(load_tokenizer(tokenizer))
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    command = _command(given, folder, tokenizer, options)
+    with _held(folder):
+        if workers is not None:
+            return _build(files, folder, tokenizer, vocabulary, options, command, workers, progress)
+        with working(processes or cores()) as workers:
+            return _build(files, folder, tokenizer, vocabulary, options, command, workers, progress)
+
+
+def _build(
+    files: Sequence[Path],
+    folder: Path,
+    tokenizer: str | os.PathLike[str],
+    vocabulary: Vocabulary,
+    options: BuildOptions,
+    command: str,
+    workers: Workers,
+    progress: Progress | None,
+) -> Manifest:
+    sources = workers([(describe, file) for file in files], None)
     plan: dict[str, Any] = {
         "sources": [[str(file), source.size, source.sha256] for file, source in zip(files, sources, strict=True)],
         "tokenizer": vocabulary.fingerprint,
         **asdict(options),
+        "signatures": None if options.near_duplicates is None else near.library(),
     }
-    if (done := _begun(folder, plan)) is not None:
-        return done
-    units = [_Unit(number, *unit) for number, unit in enumerate(unit for file in files for unit in _units_of(file, options))]
-    count = min(processes or len(os.sched_getaffinity(0)), len(units))
-    work = _Work(str(folder.resolve()), str(Path(tokenizer).resolve()), options)
-    repeated: Sequence[np.ndarray | None] = [None] * len(units)
-    if options.drop_duplicates:
-        repeated = _repeated(_over(count, [(_fingerprints, unit, options.reading) for unit in units], None))
-    shards = _over(count, [(_make, work, unit, drop) for unit, drop in zip(units, repeated, strict=True)], progress)
+    where = str(Path(tokenizer).resolve())
+    begun = _begun(folder, Manifest(plan, command, where, vocabulary.size, shards.token_type(vocabulary)))
+    if begun.finished:
+        return begun
+    units = units_of(files, workers([(spans_of, file, options.reading, options.unit) for file in files], None))
+    job = shards.BuildJob(str(folder), where, options.reading, options.near_duplicates is not None)
+    fates: Sequence[np.ndarray | None] = [None] * len(units)
+    listing = None
+    if options.drop_duplicates or job.near:
+        workers([(shards.look, job, unit) for unit in units], _part(progress, 0, 2 * len(units)))
+        progress = _part(progress, len(units), 2 * len(units))
+        fates, listing = _decide(folder, units, options)
+    made = workers([(shards.make, job, unit, fate) for unit, fate in zip(units, fates, strict=True)], progress)
     for file, source in zip(files, sources, strict=True):
         if not untouched(file, source):
             raise DataError(f"{file} changed while it was read; remove {folder}, and build when nothing writes to it")
-    manifest = Manifest(plan, vocabulary.size, _token_type(vocabulary), tuple(shards))
-    _write(folder / MANIFEST, asdict(manifest))
-    for path in [folder / PLAN, *(folder / _facts_of(unit) for unit in units)]:
+    manifest = replace(begun, command="", finished=True, shards=tuple(made), listing=listing)
+    own = [folder / name(unit) for unit in units for name in (shards.facts_of, shards.looks_of)]
+    if not manifest.total("documents"):
+        for path in (folder / MANIFEST, folder / LISTING, *own):
+            path.unlink(missing_ok=True)
+        raise DataError(f"{_named(files)} no document; are these the right files?")
+    write_manifest(folder, manifest)
+    for path in own:
         path.unlink(missing_ok=True)
     return manifest
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """What `build` wrote.
+def _part(progress: Progress | None, before: int, of: int) -> Progress | None:
+    """What is told of a part of the work, as of the whole of it."""
+    return None if progress is None else lambda done, _: progress(before + done, of)
+
+
+def _named(files: Sequence[Path]) -> str:
+    return f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} other files hold"
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made where there is none, and removed again where nothing was written.
 
     Raises:
-      DataError: there is none, or no whole one.
+      DataError: another process holds it, or it cannot be written to.
     """
-    path = Path(folder) / MANIFEST
-    try:
-        found = json.loads(path.read_text("utf-8"))
-        return Manifest(**{**found, "shards": tuple(ShardFacts(**shard) for shard in found["shards"])})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path} is no manifest of a build ({type(error).__name__}); build again") from None
-
-
-def _begun(folder: Path, plan: dict[str, Any]) -> Manifest | None:
-    """Make or find the folder of a build; the manifest of one that is done.
-
-    Raises:
-      DataError: it holds something else.
-    """
-    if (folder / MANIFEST).is_file():
-        manifest = read_manifest(folder)
-        _check_same(folder, manifest.plan, plan)
-        return manifest
-    if (folder / PLAN).is_file():
-        _check_same(folder, json.loads((folder / PLAN).read_text("utf-8")), plan)
-        return None
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        other = next((entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")), None)
+        lock = hold(folder / LOCK, partial(_taken, folder), "build")
     except OSError as error:
         raise DataError(cannot_write(folder, error)) from None
-    if other is not None:
-        raise DataError(
-            f"{folder} holds {shown(other.name, 40)}, and no build; give an empty folder, or one that is not there"
-        )
-    _write(folder / PLAN, plan)
-    return None
-
-
-def _check_same(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    now = json.loads(json.dumps(now))
-    if changed := [name for name in now if before.get(name) != now[name]]:
-        raise DataError(f"{folder} was built with other {', '.join(changed)}; give another folder, or remove that one")
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    with appearing(path, raises=DataError) as target:
-        target.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-
-
-# --- units ---------------------------------------------------------------------------------------------------------------
-
-
-def _units_of(file: Path, options: BuildOptions) -> Iterator[tuple[str, Span | None]]:
-    """The parts of a file that become shards, none of which has a part of a document."""
-    if is_compressed(file):
-        yield str(file), None
-    elif kind_of(file) == ".parquet":
-        description, start, size = open_parquet(file).metadata, 0, 0
-        for group in range(description.num_row_groups):
-            size += description.row_group(group).total_byte_size
-            if size >= options.unit or group + 1 == description.num_row_groups:
-                yield str(file), Span(start, group + 1)
-                start, size = group + 1, 0
-    else:
-        mark = b"\n" if kind_of(file) == ".jsonl" else options.reading.separator.encode()
-        start, size = 0, file.stat().st_size
-        while start < size:
-            stop = _end_after(file, mark, start + options.unit, size)
-            yield str(file), Span(start, stop)
-            start = stop
-
-
-def _end_after(file: Path, mark: bytes, start: int, size: int) -> int:
-    """The end of the first mark from `start` on, or of the file."""
-    with file.open("rb") as opened:
-        while start < size:
-            opened.seek(start)
-            found = opened.read(SEARCHED + len(mark)).find(mark)
-            if found >= 0:
-                return start + found + len(mark)
-            start += SEARCHED
-    return size
-
-
-# --- in each process -----------------------------------------------------------------------------------------------------
-
-
-def _over(processes: int, calls: Sequence[tuple[Any, ...]], progress: Callable[[int, int], None] | None) -> list[Any]:
-    """What functions give of their arguments, in order; the first that fails ends it, and what has begun is finished."""
-    if processes == 1:
-        found = []
-        for function, *args in calls:
-            found.append(function(*args))
-            if progress is not None:
-                progress(len(found), len(calls))
-        return found
-    # Anew and not by fork: the threads of libraries that are imported here would be missing there.
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_process) as pool:
-        running: list[Future[Any]] = [pool.submit(*call) for call in calls]
-        try:
-            for done, future in enumerate(as_completed(running), 1):
-                future.result()
-                if progress is not None:
-                    progress(done, len(calls))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-        return [future.result() for future in running]
-
-
-def _begin_process() -> None:
-    """Ctrl-C is for the first process to heed; and of whatever that one dies, this one ends with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_the_first, daemon=True).start()
-
-
-def _end_with_the_first() -> None:
-    if (first := multiprocessing.parent_process()) is not None:
-        first.join()
-        os._exit(1)
-
-
-@lru_cache(maxsize=1)
-def _loaded(path: str) -> tuple[Tokenizer, Vocabulary]:
-    tokenizer = load_tokenizer(path)
-    return tokenizer, examine(tokenizer)
-
-
-def _token_type(vocabulary: Vocabulary) -> str:
-    return "uint16" if vocabulary.size <= 1 << 16 else "uint32"
-
-
-def _facts_of(unit: _Unit) -> str:
-    return f"shard-{unit.number:05d}.json"
-
-
-def _fingerprints(unit: _Unit, reading: DocumentFormat) -> np.ndarray:
-    """uint64[N]: the same number for documents of the same text."""
-    texts = (document.text.encode() for document in read_documents(Path(unit.path), reading, unit.span))
-    return np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), "<u8")
-
-
-def _repeated(units: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """bool[N] of each unit: which of its documents came before, there or in an earlier unit."""
-    whole = np.concatenate(units)
-    again = np.ones(len(whole), bool)
-    again[np.unique(whole, return_index=True)[1]] = False
-    return np.split(again, np.cumsum([len(unit) for unit in units])[:-1])
-
-
-def _make(work: _Work, unit: _Unit, drop: np.ndarray | None) -> ShardFacts:
-    """Write a shard, unless it is there: its facts are written when it is."""
-    facts = Path(work.folder) / _facts_of(unit)
-    if facts.is_file():
-        return ShardFacts(**json.loads(facts.read_text("utf-8")))
-    path = facts.with_suffix(".array_record")
-    with appearing(path, raises=DataError) as target:
-        found = _write_shard(work, unit, drop, path.name, target)
-    if not found.documents:
-        path.unlink()
-    _write(facts, asdict(found))
-    return found
-
-
-def _write_shard(work: _Work, unit: _Unit, drop: np.ndarray | None, name: str, target: Path) -> ShardFacts:
-    from array_record.python.array_record_module import ArrayRecordWriter
-
-    tokenizer, vocabulary = _loaded(work.tokenizer)
-    dtype = np.dtype(_token_type(vocabulary)).newbyteorder("<")
-    documents = tokens = text_bytes = duplicates = 0
-    writer = ArrayRecordWriter(str(target), "group_size:64")
     try:
-        for number, document in enumerate(read_documents(Path(unit.path), work.options.reading, unit.span)):
-            if drop is not None and drop[number]:
-                duplicates += 1
-                continue
-            try:
-                ids = tokenizer.encode(document.text, bos=vocabulary.bos >= 0, eos=vocabulary.eos >= 0)
-            except TokenizerError as error:
-                where = "" if unit.span is None or not unit.span.start else f" from byte {unit.span.start} on"
-                raise DataError(f"{unit.path}, line {document.line}{where}: {error}") from None
-            writer.write(np.array(ids, dtype).tobytes())
-            documents, tokens = documents + 1, tokens + len(ids)
-            text_bytes += len(document.text.encode())
+        with suppress(OSError):  # on a full disk it is held all the same
+            sign(lock)
+        yield
     finally:
-        writer.close()
-    if not documents:
-        return ShardFacts(None, 0, 0, 0, duplicates, None)
-    with target.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return ShardFacts(name, documents, tokens, text_bytes, duplicates, digest)
+        with suppress(OSError):
+            (folder / LOCK).unlink()
+        os.close(lock)
+        with suppress(OSError):  # of a folder that is not empty
+            for path in missing:
+                path.rmdir()
+
+
+def _taken(folder: Path, holder: str) -> DataError:
+    return DataError(f"{folder} is being built by process {holder}; wait until that has ended, or give another folder")
+
+
+def _begun(folder: Path, begun: Manifest) -> Manifest:
+    """The manifest of a build in a folder: a new one, or that of the same build which was begun or is done.
+
+    Raises:
+      DataError: the folder holds something else.
+    """
+    if (folder / MANIFEST).is_file():
+        found = read_manifest(folder)
+        now = json.loads(json.dumps(begun.plan))
+        changed = [name for name in now if found.plan.get(name) != now[name]]
+        if not changed:
+            return found
+        if found.finished or any(folder.glob("shard-*")) or any(folder.glob("unit-*")):
+            raise DataError(f"{folder} was built with other {', '.join(changed)}; give another folder, or remove that one")
+    else:
+        try:
+            other = next((entry for entry in sorted(folder.iterdir()) if not entry.name.startswith(".")), None)
+        except OSError as error:
+            raise DataError(cannot_write(folder, error)) from None
+        if other is not None:
+            raise DataError(
+                f"{folder} holds {shown(other.name, 40)}, and no build; give an empty folder, or one that is not there"
+            )
+    write_manifest(folder, begun)
+    return begun
+
+
+def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[str], options: BuildOptions) -> str:
+    """What goes on with a build."""
+    if options.unit % (1 << 20) or options.reading.token_type is not None:  # the command line has no words for these
+        return f"llama_jax.data.building.build(..., {str(folder)!r}, ...), from Python as before"
+    parts = [*(str(Path(path).resolve()) for path in paths), "--out", str(folder)]
+    parts += ["--tokenizer", str(Path(tokenizer).resolve())]
+    if options.unit != BuildOptions.unit:
+        parts += ["--unit", str(options.unit >> 20)]
+    if options.drop_duplicates:
+        parts += ["--drop-duplicates"]
+    if options.near_duplicates is not None:
+        parts += ["--near-duplicates", str(options.near_duplicates)]
+    for field in fields(DocumentFormat):
+        if (value := getattr(options.reading, field.name)) != field.default:
+            parts += [f"--{field.name.replace('_', '-')}", str(value)]
+    return f"llama-jax data build {shlex.join(parts)}"
+
+
+# --- documents that are left out -----------------------------------------------------------------------------------------
+
+
+def _decide(folder: Path, units: Sequence[Unit], options: BuildOptions) -> tuple[list[np.ndarray], tuple[str, str] | None]:
+    """What is done with each document, uint8[n] for each unit; and the list of near duplicates, which is written here."""
+    looks = [_looks(folder / shards.looks_of(unit)) for unit in units]
+    counts = [len(look) for look in looks]
+    whole = np.concatenate([np.ascontiguousarray(look[:, :2]).view("<u8")[:, 0] for look in looks])
+    fates = np.full(len(whole), shards.DUPLICATE, np.uint8)
+    fates[np.unique(whole, return_index=True)[1]] = shards.KEPT
+    listing = None
+    if options.near_duplicates is not None:
+        found = near.find_near([look[:, 2:] for look in looks], fates != shards.KEPT, options.near_duplicates)
+        fates[[one.document for one in found]] = shards.NEAR
+        listing = _list(folder / LISTING, units, counts, found)
+    return np.split(fates, np.cumsum(counts)[:-1]), listing
+
+
+def _looks(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} is not what was written ({type(error).__name__}); remove it, and build again") from None
+
+
+def _list(path: Path, units: Sequence[Unit], counts: Sequence[int], found: Sequence[near.Near]) -> tuple[str, str]:
+    """Write which document of which file is near which one, counted from 1; the name of the list and its SHA-256."""
+    ends = np.cumsum(counts)
+    first: dict[str, int] = {}  # document of all that is the first of a file
+    for unit, end, count in zip(units, ends.tolist(), counts, strict=True):
+        first.setdefault(unit.path, end - count)
+
+    def place(document: int) -> str:
+        file = units[int(np.searchsorted(ends, document, "right"))].path
+        return f"{shown(file, 4096)[1:-1]}\t{document - first[file] + 1}"
+
+    lines = (f"{place(one.document)}\t{place(one.other)}\t{one.similarity:.3f}\n" for one in found)
+    digest = hashlib.sha256()
+    with appearing(path, raises=DataError) as target, target.open("wb") as file:
+        for line in ("file\tdocument\tnear_file\tnear_document\tsimilarity\n", *lines):
+            digest.update(line.encode())
+            file.write(line.encode())
+    return path.name, digest.hexdigest()

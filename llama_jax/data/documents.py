@@ -1,4 +1,4 @@
-"""Text files, JSONL and Parquet as a stream of documents; memory is a few of them, however large the file."""
+"""Text files, JSONL, Parquet and Arrow as a stream of documents; memory is a few of them, however large the file."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ import zlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import IO, Any, Literal, NamedTuple, TypeVar, cast
 
 from llama_jax.data.errors import DataError
 from llama_jax.errors import reason_of, shown
 
 CHUNK = 1 << 20  # bytes of a text file that are read at once
-ROWS = 1024  # of a Parquet file
+ROWS = 1024  # of a table that are read at once
 COMPRESSED = (".gz", ".zst")
+ARROW = b"ARROW1"  # begins Arrow's form with an index
+END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
 
 
 @dataclass(frozen=True)
 class DocumentFormat:
-    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.bin`` or ``.array_record``;
-    before that may come ``.gz`` or ``.zst``.
+    """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow``, ``.bin`` or
+    ``.array_record``; after ``.txt`` and ``.jsonl`` may come ``.gz`` or ``.zst``.
 
     Attributes:
       separator: what stands between the documents of a text file. White space around a document is not part of it.
       longest: characters of the longest document of a text file. A longer one, such as a whole file without separators,
         becomes several: it is cut after the last empty line that leaves more than half of that, else after the last
         line, else after the last word. The default is about 30,000 tokens.
-      field: of each object of a JSONL file, or row of a Parquet file, that is the text of a document; taken as it is,
-        whatever its length.
+      field: of each object of a JSONL file, or row of a table in Parquet or Arrow, that is the text of a document;
+        taken as it is, whatever its length.
       token_type: of the ids in ``.bin`` and ``.array_record``; None means "uint16" where that holds the vocabulary.
 
     Raises:
@@ -61,7 +63,7 @@ class Document(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A part of a file from one byte to another, of Parquet from one row group to another; in it whole documents."""
+    """A part of a file, in which documents are whole: from one byte, row group of Parquet or batch of Arrow to another."""
 
     start: int
     stop: int
@@ -138,34 +140,100 @@ def parquet_documents(path: Path, reading: DocumentFormat, span: Span | None = N
     """The texts of a column of a Parquet file; empty ones are passed over. A document's line is its row, from 1.
 
     Raises:
-      DataError: pyarrow is missing, a file that is not Parquet, or one without a text column of that name.
+      DataError: pyarrow is missing, a file that is not Parquet or is damaged, or one without a text column of that name.
     """
     file = open_parquet(path)
-    names = file.schema_arrow.names
+    _check_column(path, reading, file.schema_arrow.names)
+    groups = range(file.num_row_groups) if span is None else range(*span)
+    row, size = 0, path.stat().st_size
+    for done, group in enumerate(groups, 1):
+        for text in _damage_named(path, f"row group {group}", _parquet_column(file, group, reading.field)):
+            row += 1
+            if _is_text(path, reading, text):
+                yield Document(text, row, size * done // len(groups))
+
+
+def arrow_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
+    """The texts of a column of an Arrow file, as the datasets library writes them; otherwise as `parquet_documents`."""
+    row, size = 0, path.stat().st_size
+    for _, batch, read in arrow_batches(path, span):
+        _check_column(path, reading, batch.schema.names)
+        column = batch.column(batch.schema.names.index(reading.field))
+        rows = (column.slice(start, ROWS).to_pylist() for start in range(0, len(column), ROWS))
+        for text in _damage_named(path, f"the column {reading.field!r}", (text for some in rows for text in some)):
+            row += 1
+            if _is_text(path, reading, text):
+                yield Document(text, row, min(read, size))
+
+
+def arrow_batches(path: Path, span: Span | None = None) -> Iterator[tuple[int, Any, int]]:
+    """The batches of rows of an Arrow file, mapped, each with its number and where in the file it ends.
+
+    Raises:
+      DataError: pyarrow is missing, or a file that is not Arrow or is damaged.
+    """
+    pyarrow_for(path)
+    import pyarrow.ipc  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
+
+    def batches() -> Iterator[tuple[int, Any, int]]:
+        with pyarrow.memory_map(str(path)) as mapped:
+            if mapped.read(len(ARROW)) == ARROW:  # the form with an index; datasets writes the stream
+                opened = pyarrow.ipc.open_file(mapped)
+                count = opened.num_record_batches
+                some = range(count) if span is None else range(*span)
+                yield from ((number, opened.get_batch(number), mapped.size() * (number + 1) // count) for number in some)
+                return
+            mapped.seek(0)
+            for number, batch in enumerate(pyarrow.ipc.open_stream(mapped)):
+                if span is not None and number >= span.stop:
+                    return
+                if span is None or number >= span.start:
+                    yield number, batch, mapped.tell()
+            mapped.seek(mapped.size() - len(END))
+            if mapped.read(len(END)) != END:
+                raise OSError("the end of the stream is missing")
+
+    return _damage_named(path, "its batches", batches())
+
+
+def _parquet_column(file: Any, group: int, field: str) -> Iterator[Any]:
+    for batch in file.iter_batches(ROWS, row_groups=[group], columns=[field]):
+        yield from batch.column(0).to_pylist()
+
+
+def _check_column(path: Path, reading: DocumentFormat, names: list[str]) -> None:
     if reading.field not in names:
         raise DataError(
             f"{path} has no column {reading.field!r}; it has {shown(names, 200)}: name the one with the text by `field`"
         )
-    groups = range(file.num_row_groups) if span is None else range(*span)
-    row, size = 0, path.stat().st_size
-    for done, group in enumerate(groups, 1):
-        for batch in file.iter_batches(ROWS, row_groups=[group], columns=[reading.field]):
-            for text in batch.column(0).to_pylist():
-                row += 1
-                if not isinstance(text, str | None):
-                    held = type(text).__name__
-                    raise DataError(f"{path}: the column {reading.field!r} holds {held}; name one of texts by `field`")
-                if text:
-                    yield Document(text, row, size * done // len(groups))
+
+
+def _is_text(path: Path, reading: DocumentFormat, text: object) -> bool:
+    """Whether there is any."""
+    if not isinstance(text, str | None):
+        raise DataError(f"{path}: the column {reading.field!r} holds {type(text).__name__}; name one of texts by `field`")
+    return bool(text)
+
+
+Read = TypeVar("Read")
+
+
+def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read]:
+    """What pyarrow reads; what it raises names no file, and becomes a DataError that does."""
+    try:
+        yield from rows
+    except (pyarrow_for(path).ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read in {where} ({reason_of(error)}); copy it again") from None
 
 
 def read_documents(path: Path, reading: DocumentFormat, span: Span | None = None) -> Iterator[Document]:
-    """The documents of a file: of JSONL and Parquet by its name, else of a text file.
+    """The documents of a file: of JSONL, Parquet and Arrow by its name, else of a text file.
 
     Raises:
       DataError: a file that is damaged or of another kind.
     """
-    read = {".jsonl": jsonl_documents, ".parquet": parquet_documents}.get(kind_of(path), text_documents)
+    kinds = {".jsonl": jsonl_documents, ".parquet": parquet_documents, ".arrow": arrow_documents}
+    read = kinds.get(kind_of(path), text_documents)
     try:
         yield from read(path, reading, span)
     except (EOFError, zlib.error, OSError) as error:  # of unpacking; pyarrow's are OSErrors without a number
@@ -206,9 +274,9 @@ def open_parquet(path: Path) -> Any:
     import pyarrow.parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is not a whole Parquet file ({reason_of(error)})") from None
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)  # where there are any
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a whole Parquet file ({reason_of(error)}); copy it again") from None
 
 
 def pyarrow_for(path: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -10,13 +11,20 @@ from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
 
 
+def digests(contents: Iterable[bytes | memoryview]) -> np.ndarray:
+    """uint64[N]: the same number for the same content, 8 bytes of BLAKE2b.
+
+    Of n different contents two have one number with a probability of n² / 2^65: 3e-6 of ten million, 0.03 of a billion.
+    """
+    return np.frombuffer(b"".join(hashlib.blake2b(content, digest_size=8).digest() for content in contents), "<u8")
+
+
 def fingerprints(corpus: Corpus) -> np.ndarray:
     """uint64[N]: the same number for documents of the same tokens, in all corpora of one vocabulary."""
     width = corpus.tokens.dtype.itemsize
     data = corpus.tokens.view(np.uint8).data
     spans = zip((corpus.starts * width).tolist(), (corpus.stops * width).tolist(), strict=True)
-    digests = b"".join(hashlib.blake2b(data[start:stop], digest_size=8).digest() for start, stop in spans)
-    return np.frombuffer(digests, "<u8")
+    return digests(data[start:stop] for start, stop in spans)
 
 
 def keep_together(corpus: Corpus, order: np.ndarray, chosen: int) -> tuple[np.ndarray, int]:

@@ -17,6 +17,7 @@ from llama_jax.data.cache import make_room, note_use, read_corpus, write_corpus
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.errors import DataError
+from llama_jax.data.manifest import builds_of, check_built, check_contents, check_finished
 from llama_jax.data.pieces import DocumentPart, read_pieces
 from llama_jax.data.sources import Paths, Source, describe, find_files, unchanged, untouched
 from llama_jax.data.vocabulary import Vocabulary, examine
@@ -50,10 +51,17 @@ def open_corpus(
       progress: wraps the range of megabytes to read, as `tqdm.tqdm` does, where there is something to tokenise.
 
     Raises:
-      DataError: an empty, damaged or binary file, a token outside the vocabulary, or a file that changes meanwhile.
+      DataError: an empty, damaged or binary file, a token outside the vocabulary, or a file that changes meanwhile; shards
+        of `data.building` that are not all there, or that another tokenizer made.
     """
+    given = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    for build in builds_of(given):
+        check_finished(build)  # before there is a shard in it, too
     files = find_files(paths)
     vocabulary = examine(tokenizer)
+    builds = [
+        (build, check_built(build, vocabulary.fingerprint, reading.token_type, files)) for build in builds_of(given, files)
+    ]
     recipe = {"files": [str(file) for file in files], "reading": asdict(reading), "tokenizer": vocabulary.fingerprint}
     folder = _cache_folder() if cache is None else Path(cache)
     limit = _cache_limit() if cache_limit is None else cache_limit
@@ -61,6 +69,9 @@ def open_corpus(
     corpus = _cached(path, files, recipe)
     if corpus is None:
         sources = [describe(file) for file in files]
+        digests = {file: source.sha256 for file, source in zip(files, sources, strict=True)}
+        for build, manifest in builds:
+            check_contents(build, manifest, digests)
         pieces = _read_all(files, sources, tokenizer, vocabulary, reading, progress)
         write_corpus(path, pieces, vocabulary.size, {"recipe": recipe, "sources": sources})
         corpus = read_corpus(path)[0]

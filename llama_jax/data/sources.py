@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_jax.data.errors import DataError
+from llama_jax.data.hub import data_files
 from llama_jax.data.mixture import shares
 from llama_jax.errors import shown
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
-KINDS = (".txt", ".jsonl", ".parquet", ".bin", ".array_record")
+KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".bin", ".array_record")
 SUFFIXES = (*KINDS, *(kind + packed for kind in (".txt", ".jsonl") for packed in (".gz", ".zst")))
 
 
@@ -84,10 +85,12 @@ class Source(NamedTuple):
 def find_files(paths: Paths) -> list[Path]:
     """The files to read, in the order given; of a folder those with a suffix of SUFFIXES below it, by name.
 
-    What is hidden in a folder, by a name that begins with a dot, is not read: neither files nor folders.
+    What is hidden in a folder, by a name that begins with a dot, is not read: neither files nor folders. Of a dataset as the
+    Hugging Face hub has it, or `save_to_disk` writes it, all files of a folder are read that has one split of it.
 
     Raises:
-      DataError: nothing at a path, nothing to read in a folder, an empty file, or a file twice.
+      DataError: nothing at a path, nothing to read in a folder, an empty file, a file twice, or a folder with several
+        splits of a dataset.
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
@@ -104,7 +107,7 @@ def find_files(paths: Paths) -> list[Path]:
             )
             if not inside:
                 raise DataError(f"{path} holds no file that ends in {', '.join(KINDS)}; give the files by name")
-            found += inside
+            found += data_files(given, inside)
         elif given.is_file():
             found.append(given)
         else:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.metrics import METRICS
 from llama_jax.runs.recipe import RECIPE
-from llama_jax.writing import cannot_write
+from llama_jax.writing import cannot_write, hold, sign
 
 FILE = "lock"
 OF_A_RUN = (RECIPE, METRICS)
@@ -36,14 +33,12 @@ def locked(folder: Path) -> Iterator[None]:
     was_there = (folder / FILE).exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = _opened(folder)
+        descriptor = hold(folder / FILE, partial(_taken, folder), "run")
     except OSError as error:
         raise TrainingError(f"{folder} cannot be written to ({error.strerror}); give another --workdir") from None
-    with file:
-        holder = f"{os.getpid()} on {platform.node()}\n".encode()
+    try:
         try:
-            os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), holder)
+            sign(descriptor)
         except OSError as error:
             raise TrainingError(cannot_write(folder / FILE, error)) from None
         try:
@@ -52,21 +47,14 @@ def locked(folder: Path) -> Iterator[None]:
             if not was_there:
                 _remove_unused(folder, missing)
             raise
+    finally:
+        os.close(descriptor)
 
 
-def _opened(folder: Path) -> TextIO:
-    """The lock's file, held. Another run may remove it between opening and holding: then there is a new one."""
-    while True:
-        file = (folder / FILE).open("a+", encoding="utf-8")
-        try:
-            _lock(file.fileno(), folder)
-            with suppress(FileNotFoundError):
-                if os.path.samestat((folder / FILE).stat(), os.fstat(file.fileno())):
-                    return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+def _taken(folder: Path, holder: str) -> TrainingError:
+    return TrainingError(
+        f"{folder} is in use by another run, process {holder}; wait until that has ended, or give another --workdir"
+    )
 
 
 def _remove_unused(folder: Path, made: list[Path]) -> None:
@@ -78,19 +66,3 @@ def _remove_unused(folder: Path, made: list[Path]) -> None:
             (folder / FILE).unlink()
             for path in made:
                 path.rmdir()
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    if sys.platform == "win32":
-        return
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = (folder / FILE).read_text(encoding="utf-8").strip() or "unknown"
-        raise TrainingError(
-            f"{folder} is in use by another run, process {holder}; wait until that has ended, or give another --workdir"
-        ) from None
-    except OSError as error:
-        warnings.warn(f"{folder} cannot be locked ({error.strerror}): start no second run in it", stacklevel=4)

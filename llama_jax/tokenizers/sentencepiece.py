@@ -90,6 +90,12 @@ class SentencePieceTokenizer(EncodesParts):
                 ids.append(part)
         return ids
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, by this thread alone."""
+        for text in texts:
+            check_text(text)
+        return self._processor.EncodeAsIds(list(texts), num_threads=1)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, without a leading space: to continue a prompt, decode both together."""
         check_ids(self.vocab_size, *ids)

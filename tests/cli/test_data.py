@@ -1,4 +1,4 @@
-"""`llama-jax data show` as a user meets it."""
+"""`llama-jax data show` and `data build` as a user meets them."""
 
 import json
 import re
@@ -121,3 +121,19 @@ def test_another_file_is_refused(tmp_path, vocabulary):
     for path in (tmp_path, tmp_path / "none.jsonl", tmp_path / "a.txt"):
         (tmp_path / "a.txt").write_text("Once")
         assert run_here("data", "show", path, "--tokenizer", vocabulary).returncode == 2
+
+
+def test_a_build_says_what_it_made_and_what_it_left_out(vocabulary, tmp_path):
+    story = " ".join(f"On day {n} the llama saw {n * 7} boats on the river." for n in range(30))
+    texts = [story, story, f"{story} The end.", "Another one, of which there is but this."]
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(texts))
+    command = ("data", "build", tmp_path / "a.txt", "--out", tmp_path / "out", "--tokenizer", vocabulary, "--processes", 1)
+    found = run_here(*command, "--near-duplicates", 0.8)
+    assert found.returncode == 0
+    said = rf"[\d,]+ tokens of 2 documents, 1 duplicates left out, 1 near duplicates too; shards in {tmp_path}/out: 1; "
+    assert re.match(said, found.stdout)
+    assert (tmp_path / "out" / "near_duplicates.tsv").read_text().splitlines()[1].split("\t")[1::2] == ["3", "1"]
+    found = run_here(*command)
+    assert (found.returncode, found.stdout) == (2, "")
+    said = f"llama-jax: error: {tmp_path}/out was built with other near_duplicates, signatures; give another folder"
+    assert found.stderr.startswith(said)

@@ -3,19 +3,27 @@
 import gzip
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-import llama_jax
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data import DataError, DocumentFormat, building, open_corpus
-from llama_jax.data.building import MANIFEST, BuildOptions, build, read_manifest
+from llama_jax.data import DataError, DocumentFormat, open_corpus, shards, units, workers
+from llama_jax.data.building import LOCK, BuildOptions, build
+from llama_jax.data.manifest import MANIFEST, read_manifest
+from llama_jax.data.sources import describe
+from llama_jax.errors import UserError
+from llama_jax.tokenizers import load_tokenizer
+from llama_jax.writing import hold, sign
 
 SMALL = BuildOptions(unit=2000)
 TOKENIZER = bundled()
@@ -23,7 +31,7 @@ TOKENIZER = bundled()
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return llama_jax.load().tokenizer
+    return load_tokenizer(bundled())
 
 
 def stories(count, seed=0):
@@ -36,7 +44,7 @@ def stories(count, seed=0):
 def files(tmp_path_factory):
     """A folder of stories in every format, some of them twice; and all of them in order."""
     folder = tmp_path_factory.mktemp("files")
-    some = [stories(40, seed) for seed in range(5)]
+    some = [stories(40, seed) for seed in range(6)]
     (folder / "a.txt").write_text("\n<|endoftext|>\n".join(some[0]))
     (folder / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some[1]))
     with gzip.open(folder / "c.jsonl.gz", "wt") as file:
@@ -44,7 +52,10 @@ def files(tmp_path_factory):
     pyarrow.parquet.write_table(pyarrow.table({"text": some[3]}), folder / "d.parquet", row_group_size=9)
     with pyarrow.output_stream(str(folder / "e.txt.zst"), compression="zstd") as file:
         file.write("<|endoftext|>".join(some[4]).encode())
-    return folder, [*some[0], *some[1], *some[2], *some[0][:7], *some[3], *some[4]]
+    table = pyarrow.table({"id": range(40), "text": some[5]})
+    with pyarrow.ipc.new_stream(str(folder / "f.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=11)
+    return folder, [*some[0], *some[1], *some[2], *some[0][:7], *some[3], *some[4], *some[5]]
 
 
 def contents(folder):
@@ -111,7 +122,7 @@ def test_killed_with_its_processes_it_goes_on_to_the_same_bytes(files, built, tm
 
 
 def test_stopped_anywhere_it_goes_on_to_the_same_bytes(files, built, tmp_path, monkeypatch):
-    made, real = [], building._write_shard
+    made, real = [], shards.write_shard
 
     def dying(work, unit, *rest):
         if len(made) in (3, 9):
@@ -120,15 +131,15 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bytes(files, built, tmp_path, m
         made.append(unit.number)
         return real(work, unit, *rest)
 
-    monkeypatch.setattr(building, "_write_shard", dying)
+    monkeypatch.setattr(shards, "write_shard", dying)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
-        assert not (tmp_path / "out" / MANIFEST).exists()
+        assert not read_manifest(tmp_path / "out").finished
     manifest = build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
     assert contents(tmp_path / "out") == contents(built[0])
     assert [number for number in made if number is not None] == list(range(len(manifest.shards)))  # each once
-    monkeypatch.setattr(building, "_write_shard", None)
+    monkeypatch.setattr(shards, "write_shard", None)
     assert build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1) == manifest  # nothing is made again
 
 
@@ -152,7 +163,7 @@ def test_a_shard_of_which_nothing_is_left_is_no_file(tmp_path):
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "aa"])
 @pytest.mark.parametrize("searched", [1, 7, 1 << 20])
 def test_documents_are_the_same_however_small_the_units_are(separator, searched, tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(building, "SEARCHED", searched)
+    monkeypatch.setattr(units, "SEARCHED", searched)
     path, reading = tmp_path / "a.txt", DocumentFormat(separator=separator)
     path.write_bytes("\ufeff".encode() + separator.join(["One.", "", "Zwei Grüße.", " \n ", "Three.", "Four"]).encode())
     whole = open_corpus(path, tokenizer, cache=tmp_path / "cache", reading=reading)
@@ -181,3 +192,127 @@ def test_what_cannot_be_built(files, built, tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             build(paths, tmp_path / out, TOKENIZER, options=options, processes=1)
+
+
+class Pool:
+    """Processes that are this one; `calls` has what they were told."""
+
+    made = 0
+    calls: list
+
+    def __init__(self, *_):
+        type(self).made += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *args):
+        self.calls.append((function, *args))
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def test_one_pool_does_all_also_the_digests_of_the_sources(files, built, tmp_path, monkeypatch):
+    monkeypatch.setattr(Pool, "made", 0)
+    monkeypatch.setattr(Pool, "calls", [], raising=False)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    dropping = BuildOptions(unit=2000, drop_duplicates=True)
+    progress = []
+    manifest = build(files[0], tmp_path / "out", TOKENIZER, options=dropping, progress=lambda *of: progress.append(of))
+    assert Pool.made == 1
+    assert progress == [(done, 2 * len(manifest.shards)) for done in range(1, 2 * len(manifest.shards) + 1)]
+    told, count = [call[0] for call in Pool.calls], len(manifest.shards)
+    assert told == [describe] * 6 + [units.spans_of] * 6 + [shards.look] * count + [shards.make] * count
+
+
+def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
+    class Dying(Pool):
+        def submit(self, function, *args):
+            future = Future()
+            future.set_exception(BrokenProcessPool("died"))
+            return future
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Dying)
+    with pytest.raises(DataError, match=r"a process ended before its work did.*the same again goes on"):
+        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
+
+
+def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Pool, "calls", [], raising=False)
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
+    empty = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "str")}), empty)
+    (tmp_path / "b.jsonl").write_text('\n{"text": ""}\n')
+    for paths, message in ((empty, "a.parquet holds"), ([empty, tmp_path / "b.jsonl"], "and 1 other files hold")):
+        for processes in (1, 2):  # of Parquet without row groups nothing is left to do for any
+            with pytest.raises(DataError, match=f"{message} no document; are these the right files"):
+                build(paths, tmp_path / "out", TOKENIZER, processes=processes)
+            assert not (tmp_path / "out").exists()
+
+
+def stopped(files, folder, monkeypatch, shard=3):
+    """A build in a folder that ended before a shard."""
+    real = shards.make
+
+    def ending(work, unit, fates):
+        if unit.number == shard:
+            raise KeyboardInterrupt
+        return real(work, unit, fates)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "make", ending)
+        with pytest.raises(KeyboardInterrupt):
+            build(files, folder, TOKENIZER, options=SMALL, processes=1)
+
+
+@pytest.mark.parametrize("content", ["", "[1", "[1]", '{"name": 1}', '{"name": "a"}'])
+def test_broken_descriptions_are_named_with_a_remedy(content, files, tmp_path, monkeypatch):
+    stopped(files[0], tmp_path / "out", monkeypatch)
+    facts, manifest = tmp_path / "out" / "shard-00001.json", tmp_path / "out" / MANIFEST
+    for path, message in (
+        (facts, r"shard-00001.json is no description of a shard.*; remove it, and build again: its shard alone"),
+        (manifest, rf"manifest.json is no manifest of a build.*; remove {tmp_path}/out, and build again"),
+    ):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+
+
+def test_a_shard_that_was_damaged_meanwhile_is_made_again(files, built, tmp_path, monkeypatch):
+    stopped(files[0], tmp_path / "out", monkeypatch)
+    (tmp_path / "out" / "shard-00000.array_record").unlink()
+    (tmp_path / "out" / "shard-00001.array_record").write_bytes(b"something else")
+    build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    found, first = contents(tmp_path / "out"), contents(built[0])
+    assert {**found, MANIFEST: ""} == {**first, MANIFEST: ""}
+
+
+def test_a_build_that_made_nothing_may_be_begun_otherwise(files, tmp_path):
+    wrong = BuildOptions(DocumentFormat(field="body"))
+    with pytest.raises(DataError, match="no column 'body'"):
+        build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, options=wrong, processes=1)
+    assert build(files[0] / "d.parquet", tmp_path / "out", TOKENIZER, processes=1).total("documents") == 40
+
+
+def test_a_second_build_in_a_folder_is_told_of_the_first(files, tmp_path):
+    (tmp_path / "out").mkdir()
+    lock = hold(tmp_path / "out" / LOCK, UserError, "build")
+    sign(lock)
+    with pytest.raises(DataError, match=f"out is being built by process {os.getpid()} on .*; wait until that has ended"):
+        build(files[0], tmp_path / "out", TOKENIZER, processes=1)
+    os.close(lock)
+    build(files[0] / "a.txt", tmp_path / "out", TOKENIZER, processes=1)
+    assert not (tmp_path / "out" / LOCK).exists()
+
+
+def test_the_processes_of_a_build_do_without_jax():
+    code = (
+        "import sys, llama_jax.data.shards, llama_jax.data.building; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

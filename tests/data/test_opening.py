@@ -315,7 +315,7 @@ def test_paths_with_nothing_to_read(data, tmp_path, cache):
     os.mkfifo(tmp_path / "pipe")
     for paths, message in [
         (tmp_path / "none", "none does not exist"),
-        (tmp_path / "model", "model holds no file that ends in .txt, .jsonl, .parquet, .bin, .array_record"),
+        (tmp_path / "model", "model holds no file that ends in .txt, .jsonl, .parquet, .arrow, .bin, .array_record"),
         (tmp_path / "pipe", "pipe is neither a file nor a folder"),
         ([], "no files of data were given"),
         ([data, str(data / "a.txt")], "a.txt is given twice"),

@@ -1,0 +1,82 @@
+"""Functions over many arguments, in as many processes as there are cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from llama_jax.data.errors import DataError
+
+Call = tuple[Any, ...]
+"""A function of a module, and its arguments: whatever can be pickled."""
+Progress = Callable[[int, int], None]
+"""Is told after each call how many are done, of how many."""
+Workers = Callable[[Sequence[Call], Progress | None], list[Any]]
+"""Gives what calls give, in their order, wherever they run; the first that fails ends it."""
+
+
+def cores() -> int:
+    """How many this process may use, where the system says; else how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def working(processes: int) -> Iterator[Workers]:
+    """So many processes, which are started when there is work for them and end with this; 1 is the first process itself."""
+    if processes == 1:
+        yield call_here
+        return
+    # Anew and not by fork: the threads of libraries that are imported here would be missing there.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin_process) as pool:
+        yield partial(_call_in, pool)
+
+
+def call_here(calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+    """Workers that are this process."""
+    found = []
+    for function, *args in calls:
+        found.append(function(*args))
+        if progress is not None:
+            progress(len(found), len(calls))
+    return found
+
+
+def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progress | None = None) -> list[Any]:
+    """What has begun is finished also where another call fails."""
+    running: list[Future[Any]] = [pool.submit(*call) for call in calls]
+    try:
+        for done, future in enumerate(as_completed(running), 1):
+            future.result()
+            if progress is not None:
+                progress(done, len(calls))
+    except BrokenProcessPool:
+        raise DataError(
+            "a process ended before its work did, perhaps for want of memory; the same again goes on with the rest, and with"
+            " fewer --processes takes less memory"
+        ) from None
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    return [future.result() for future in running]
+
+
+def _begin_process() -> None:
+    """Ctrl-C is for the first process to heed; of whatever that one dies, this one ends with it; and it is one of many, in
+    which libraries are to start no threads of their own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
+
+
+def _end_with_the_first() -> None:
+    if (first := multiprocessing.parent_process()) is not None:
+        first.join()
+        os._exit(1)
