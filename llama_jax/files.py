@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from llama_jax.errors import UserError, reason_of
+from llama_jax.storage import Location
 
 LARGEST_JSON = 4 << 20  # bytes, each of which can cost 25 here; the index of a 405B model has a thirtieth
 
 
-def read_whole(path: Path, kind: type[UserError], largest: int, what: str = "settings") -> bytes:
+def read_whole(path: Location, kind: type[UserError], largest: int, what: str = "settings") -> bytes:
     """The bytes of a file.
 
     Raises:
@@ -22,13 +22,14 @@ def read_whole(path: Path, kind: type[UserError], largest: int, what: str = "set
     if not path.is_file():  # reading a pipe would wait for ever
         raise kind(f"{path} is not a file; copy it again")
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         if size > largest:
             raise kind(f"{path} is over {largest} bytes, too large to be a model's {what}; is it another file?")
         return file.read(size)  # and no more, where somebody goes on writing
 
 
-def read_text(path: Path, kind: type[UserError]) -> str:
+def read_text(path: Location, kind: type[UserError]) -> str:
     """The text of a settings file, in UTF-8; for the errors see `read_whole`."""
     try:
         return read_whole(path, kind, LARGEST_JSON).decode("utf-8")
@@ -36,7 +37,7 @@ def read_text(path: Path, kind: type[UserError]) -> str:
         raise kind(f"{path} is not UTF-8 text ({error}); copy it again") from None
 
 
-def read_object(path: Path, kind: type[UserError]) -> dict[str, Any]:
+def read_object(path: Location, kind: type[UserError]) -> dict[str, Any]:
     """The object in a JSON file; for the errors see `read_whole`."""
     try:
         found = json.loads(read_text(path, kind))

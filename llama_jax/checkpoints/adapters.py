@@ -26,6 +26,7 @@ from llama_jax.model.params import Llama
 from llama_jax.model.trees import unstack
 from llama_jax.parallel.fit import fit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.storage import Location, StoredPath, locate
 
 
 class Adapter(NamedTuple):
@@ -57,7 +58,7 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
       CheckpointError: no such folder, a damaged file, a kind of adapter or a setting that is not supported, a tensor that is
         missing, left over or misshapen; the message names it.
     """
-    folder = Path(path)
+    folder = locate(path)
     with reading(folder, CheckpointError):
         step = _step_in(folder)
         if step is not None:
@@ -69,7 +70,7 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
 
 def is_adapter(path: str | os.PathLike[str]) -> bool:
     """Whether a path holds an adapter and no model."""
-    folder = Path(path)
+    folder = locate(path)
     with reading(folder, CheckpointError):
         step = _step_in(folder)
         if step is not None:
@@ -83,7 +84,7 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
     Raises:
       CheckpointError: a damaged file.
     """
-    folder = Path(path)
+    folder = locate(path)
     with reading(folder, CheckpointError):
         step = _step_in(folder)
         if step is not None:
@@ -102,18 +103,24 @@ def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
       CheckpointError: a damaged file.
     """
     with reading(path, CheckpointError):
-        step = _step_in(Path(path))
+        step = _step_in(locate(path))
         return None if step is None else read_config(step / ABOUT)
 
 
-def _step_in(folder: Path) -> Path | None:
+def _step_in(folder: Location) -> Path | None:
     """The step that a folder of a training run is, or the newest that it has."""
     if not folder.is_dir():
+        return None
+    if isinstance(folder, StoredPath):
+        if is_step(folder) or find_checkpoints(folder) is not None:
+            raise CheckpointError(
+                f"{folder} is of a training run, which is read from a path of this machine alone; copy it here"
+            )
         return None
     if is_step(folder):
         return folder
     checkpoints = find_checkpoints(folder)
-    return None if checkpoints is None else checkpoints / str(existing_step(checkpoints, None))
+    return None if checkpoints is None else Path(checkpoints) / str(existing_step(Path(checkpoints), None))
 
 
 def save_adapter(

@@ -15,6 +15,7 @@ from llama_jax.checkpoints.tensors import FLOATS, Opened, target_dtype
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama, Row, shape_of
 from llama_jax.model.trees import build
+from llama_jax.storage import StoredPath
 
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
@@ -90,7 +91,7 @@ def plan(opened: Opened) -> Llama:
             if share.name == "embedding":
                 name = table
             parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
-        return ArrayParts(row.shape(c), tuple(parts), row.is_matrix)
+        return ArrayParts(row.shape(c), tuple(parts), row.is_matrix, isinstance(where, StoredPath))
 
     # Checked by counting before names are made: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):

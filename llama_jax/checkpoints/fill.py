@@ -23,6 +23,8 @@ from llama_jax.ops.rotary_order import half_from_interleaved
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 RUN = 1 << 20  # bytes read at a time
 THREADS = min(8, os.cpu_count() or 1)
+# Of an object store: its answer takes tens of milliseconds to begin, so that many are asked for at a time.
+STORED_RUN, STORED_THREADS = 2 << 20, 16
 Place = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
 
 
@@ -45,11 +47,13 @@ class Part:
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """What an array is made of: its shape, its parts, and whether it is a matrix that may be quantised."""
+    """What an array is made of: its shape, its parts, whether it is a matrix that may be quantised, and whether its files
+    lie in a store."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     is_matrix: bool = False
+    stored: bool = False
 
     def rows(self, start: int, stop: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
         """Entries [start, stop) of the leading axis, checked and cast, in `out` if it is given."""
@@ -150,7 +154,7 @@ def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callab
     """Call work(start, stop) for runs that cover the union of ranges of the leading axis, on a few threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
-    step = max(1, RUN // entry, least)
+    step = max(1, (STORED_RUN if array.stored else RUN) // entry, least)
     runs: list[tuple[int, int]] = []
     reached = 0
     for start, stop in ranges:
@@ -159,7 +163,7 @@ def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callab
     if len(runs) == 1:
         work(*runs[0])
         return
-    with ThreadPoolExecutor(THREADS) as threads:
+    with ThreadPoolExecutor(STORED_THREADS if array.stored else THREADS) as threads:
         for _ in threads.map(lambda run: work(*run), runs):  # raises what a run raised
             pass
 

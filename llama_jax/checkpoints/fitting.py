@@ -8,28 +8,10 @@ import numpy as np
 
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.names import shares_of
-from llama_jax.checkpoints.tensors import Derived, Opened
+from llama_jax.checkpoints.tensors import Derived, Opened, Padded
 from llama_jax.model.params import TABLE, rows
 from llama_jax.parallel.fit import laid_out
 from llama_jax.parallel.mesh import MeshSizes
-
-
-@dataclass(frozen=True)
-class Padded(Derived):
-    """A table followed by rows of zeros."""
-
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.tensor.shape[1:])
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        end = self.tensor.shape[0]
-        if stop <= end:
-            return self.tensor.read(start, stop)
-        padding = np.zeros((stop - max(start, end), *self.shape[1:]), self.dtype)
-        return padding if start >= end else np.concatenate([self.tensor.read(start, end), padding])
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.tensors import FLOATS, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
@@ -34,13 +35,13 @@ IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether it is a whole model, or the first part of a split one."""
     part = SPLIT.search(path.name)
     return is_gguf(path) and (part is None or int(part[1]) == 1)
 
 
-def open_file(path: Path) -> Opened:
+def open_file(path: Location) -> Opened:
     """The model in a file, or in all the files that it is a part of; the weights are not read.
 
     Raises:
@@ -129,20 +130,20 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     return with_scaling(as_llama, sizes, tensors)
 
 
-def _parts(path: Path) -> list[Path]:
+def _parts(path: Location) -> list[Location]:
     name = SPLIT.search(path.name)
     if name is None:
         return [path]
     count = int(name[2])
     stem = path.name[: name.start()]
-    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    parts: list[Location] = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     for part in parts:
         if not part.is_file() or not is_gguf(part):
             raise CheckpointError(f"{path} is one of {count} parts, of which {part.name} is missing; copy it there")
     return parts
 
 
-def _tokenizer(fields: Mapping[str, Any], path: Path, vocab_size: int) -> Tokenizer | None:
+def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> Tokenizer | None:
     if fields.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
         return find_tokenizer(path.parent, vocab_size)
     from llama_jax.tokenizers.gguf import from_metadata

@@ -27,21 +27,22 @@ from llama_jax.model.adapters import TARGETS, Lora
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import unstack
 from llama_jax.parallel.fit import unfit
+from llama_jax.storage import Location
 
 TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.alpha", "general.base_model.0.name"
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether it is a GGUF that says it is an adapter."""
     return path.is_file() and is_gguf(path) and read_file(path)[0].get(TYPE) == "adapter"
 
 
-def base_in(path: Path) -> str | None:
+def base_in(path: Location) -> str | None:
     """What a file says of the model that it was trained on."""
     return read_file(path)[0].get(BASE)
 
 
-def read(path: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
+def read(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
     """The adapter in a file: its settings, its numbers, and what it says of its base; see `adapters.load_adapter`."""
     fields, tensors = read_file(path)
     wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": ARCHITECTURES[config.kind]}

@@ -6,18 +6,18 @@ Source: ggml-org/ggml, docs/gguf.md.
 from __future__ import annotations
 
 import math
-import mmap
+import os
 import struct
 import sys
 from array import array
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes
 from llama_jax.errors import CheckpointError, reason_of, shown
+from llama_jax.storage import Location, StoredPath
 
 # Types of tensors by number: name, numbers in a block, bytes of a block.
 TYPES = {
@@ -42,13 +42,14 @@ MOST_AXES = 4
 # A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
 MOST_TEXTS = 1 << 20
 MOST_ENTRIES = 1 << 16
+READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
 
 
 @dataclass(frozen=True)
 class BlockTensor:
     """A tensor [rows, columns] or [entries, rows, columns] in blocks along the columns; `read` gives float32."""
 
-    path: Path
+    path: Location
     offset: int
     shape: tuple[int, ...]
     kind: str
@@ -80,21 +81,21 @@ class BlockTensor:
         return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
 
 
-def is_gguf(path: Path) -> bool:
+def is_gguf(path: Location) -> bool:
     """Whether the file begins as GGUF does."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_file(path: Location) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """All settings by key, with the format's version as ``GGUF.version``, and all tensors by name.
 
     Raises:
       CheckpointError: a damaged file, or a tensor of a type that is not supported.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with path.open("rb", buffering=READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
         try:
-            return _read(path, _Cursor(content))
+            return _read(path, _Cursor(file))
         except CheckpointError:
             raise
         except (struct.error, ValueError, KeyError, OverflowError) as error:
@@ -104,17 +105,20 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 class _Cursor:
     """Reads a header from its start. Every length in it is held against what is left of the file before it is believed."""
 
-    def __init__(self, content: mmap.mmap) -> None:
-        self.content = content
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.size = file.seek(0, os.SEEK_END)
         self.texts_left = MOST_TEXTS
-        self.at = 4  # after the magic
+        self.at = file.seek(4)  # after the magic
         self.version = self.scalar("I")
         self.length = "I" if self.version == 1 else "Q"
 
     def take(self, size: int) -> bytes:
-        if size > len(self.content) - self.at:
-            raise ValueError(f"{size} bytes are announced, {len(self.content) - self.at} are left")
-        found = self.content[self.at : self.at + size]
+        if size > self.size - self.at:
+            raise ValueError(f"{size} bytes are announced, {self.size - self.at} are left")
+        found = self.file.read(size)
+        if len(found) < size:
+            raise ValueError("the file ended while it was read")
         self.at += size
         return found
 
@@ -133,7 +137,7 @@ class _Cursor:
         kind, count = self.scalar("I"), self.scalar(self.length)
         if kind == STRING:
             self.texts_left -= count
-            if count > len(self.content) - self.at or self.texts_left < 0:
+            if count > self.size - self.at or self.texts_left < 0:
                 raise ValueError(f"{count} strings are announced")
             return [self.string() for _ in range(count)]
         letter = SCALARS[kind]
@@ -144,7 +148,7 @@ class _Cursor:
         return found
 
 
-def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Location, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if cursor.version not in (1, 2, 3):
         big = cursor.version in (1 << 24, 2 << 24, 3 << 24)
         what = "is in big-endian byte order" if big else f"has version {cursor.version}"
@@ -187,13 +191,13 @@ def _read(path: Path, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Tensor
             tensor = Dense(path, start + offset, shape, kind)
         else:
             tensor = BlockTensor(path, start + offset, shape, kind, (block[0], block[1]))
-        excess = tensor.offset + tensor.nbytes - len(cursor.content)
+        excess = tensor.offset + tensor.nbytes - cursor.size
         if excess > 0:
             raise ValueError(f"tensor {shown(name)} ends {excess} bytes after the end of the file")
         tensors[name] = tensor
     total = sum(tensor.nbytes for tensor in tensors.values())
-    if total > len(cursor.content):
-        raise ValueError(f"its tensors have {total} bytes, the file {len(cursor.content)}")
+    if total > cursor.size:
+        raise ValueError(f"its tensors have {total} bytes, the file {cursor.size}")
     return fields, tensors
 
 

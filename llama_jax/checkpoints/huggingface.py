@@ -6,7 +6,9 @@ import json
 import math
 import os.path
 import re
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from llama_jax.checkpoints.quantized_files import with_weights
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, kind_of, read_bytes
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.files import LARGEST_JSON, read_object
+from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name in the file, by what it is here.
@@ -35,7 +38,7 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 PICKLED = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-def open_folder(folder: Path) -> Opened:
+def open_folder(folder: Location) -> Opened:
     """The model in a folder; its weights are not read.
 
     Raises:
@@ -75,7 +78,7 @@ def open_folder(folder: Path) -> Opened:
 EXPERT = re.compile(r"(model\.layers\.\d+\.block_sparse_moe\.experts)\.(\d+)\.(w[123]\.weight)")
 
 
-def _experts_joined(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, with those of a layer's experts as one under the name in the table."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
@@ -111,7 +114,7 @@ def _name(piece: WrittenTensor) -> str:
     return name if piece.expert is None else name.replace(".experts.", f".experts.{piece.expert}.")
 
 
-def has_weights(folder: Path) -> bool:
+def has_weights(folder: Location) -> bool:
     """Whether weights under the names that transformers gives them lie beside a config.json."""
     return any((folder / name).exists() for name in (*SAFETENSORS, *PICKLED))
 
@@ -175,13 +178,13 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Location) -> dict[str, Tensor]:
     """The tensors of a file. The library checks the header against the file, and says no more than where data begins."""
     size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
     if LARGEST_JSON < size < path.stat().st_size:
         raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
     try:
-        with safe_open(path, framework="numpy"):
+        with _header_alone(path, size) as local, safe_open(local, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file ({error}); copy it again") from None
@@ -193,7 +196,20 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     }
 
 
-def _read_indexed(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+@contextmanager
+def _header_alone(path: Location, size: int) -> Iterator[Path]:
+    """A file that the library can look at: of an object in a store one as long, of which the header alone is there."""
+    if not isinstance(path, StoredPath):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(read_bytes(path, 0, min(8 + size, path.stat().st_size)).data)
+        file.truncate(path.stat().st_size)
+        file.flush()
+        yield Path(file.name)
+
+
+def _read_indexed(index: Location, read: Callable[[Location], dict[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of all files that an index names, after checking it against what each file holds."""
     folder = index.parent
     found = read_object(index, CheckpointError)
@@ -205,7 +221,9 @@ def _read_indexed(index: Path, read: Callable[[Path], dict[str, Tensor]]) -> dic
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is not a file of its own folder")
-        if not os.path.isfile(folder / name):  # of a name that no file can have, Path.is_file raises
+        there = folder / name
+        # Of a name that no file can have, Path.is_file raises.
+        if not (there.is_file() if isinstance(there, StoredPath) else os.path.isfile(there)):
             raise CheckpointError(f"{index} names {shown(name, 80)}, which is missing from {folder}; copy it there")
     tensors: dict[str, Tensor] = {}
     for name in names:

@@ -13,6 +13,7 @@ from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.files import read_object
+from llama_jax.storage import Location
 
 # Name of a setting in the file, by its name here, for messages.
 SETTINGS = {
@@ -96,7 +97,7 @@ HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", Fal
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def read_config(folder: Path) -> LlamaConfig:
+def read_config(folder: Location) -> LlamaConfig:
     """The configuration in ``folder/config.json``."""
     path = folder / "config.json"
     try:
@@ -106,7 +107,7 @@ def read_config(folder: Path) -> LlamaConfig:
         raise CheckpointError(f"{path}: {in_file}") from None
 
 
-def read_scheme(folder: Path) -> Scheme | None:
+def read_scheme(folder: Location) -> Scheme | None:
     """How the weights of a folder are quantised, whose ``config.json`` was read; None where they are not."""
     found = read_object(folder / "config.json", CheckpointError).get("quantization_config")
     return None if found is None else scheme_from_dict(found)

@@ -14,6 +14,9 @@ from llama_jax.checkpoints.names import Share, shares_of
 from llama_jax.checkpoints.tensors import Derived, Opened, Tensor, blocks_of
 from llama_jax.model.params import rows
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
+from llama_jax.storage import StoredPath
+
+LONG_RUN = 16 << 20  # bytes, of an object store: runs are read one after the other, and each answer takes long to begin
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class WrittenTensor:
       tensor: its rows.
       label: for messages.
       expert: which of a layer's, where each is a tensor of its own.
+      run: bytes to read at a time.
     """
 
     part: str
@@ -33,11 +37,13 @@ class WrittenTensor:
     tensor: Tensor
     label: str
     expert: int | None = None
+    run: int = RUN
 
     def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
         """The rows in runs, checked and cast."""
         shape = self.tensor.shape
-        step = max(1, RUN * shape[0] // max(1, self.tensor.nbytes))
+        least = getattr(self.tensor, "rows_at_once", 1)
+        step = max(1, self.run * shape[0] // max(1, self.tensor.nbytes), least)
         for start in range(0, shape[0], step):
             found = self.tensor.read(start, min(start + step, shape[0]))
             check(found, dtype, self.label)
@@ -86,6 +92,7 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     """
     plan(opened)
     config = opened.config
+    run = LONG_RUN if isinstance(opened.path, StoredPath) else RUN
 
     def piece(share: Share, layer: int = 0) -> WrittenTensor:
         name = opened.names[share.name].format(layer)
@@ -94,7 +101,7 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
         tensor = opened.tensors[name]
         if share.rotary and opened.interleaved != interleaved:
             tensor = Turned(tensor, config.head_dim, interleaved)
-        return WrittenTensor(share.name, layer, tensor, f"{opened.path}: tensor {name!r}")
+        return WrittenTensor(share.name, layer, tensor, f"{opened.path}: tensor {name!r}", run=run)
 
     table = rows(config)
     layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in shares_of(row)]

@@ -26,6 +26,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.params import rows, shape_of
 from llama_jax.model.rope import rotary_frequencies
+from llama_jax.storage import Location
 from llama_jax.tokenizers import find_tokenizer
 
 MAGIC = struct.pack("<I", 0x616B3432)  # "ak42"; a legacy file has none
@@ -48,7 +49,7 @@ MASK = re.compile(r"layers\.\d+\.attention\.mask")
 class GroupedTensor:
     """A tensor of version 2: int8[rows, columns], then a float32 scale for each run of `group` numbers."""
 
-    path: Path
+    path: Location
     offset: int
     shape: tuple[int, ...]
     group: int
@@ -72,7 +73,7 @@ class GroupedTensor:
             return (numbers * spread).reshape(stop - start, columns)
 
 
-def recognises(path: Path) -> bool:
+def recognises(path: Location) -> bool:
     """Whether the header and the size are those of a ``.bin`` file, or the content is that of a ``ckpt.pt``."""
     if is_torch(path):
         try:
@@ -83,7 +84,7 @@ def recognises(path: Path) -> bool:
         return file.read(4) == MAGIC or _legacy(path) is not None
 
 
-def open_file(path: Path) -> Opened:
+def open_file(path: Location) -> Opened:
     """The model in a file; its weights are not read.
 
     Raises:
@@ -122,7 +123,7 @@ def open_file(path: Path) -> Opened:
     return _opened(f"llama2.c version {version}", path, config, tensors)
 
 
-def _opened(what: str, path: Path, config: LlamaConfig, tensors: Mapping[str, Tensor], names=NAMES) -> Opened:
+def _opened(what: str, path: Location, config: LlamaConfig, tensors: Mapping[str, Tensor], names=NAMES) -> Opened:
     return Opened(
         format=what,
         path=path,
@@ -150,7 +151,7 @@ def _config(sizes: Any, tied: bool) -> LlamaConfig:
     )
 
 
-def _legacy(path: Path) -> LlamaConfig | None:
+def _legacy(path: Location) -> LlamaConfig | None:
     """The configuration if the header, seven int32, says what the file holds."""
     with path.open("rb") as file:
         start = file.read(28)
@@ -185,14 +186,14 @@ def _each(config: LlamaConfig, order: tuple[str, ...]) -> Iterator[tuple[str, st
             yield part, NAMES[part].format(i), shape
 
 
-def _dense(path: Path, config: LlamaConfig, order: tuple[str, ...], offset: int) -> Iterator[tuple[str, Dense]]:
+def _dense(path: Location, config: LlamaConfig, order: tuple[str, ...], offset: int) -> Iterator[tuple[str, Dense]]:
     for _, name, shape in _each(config, order):
         tensor = Dense(path, offset, shape, "F32")
         yield name, tensor
         offset += tensor.nbytes
 
 
-def _quantised(path: Path, config: LlamaConfig, group: int) -> Iterator[tuple[str, Dense | GroupedTensor]]:
+def _quantised(path: Location, config: LlamaConfig, group: int) -> Iterator[tuple[str, Dense | GroupedTensor]]:
     offset = HEADER
     for part, name, shape in _each(config, VERSIONED):
         if part not in NORMS and math.prod(shape) % group:
@@ -203,7 +204,7 @@ def _quantised(path: Path, config: LlamaConfig, group: int) -> Iterator[tuple[st
         offset += tensor.nbytes
 
 
-def _check_rotary(path: Path, config: LlamaConfig, cos: Dense, sin: Dense) -> None:
+def _check_rotary(path: Location, config: LlamaConfig, cos: Dense, sin: Dense) -> None:
     """The stored angles tell a theta that the header cannot: refuse a file that was made with another."""
     rows = min(16, config.max_seq_len)
     angles = np.outer(np.arange(rows), rotary_frequencies(config)[0])
@@ -214,7 +215,7 @@ def _check_rotary(path: Path, config: LlamaConfig, cos: Dense, sin: Dense) -> No
         )
 
 
-def _open_training(path: Path) -> Opened:
+def _open_training(path: Location) -> Opened:
     """A ``ckpt.pt``: settings under "model_args", weights by Meta's names under "model", and the optimizer's state."""
     found = read_pickled(path)
     args = found.get("model_args")

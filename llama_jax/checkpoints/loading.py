@@ -27,6 +27,7 @@ from llama_jax.model.params import Llama
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.parallel.fit import fitted
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
@@ -136,13 +137,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
         files; a folder of Meta's (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (of a split
         one, any part); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, of
         which the newest step is taken, or one of its steps; or a folder that holds one such file. Of a run that keeps a
-        moving average of the parameters, that is the model.
+        moving average of the parameters, that is the model. Or the URL of one in a store (`storage.locate`), of any of these
+        but orbax's.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
     """
     with reading(path, CheckpointError):
-        return _open(Path(path))
+        return _open(locate(path))
 
 
 def check_names(opened: Opened | store.Stored) -> None:
@@ -151,8 +153,10 @@ def check_names(opened: Opened | store.Stored) -> None:
         plan(opened)
 
 
-def _open(path: Path) -> Opened | store.Stored:
+def _open(path: Location) -> Opened | store.Stored:
     if not path.exists():
+        if isinstance(path, StoredPath):
+            raise CheckpointError(f"{path}: nothing is stored there; give a model's folder or file in the store")
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link that leads to no file; give a model's folder or file")
         raise CheckpointError(f"{path} does not exist; give a model's folder or file (a name on a hub is not downloaded)")
@@ -182,14 +186,15 @@ def _open(path: Path) -> Opened | store.Stored:
     )
 
 
-def _open_folder(path: Path) -> Opened | store.Stored:
+def _open_folder(path: Location) -> Opened | store.Stored:
     if store.recognises(path):
-        return store.open_folder(path)
+        return store.open_folder(_on_a_disk(path))
     if (path / "config.json").exists() and huggingface.has_weights(path):
         return huggingface.open_folder(path)
     if meta.recognises(path):
         return meta.open_folder(path)
-    found = [file for file in sorted(path.iterdir()) if file.is_file() and _is_alone(file)]
+    inside: list[Location] = [*path.iterdir()]
+    found = [file for file in sorted(inside, key=lambda file: file.name) if file.is_file() and _is_alone(file)]
     if len(found) > 1:
         raise CheckpointError(f"{path} holds several models ({', '.join(f.name for f in found)}); give one of the files")
     if found:
@@ -198,6 +203,7 @@ def _open_folder(path: Path) -> Opened | store.Stored:
         return opened
     checkpoints = find_checkpoints(path)
     if checkpoints is not None:
+        checkpoints = _on_a_disk(checkpoints)
         return store.open_folder(checkpoints / str(existing_step(checkpoints, None)))
     if (path / "config.json").exists():
         return huggingface.open_folder(path)  # says which weights are missing
@@ -208,12 +214,25 @@ def _open_folder(path: Path) -> Opened | store.Stored:
     raise CheckpointError(f"{path} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
 
 
-def _is_alone(path: Path) -> bool:
-    """Whether a file is a whole model by itself; of a split GGUF, its first part."""
+def _on_a_disk(path: Location) -> Path:
+    """The path of what orbax reads."""
+    if isinstance(path, StoredPath):
+        raise CheckpointError(
+            f"{path} is a checkpoint of orbax, which is read from a path of this machine alone: copy it here, or store it as"
+            " safetensors (llama-jax convert)"
+        )
+    return path
+
+
+def _is_alone(path: Location) -> bool:
+    """Whether a file is a whole model by itself; of a split GGUF, its first part. In a store its name must say so as well:
+    to look into each file of a folder would be a request for each."""
+    if isinstance(path, StoredPath) and path.suffix not in (".gguf", ".bin", ".pt"):
+        return False
     return gguf.recognises(path) if is_gguf(path) else llama2c.recognises(path)
 
 
-def _open_alone(path: Path) -> Opened | None:
+def _open_alone(path: Location) -> Opened | None:
     if is_gguf(path):
         return gguf.open_file(path)
     return llama2c.open_file(path) if llama2c.recognises(path) else None

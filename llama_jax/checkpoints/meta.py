@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from llama_jax.checkpoints.names import names, shares_of
@@ -19,6 +18,7 @@ from llama_jax.config import PRESETS, LlamaConfig, RopeScaling
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.files import read_object
 from llama_jax.model.params import TABLE
+from llama_jax.storage import Location
 from llama_jax.tokenizers import find_tokenizer
 
 NAMES = names("meta")
@@ -32,7 +32,7 @@ KNOWN = {*NEEDED, "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "max_seq_le
 KNOWN |= {"use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"}
 
 
-def open_folder(folder: Path) -> Opened:
+def open_folder(folder: Location) -> Opened:
     """The model in a folder; its weights are not read.
 
     Raises:
@@ -71,7 +71,7 @@ def open_folder(folder: Path) -> Opened:
     )
 
 
-def recognises(folder: Path) -> bool:
+def recognises(folder: Location) -> bool:
     """Whether a folder holds a params.json and at least one .pth file."""
     return (folder / "params.json").exists() and any(folder.glob("*.pth"))
 
@@ -137,7 +137,7 @@ def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: in
     )
 
 
-def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
+def _config(folder: Location, tensors: Mapping[str, Tensor]) -> LlamaConfig:
     path = folder / "params.json"
     found = read_object(path, CheckpointError)
     shapes = {}
@@ -157,7 +157,7 @@ def _config(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaConfig:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def _check_ranks(folder: Path, rank: Mapping[str, Tensor], config: LlamaConfig, found: int) -> None:
+def _check_ranks(folder: Location, rank: Mapping[str, Tensor], config: LlamaConfig, found: int) -> None:
     """Each file holds its part of the rows of the query projection: that says how many there should be."""
     query = rank.get(NAMES["q"].format(0))
     rows = config.n_heads * config.head_dim
@@ -167,8 +167,9 @@ def _check_ranks(folder: Path, rank: Mapping[str, Tensor], config: LlamaConfig, 
             raise CheckpointError(f"{folder} has {found} of the {needed} files consolidated.NN.pth; copy the others there")
 
 
-def _files(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.pth"))
+def _files(folder: Location) -> list[Location]:
+    found: list[Location] = [*folder.glob("*.pth")]
+    found.sort(key=lambda path: path.name)
     for i, path in enumerate(found):
         if path.name != f"consolidated.{i:02}.pth":
             raise CheckpointError(f"{folder} has {path.name} where consolidated.{i:02}.pth should be; copy all of the model")
@@ -177,6 +178,6 @@ def _files(folder: Path) -> list[Path]:
     return found
 
 
-def _read_rank(path: Path) -> dict[str, Tensor]:
+def _read_rank(path: Location) -> dict[str, Tensor]:
     found = read_tensors(path)
     return {name: tensor for name, tensor in found.items() if not IGNORED.fullmatch(name)}

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 
 from llama_jax.checkpoints.steps import cannot_read, find_checkpoints, steps_in
 from llama_jax.errors import CheckpointError, UserError
+from llama_jax.storage import Location
 
 TRIES = 5  # so many steps are taken before the error of the last is raised
 
@@ -44,7 +45,7 @@ def taking_the_newest(read: Callable[Arguments, Found]) -> Callable[Arguments, F
     return again
 
 
-def _newest(path: object) -> Path | None:
+def _newest(path: object) -> Location | None:
     """The step that is taken of a run; None where a path is something else, as a step itself is."""
     if not isinstance(path, str | os.PathLike) or not os.path.isdir(path):
         return None

@@ -24,6 +24,7 @@ from llama_jax.model.params import BLOCKS, TABLE, Block, Llama, Row, shape_of
 from llama_jax.model.trees import unstack
 from llama_jax.ops.weights import LowRank
 from llama_jax.parallel.fit import unfit
+from llama_jax.storage import Location
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Settings that decide nothing about what the adapter computes.
@@ -46,7 +47,7 @@ BASES: dict[str, tuple[Row, Share]] = {
 }
 
 
-def read_folder(folder: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
+def read_folder(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
     """The adapter in a folder: its settings, its numbers, and what it says of its base; see `adapters.load_adapter`."""
     with reading(folder, CheckpointError):
         if not folder.exists():
@@ -92,7 +93,7 @@ def write_folder(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora,
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _lora_of(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lora:
+def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Lora:
     """The settings; the targets are those of the tensors, for a file may name them by a pattern."""
     where, kind = folder / CONFIG, settings.get("peft_type")
     if kind != "LORA":
@@ -133,7 +134,7 @@ class Names(NamedTuple):
 
 
 def read_pairs(
-    where: Path,
+    where: Location,
     config: LlamaConfig,
     lora: Lora,
     tensors: Mapping[str, Tensor],

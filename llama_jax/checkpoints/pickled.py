@@ -12,18 +12,19 @@ from __future__ import annotations
 import errno
 import io
 import math
+import os
 import pickletools
 import struct
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Derived, Tensor, read_bytes
 from llama_jax.errors import CheckpointError, reason_of, shown
+from llama_jax.storage import Location, StoredPath
 
 # Class of a storage in torch, by the kind of its numbers; the size in bytes of those that are no parameters.
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
@@ -42,7 +43,7 @@ class _Global(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    path: Path
+    path: Location
     offset: int
     kind: str
     itemsize: int
@@ -67,20 +68,27 @@ class Strided(Derived):
     def shape(self) -> tuple[int, ...]:
         return self.axes
 
+    @property
+    def rows_at_once(self) -> int:
+        """Of an object in a store all, since any need the whole span."""
+        return self.axes[0] if isinstance(self.tensor.path, StoredPath) else 1
+
     def read(self, start: int, stop: int) -> np.ndarray:
-        # Mapped and not read: a run of rows has a few numbers in every part of the span.
-        span = np.memmap(self.tensor.path, np.uint8, "r", self.tensor.offset, self.tensor.nbytes)
+        path, first, size = self.tensor.path, self.tensor.offset, self.tensor.nbytes
+        # Mapped, where it can be, and not read: a run of rows has a few numbers in every part of the span.
+        stored = isinstance(path, StoredPath)
+        span = read_bytes(path, first, size) if stored else np.memmap(path, np.uint8, "r", first, size)
         strides = [self.dtype.itemsize * stride for stride in self.strides]
         return np.array(np.ndarray(self.shape, self.dtype, span, strides=strides)[start:stop], order="C", subok=False)
 
 
-def is_torch(path: Path) -> bool:
+def is_torch(path: Location) -> bool:
     """Whether the file begins like a zip archive."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Location) -> dict[str, Tensor]:
     """The tensors by name in a file that holds nothing else, as weights do.
 
     Raises:
@@ -89,7 +97,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors_of(read_pickled(path), path)
 
 
-def tensors_of(found: Any, path: Path) -> dict[str, Tensor]:
+def tensors_of(found: Any, path: Location) -> dict[str, Tensor]:
     """The dictionary that a pickle holds, if it is one of tensors by name."""
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where tensors by name should be")
@@ -103,7 +111,7 @@ def tensors_of(found: Any, path: Path) -> dict[str, Tensor]:
     return found
 
 
-def read_pickled(path: Path) -> Mapping[str, Any]:
+def read_pickled(path: Location) -> Mapping[str, Any]:
     """The dictionary in a file that torch saved; each tensor in it is a `Tensor`, of which nothing has been read.
 
     Raises:
@@ -115,7 +123,7 @@ def read_pickled(path: Path) -> Mapping[str, Any]:
         what = "was saved by a torch before 1.6; save it again with a newer one" if old else "is not what torch.save writes"
         raise CheckpointError(f"{path} {what}")
     try:
-        with _ShortReads(path) as short, zipfile.ZipFile(short) as archive:
+        with path.open("rb", buffering=0) as file, zipfile.ZipFile(_ShortReads(file)) as archive:
             entries = {info.filename: info for info in archive.infolist()}
             pickles = [name for name in entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") < 2]
             if len(pickles) != 1:
@@ -156,13 +164,25 @@ _DAMAGED = (
 )
 
 
-class _ShortReads(io.FileIO):
+class _ShortReads(io.RawIOBase):
     """A file for zipfile, which reads an archive's whole table at once, however long it says that it is."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
 
     def read(self, size: int | None = -1, /) -> Any:
         if size is not None and size > LARGEST_TABLE:
             raise ValueError(f"its table of contents is over {LARGEST_TABLE} bytes, too large to be a model's")
-        return super().read(-1 if size is None else size)
+        return self._file.read(-1 if size is None else size)
 
 
 def _stored(info: zipfile.ZipInfo) -> bool:
@@ -171,7 +191,7 @@ def _stored(info: zipfile.ZipInfo) -> bool:
     return True
 
 
-def _run(program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
+def _run(program: bytes, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> Any:
     """Interpret a pickle. Instructions: pickletools; those that torch does not write are refused."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -266,7 +286,7 @@ def _set(target: Any, items: list[Any]) -> None:
         target[key] = value
 
 
-def _global(words: str, path: Path) -> _Global:
+def _global(words: str, path: Location) -> _Global:
     module, _, name = words.partition(" ")
     found = _Global(module, name)
     if found not in ALLOWED:
@@ -283,7 +303,7 @@ def _description(found: Any) -> tuple[str, str, int]:
     return cls.name, _as(str, key), count
 
 
-def _storage(name: str, key: str, count: int, path: Path, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
+def _storage(name: str, key: str, count: int, path: Location, entries: Mapping[str, zipfile.ZipInfo]) -> _Storage:
     info = entries[key]
     _stored(info)
     kind = STORAGES.get(name, name)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
+from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
 from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Part, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
@@ -20,6 +20,7 @@ from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeig
 from llama_jax.ops.weights.kinds import MADE
 from llama_jax.ops.weights.planes import in_smaller_groups
 from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.storage import Location
 
 Quantization = Literal[Name, "keep"]
 AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
@@ -37,7 +38,7 @@ def check_quantize(quantize: str | None) -> None:
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MADE)}, keep")
 
 
-def check_kept(tensors: Sequence[Described], where: Path) -> None:
+def check_kept(tensors: Sequence[Described], where: Location) -> None:
     """Raise CheckpointError where no tensor of a model is quantised so that it could be kept, or its columns lie apart."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
         raise CheckpointError(
@@ -63,7 +64,8 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
       CheckpointError: rows that are not made of whole blocks, or what `fill` raises.
     """
     if quantize is None or not array.is_matrix:
-        return fill(array, dtype, sharding)
+        exchanged = array.stored and reads_others(array.shape, sharding)
+        return (fill_by_rows if exchanged else fill)(array, dtype, sharding)
     if quantize != "keep":
         form = fitting(quantize, columns_on_each(array.shape, sharding))
         _check_columns(array, form, sharding)
@@ -74,7 +76,10 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
     if len(set(forms)) > 1:
         parts = [replace(part, columns=None) for part in array.parts]
         shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
-        alone = [ArrayParts(shape, (part,), is_matrix=True) for shape, part in zip(shapes, parts, strict=True)]
+        alone = [
+            ArrayParts(shape, (part,), is_matrix=True, stored=array.stored)
+            for shape, part in zip(shapes, parts, strict=True)
+        ]
         return JoinedWeight(tuple(fill_weight(one, dtype, quantize, sharding) for one in alone))
     if forms[0] is None:
         return fill(array, dtype, sharding)

@@ -21,6 +21,7 @@ from llama_jax.checkpoints.quantized_config import Scheme
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes, read_strips
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.weights import Kind, nf4
+from llama_jax.storage import StoredPath
 
 RAW = FLOATS | {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -150,7 +151,11 @@ class Scaled(QuantizedTensor):
 class ColumnMajor(QuantizedTensor):
     """Base of the layouts whose files store [columns, rows]."""
 
-    rows_at_once = ROWS_OF_TURNED
+    @property
+    def rows_at_once(self) -> int:
+        """Rows to read at a time: of an object in a store all, since few of them take as long."""
+        stored = any(isinstance(part.path, StoredPath) for part in self.parts.values())
+        return self.shape[0] if stored else ROWS_OF_TURNED
 
     def in_groups(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> tuple[np.ndarray, ...]:
         """uint8[rows, columns / 2] with scales and zeros [groups, rows] of the file."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from llama_jax.errors import CheckpointError
 from llama_jax.files import read_object
+from llama_jax.storage import Location
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
@@ -26,7 +27,7 @@ class DamagedError(CheckpointError):
     """A file of a step is proven to be another than was saved."""
 
 
-def steps_in(folder: Path) -> list[int]:
+def steps_in(folder: Location) -> list[int]:
     """The steps of which a folder of checkpoints holds one, ascending."""
     if not folder.is_dir():
         return []
@@ -34,7 +35,7 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
 
 
-def is_step(folder: Path) -> bool:
+def is_step(folder: Location) -> bool:
     """Whether a folder is a step of a run."""
     return (folder / ABOUT).is_dir()
 
@@ -67,7 +68,7 @@ def read_note(folder: Path, step: int | None = None) -> dict[str, Any]:
         raise CheckpointError(cannot_read(path, error.strerror or str(error))) from None
 
 
-def cannot_read(path: Path, reason: str) -> str:
+def cannot_read(path: Location, reason: str) -> str:
     """That a path cannot be read, for a reason that says nothing about what is in it."""
     return f"{path} cannot be read ({reason}), which proves nothing about what is in it; see to that, and try again"
 
@@ -87,7 +88,7 @@ def by_loss(folder: Path) -> list[int]:
     return sorted((step for step in losses if losses[step] < math.inf), key=lambda step: (losses[step], -step))
 
 
-def find_checkpoints(path: Path) -> Path | None:
+def find_checkpoints(path: Location) -> Location | None:
     """The folder of checkpoints that a path is or, as the folder of a run, holds; None for another folder."""
     if (path / CHECKPOINTS).is_dir():
         return path / CHECKPOINTS

@@ -29,6 +29,7 @@ from llama_jax.files import read_object
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, unstack
 from llama_jax.ops.weights import QuantizedWeight
+from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.writing import cannot_write
 
@@ -81,7 +82,7 @@ class Stored:
     kinds: stored_weights.Kinds
 
 
-def recognises(folder: Path) -> bool:
+def recognises(folder: Location) -> bool:
     """Whether a folder holds a configuration and what orbax finished writing."""
     saved = (folder / "config.json").exists() and (folder / PARAMS / "_CHECKPOINT_METADATA").exists()
     return saved or is_step(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
+from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -27,7 +27,7 @@ def kind_of(dtype: np.dtype) -> str:
     return next((kind for kind, known in FLOATS.items() if known == dtype), str(dtype))
 
 
-def target_dtype(path: Path, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
+def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.dtype) -> np.dtype:
     """The type that parameters are read in: `dtype`, or for None the stored one.
 
     Raises:
@@ -82,7 +82,7 @@ class Dense:
     are given back, and each costs a fault.
     """
 
-    path: Path
+    path: Location
     offset: int
     shape: tuple[int, ...]
     kind: str
@@ -132,6 +132,24 @@ class Derived:
         """The same of the other's `blocks`: rows are moved with all that they hold."""
         found = blocks_of(self.tensor)
         return None if found is None else replace(self, tensor=found)  # type: ignore[return-value]  # subclasses have `read`
+
+
+@dataclass(frozen=True)
+class Padded(Derived):
+    """A tensor followed by rows of zeros."""
+
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.tensor.shape[1:])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        end = self.tensor.shape[0]
+        if stop <= end:
+            return self.tensor.read(start, stop)
+        padding = np.zeros((stop - max(start, end), *self.shape[1:]), self.dtype)
+        return padding if start >= end else np.concatenate([self.tensor.read(start, end), padding])
 
 
 @dataclass(frozen=True)
@@ -214,7 +232,7 @@ class Opened:
     """
 
     format: str
-    path: Path
+    path: Location
     config: LlamaConfig
     tensors: Mapping[str, Tensor]
     names: Mapping[str, str]
@@ -222,7 +240,7 @@ class Opened:
     tokenizer: Callable[[], Tokenizer | None]
 
 
-def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:
+def read_bytes(path: Location, offset: int, count: int) -> np.ndarray:
     """`count` bytes of a file from `offset`: uint8[count].
 
     Raises:
@@ -240,8 +258,11 @@ def read_bytes(path: Path, offset: int, count: int) -> np.ndarray:
     return found
 
 
-def read_strips(path: Path, offsets: Sequence[int], count: int) -> np.ndarray:
-    """`count` bytes of a file from each of some offsets: uint8[offsets, count]. For errors see `read_bytes`."""
+def read_strips(path: Location, offsets: Sequence[int], count: int) -> np.ndarray:
+    """`count` bytes of a file from each of ascending offsets: uint8[offsets, count]. For errors see `read_bytes`."""
+    if isinstance(path, StoredPath):  # one request brings what lies between as well, where others would be thousands
+        span = read_bytes(path, offsets[0], offsets[-1] + count - offsets[0])
+        return np.stack([span[offset - offsets[0] :][:count] for offset in offsets])
     found = np.empty((len(offsets), count), np.uint8)
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
         for strip, offset in zip(found, offsets, strict=True):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.options import QUANTIZE
+from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Convert:
     An adapter is written as one: for llama.cpp where the destination ends in .gguf, else a folder for PEFT.
     """
 
-    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="SOURCE")]]
+    source: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="SOURCE")]]
     """A model's folder or file, of any format that is read, or an adapter's."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
@@ -39,7 +40,7 @@ class Convert:
     become float32. q8_0 and q4_0 are for gguf alone."""
     quantize: QUANTIZE = "none"
     """For orbax alone: write the matrices in fewer bits; keep takes what the files have quantised as it is."""
-    base: Path | None = None
+    base: ModelPath | None = None
     """Of an adapter: the model that it was trained on, of which only the settings are read; by default what it says."""
     overwrite: bool = False
     """Replace what is at the destination: a file, or a folder that holds nothing but a model."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_jax.errors import GenerationError, shown
@@ -50,7 +49,7 @@ def check_draft(text: str, config: LlamaConfig) -> None:
         return
     from llama_jax.checkpoints import open_checkpoint
 
-    size = open_checkpoint(Path(name)).config.vocab_size
+    size = open_checkpoint(name).config.vocab_size
     if size != config.vocab_size:
         raise GenerationError(
             f"--draft {shown(name, 80)} has a vocabulary of {size}, the model one of {config.vocab_size}; give a draft with"
@@ -68,7 +67,7 @@ def load_draft(text: str, dtype: str | None, tokenizer: Tokenizer, mesh: MeshSiz
         lookup = lookup_of(text)
         assert lookup is not None
         return lookup
-    config, params, own = llama_jax.load(Path(name), dtype, mesh=mesh, progress=loading_bar)
+    config, params, own = llama_jax.load(name, dtype, mesh=mesh, progress=loading_bar)
     if own is not None:
         pieces = [(each.vocab_size, *map(each.token_bytes, range(each.vocab_size))) for each in (tokenizer, own)]
         different = next((i - 1 for i, (a, b) in enumerate(zip(*pieces, strict=False)) if a != b), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
@@ -265,10 +264,11 @@ def read_config(model: str) -> LlamaConfig:
     from llama_jax.checkpoints import huggingface_config
     from llama_jax.checkpoints.loading import open_checkpoint
     from llama_jax.config import PRESETS
+    from llama_jax.storage import locate
 
     if model in PRESETS:
         return PRESETS[model]
-    path = Path(model)
+    path = locate(model)
     if not path.exists():
         raise ConfigError(f"{model!r} is neither a preset nor a path; the presets are {', '.join(PRESETS)}")
     settings = path if path.name == "config.json" else path / "config.json"

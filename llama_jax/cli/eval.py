@@ -12,6 +12,7 @@ import tyro
 
 from llama_jax.cli.options import ATTENTION, RememberOptions
 from llama_jax.cli.page import columns, printable
+from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.plot import check_picture, save_picture
 from llama_jax.cli.reading import Subject, TextOptions, numbers
 from llama_jax.cli.rope import say_beyond
@@ -43,7 +44,7 @@ class Eval(TextOptions, RememberOptions):
     --sinks say how the model remembers what it has read.
     """
 
-    path: tyro.conf.Positional[Path]
+    path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
     """What the data are; auto looks at the first line of a .jsonl, which is text where it has --field."""
@@ -51,7 +52,7 @@ class Eval(TextOptions, RememberOptions):
     """Of chats and preferences: the chat format; auto is the model's own template, or Llama 3's for its vocabulary."""
     too_long: Literal["cut", "drop"] = "cut"
     """Of chats and preferences: what is done with an example of more than --length tokens."""
-    against: Path | None = None
+    against: ModelPath | None = None
     """A reference: divergence, ratio of perplexities, and how often the most probable token is the same. It may be PATH;
     --quantize and --rope are for PATH alone, --dtype is for both. Both are in memory at once."""
     length: int | None = None
@@ -192,10 +193,10 @@ class Eval(TextOptions, RememberOptions):
         for name, value in alone.items():
             if value is not None and not self.lengths:
                 raise UserError(f"{name}={value} goes with --lengths alone")
-        for name, value in (("length", self.length), ("stride", self.stride), ("against", self.against)):
-            if value is not None and self.lengths:
+        for name, given in (("length", self.length), ("stride", self.stride), ("against", self.against)):
+            if given is not None and self.lengths:
                 raise UserError(
-                    f"{name}={value} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
+                    f"{name}={given} and lengths={shown(self.lengths)} exclude each other; leave one of them out"
                 )
         if self.plot is not None:
             check_picture("plot", self.plot)
@@ -226,7 +227,7 @@ class Eval(TextOptions, RememberOptions):
             raise self.not_finite("loss", found.loss)
         return found
 
-    def _reference_config(self, path: Path, subject: Subject) -> LlamaConfig:
+    def _reference_config(self, path: ModelPath, subject: Subject) -> LlamaConfig:
         """The configuration of the model at a path; UserError where its vocabulary is another."""
         from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.verify.soundness import TEXT

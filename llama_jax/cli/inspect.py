@@ -6,18 +6,19 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from llama_jax.cli.page import columns, printable, size
+from llama_jax.cli.paths import ModelPath
 from llama_jax.config import PRESETS, SHAPE_FIELDS, LlamaConfig
 from llama_jax.errors import UserError
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.tensors import Described, Opened
+    from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
 CACHE_DTYPES = ("bfloat16", "float32")
@@ -30,7 +31,7 @@ class Inspect:
 
     No weight is read, but for the checksums of a run's checkpoint. Exit code 2 where something is wrong with the files."""
 
-    path: tyro.conf.Positional[Path]
+    path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
     tensors: bool = False
     """List every tensor."""
@@ -144,7 +145,7 @@ def _check_sums(opened: Opened | Stored) -> None:
         verify(opened.path)
 
 
-def _files(opened: Opened | Stored) -> list[Path]:
+def _files(opened: Opened | Stored) -> list[Location]:
     """What the model's tensors lie in."""
     from llama_jax.checkpoints.store import Stored
 
@@ -152,10 +153,10 @@ def _files(opened: Opened | Stored) -> list[Path]:
         folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
         where = folder / name if opened.stacked else opened.path
         return sorted(file for file in where.rglob("*") if file.is_file())
-    return sorted({file for tensor in opened.tensors.values() for file in _files_of(tensor)})
+    return sorted({file for tensor in opened.tensors.values() for file in _files_of(tensor)}, key=str)
 
 
-def _files_of(tensor: Any) -> list[Path]:
+def _files_of(tensor: Any) -> list[Location]:
     from llama_jax.checkpoints.quantized_tensors import QuantizedTensor
     from llama_jax.checkpoints.tensors import Combined, Derived
 

@@ -15,6 +15,7 @@ import tyro
 
 from llama_jax.cli.options import LoadOptions
 from llama_jax.cli.page import printable
+from llama_jax.cli.paths import ModelPath
 from llama_jax.errors import UserError, shown
 from llama_jax.tokenizers import Format
 
@@ -30,13 +31,13 @@ class LmEval(LoadOptions):
     tasks are downloaded by the harness. Needs the extra 'lm-eval'.
     """
 
-    model: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]] = field()  # none by default
+    model: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="PATH")]] = field()  # none by default
     """A model's folder or file, of any format that is read."""
     tasks: str
     """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""
     include_path: Path | None = None
     """A folder with .yaml files of further tasks."""
-    adapter: Path | None = None
+    adapter: ModelPath | None = None
     """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     num_fewshot: int | None = None
     """Examples before each question; by default what the task says."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.convert import FORMATS
+from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 class Merge:
     """Write a model with a LoRA adapter added to its weights; it then needs no adapter. The model must fit into memory."""
 
-    base: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="BASE")]]
+    base: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="BASE")]]
     """The model that the adapter was trained on, of any format that is read."""
-    adapter: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="ADAPTER")]]
+    adapter: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="ADAPTER")]]
     """A folder of PEFT's, or of a run that trains one."""
     destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
@@ -49,7 +50,7 @@ class Merge:
         use_compilation_cache()
         start_backend()
         folder = (self.format or format_of(self.destination)) in FOLDERS
-        sources = [self.base, self.adapter]
+        sources = [each for each in (self.base, self.adapter) if isinstance(each, Path)]
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         adapter = load_adapter(self.adapter, open_checkpoint(self.base).config)  # before minutes go into loading
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype

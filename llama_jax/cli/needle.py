@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from llama_jax.cli.page import columns, printable
+from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.plot import check_picture, save_picture
 from llama_jax.cli.reading import TextOptions, numbers
 from llama_jax.cli.rope import say_beyond
@@ -31,7 +32,7 @@ class Needle(TextOptions):
     digit, can be told apart as well.
     """
 
-    path: tyro.conf.Positional[Path]
+    path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
     lengths: str = ""
     """Tokens of the prompts with their answers, as in 256,512,1024; they may go beyond the model's context.

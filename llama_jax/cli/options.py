@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.draft import check_draft, load_draft
+from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.rope import with_rope
 from llama_jax.errors import GenerationError, shown
+from llama_jax.storage import Location, locate
 
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
@@ -47,10 +49,10 @@ class RememberOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    model: Path | None = None
+    model: ModelPath | None = None
     """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
     By default the small stories model that comes with the package."""
-    tokenizer: Path | None = None
+    tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
@@ -81,7 +83,7 @@ class LoadOptions:
         return sizes
 
     def load_beside(
-        self, adapter: Path | None = None, adapters: Sequence[Path] = ()
+        self, adapter: Location | None = None, adapters: Sequence[Location] = ()
     ) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError where there is none, or one that is not the model's.
 
@@ -129,21 +131,21 @@ class AdapterOptions(LoadOptions):
     """NAME=PATH, a LoRA adapter that a request may ask for by this name: a folder of PEFT's, or of a run that trains one.
     May be given several times, and costs no copy of the model. A single PATH without a name is for all requests."""
 
-    def for_all(self) -> Path | None:
+    def for_all(self) -> Location | None:
         """The adapter without a name."""
         only = self.adapter[0] if len(self.adapter) == 1 else ""
-        return Path(only) if only and ("=" not in only or Path(only).exists()) else None
+        return locate(only) if only and ("=" not in only or Path(only).exists()) else None
 
-    def named(self) -> dict[str, Path]:
+    def named(self) -> dict[str, Location]:
         """The others by name, in the order of their numbers; GenerationError for what is no name or has two."""
-        found: dict[str, Path] = {}
+        found: dict[str, Location] = {}
         for text in () if self.for_all() is not None else self.adapter:
             name, _, path = text.partition("=")
             if not name or not path:
                 raise GenerationError(f"adapter={shown(text)} must be NAME=PATH, or a single PATH for all requests")
             if name in found:
                 raise GenerationError(f"adapter={shown(text)}: {shown(name)} is the name of another; give one of its own")
-            found[name] = Path(path)
+            found[name] = locate(path)
         return found
 
     def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
@@ -187,7 +189,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(LoadOptions, SamplingOptions, RememberOptions):
-    adapter: Path | None = None
+    adapter: ModelPath | None = None
     """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     draft: str = ""
     """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks

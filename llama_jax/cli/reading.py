@@ -14,6 +14,7 @@ import tyro
 
 from llama_jax.cli.options import DTYPES, QUANTIZE
 from llama_jax.cli.page import as_json
+from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.rope import with_rope
 from llama_jax.cli.stopping import ending_in_order
 from llama_jax.errors import UserError, shown
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.data import Corpus
     from llama_jax.model.params import Llama
+    from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
 Number = TypeVar("Number", int, float)
@@ -33,7 +35,7 @@ Number = TypeVar("Number", int, float)
 class Subject(NamedTuple):
     """The model that is measured, before its weights are loaded, and the clock of what is compiled meanwhile."""
 
-    path: Path
+    path: Location
     config: LlamaConfig
     tokenizer: Tokenizer
     compiling: CompileClock
@@ -44,7 +46,7 @@ class Subject(NamedTuple):
         return lambda: time.perf_counter() - started - (self.compiling.seconds - compiled)
 
 
-def stored_tokenizer(path: Path, opened: Opened | Stored) -> Tokenizer:
+def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
     """The vocabulary that is stored with a model; UserError where there is none."""
     tokenizer = opened.tokenizer()
     if tokenizer is None:
@@ -57,13 +59,13 @@ class TextOptions:
     data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
     .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
-    tokenizer: Path | None = None
+    tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
     quantize: QUANTIZE = "none"
     """Keep the matrices in fewer bits, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0, or keep: as its files do."""
-    adapter: Path | None = None
+    adapter: ModelPath | None = None
     """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
     rope: str = ""
     """Another rope scaling, to try without training: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16.
@@ -82,7 +84,7 @@ class TextOptions:
     json: bool = False
     """Print one JSON object; what is not a number is null."""
 
-    def vocabulary(self, path: Path, opened: Opened | Stored) -> Tokenizer:
+    def vocabulary(self, path: Location, opened: Opened | Stored) -> Tokenizer:
         """The model's tokenizer, or the one that was given; UserError where there is none, or one of another model."""
         from llama_jax.tokenizers import load_tokenizer
 
@@ -113,7 +115,7 @@ class TextOptions:
             return corpus
         return corpus.select(np.arange(min(self.max_documents, corpus.document_count)))
 
-    def open(self, path: Path) -> Subject:
+    def open(self, path: Location) -> Subject:
         """The model at a path but for its weights, with the rope scaling and the vocabulary that were given."""
         from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.cli.runtime import CompileClock, start_backend, use_compilation_cache
@@ -136,7 +138,7 @@ class TextOptions:
         )
         return found.params
 
-    def load_dense(self, path: Path) -> Llama:
+    def load_dense(self, path: Location) -> Llama:
         """The weights at another path in the same type, not quantised."""
         from llama_jax.checkpoints.loading import load
         from llama_jax.cli.runtime import loading_bar

@@ -16,6 +16,7 @@ import tyro
 from llama_jax.cli.draft import lookup_of
 from llama_jax.cli.options import AdapterOptions
 from llama_jax.errors import GenerationError, MeshError, UserError
+from llama_jax.storage import StoredPath
 from llama_jax.tokenizers import Format, reply_ends, resolve_format
 
 if TYPE_CHECKING:
@@ -313,7 +314,9 @@ class Serve(AdapterOptions):
 
     def _name(self) -> str:
         """What clients call the model."""
-        return self.name or ("stories" if self.model is None else self.model.resolve().name)
+        if self.name or self.model is None:
+            return self.name or "stories"
+        return self.model.name if isinstance(self.model, StoredPath) else self.model.resolve().name
 
 
 def _check_extra() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from llama_jax.cli.paths import ModelPath
 from llama_jax.errors import UserError
 from llama_jax.writing import send_nowhere
 
@@ -47,12 +48,12 @@ class Train:
     has its share of the rows, exactly."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
     """Likewise, to validate on; by default a share of the documents of --data, of each source."""
-    tokenizer: Path | None = None
+    tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a model's folder."""
-    weights: Path | None = None
+    weights: ModelPath | None = None
     """A model to go on training (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend it,
     change model.max_seq_len and model.rope_scaling.kind, .factor and what else that kind reads."""
-    teacher: Path | None = None
+    teacher: ModelPath | None = None
     """A model of the same vocabulary, of any format, whose predictions are learnt, by the recipe distill or any of text or
     chats: as the change distill.teacher=PATH."""
     reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()

@@ -11,6 +11,7 @@ import tyro
 
 from llama_jax.cli.options import QUANTIZE
 from llama_jax.cli.page import as_json, columns, printable
+from llama_jax.cli.paths import ModelPath
 from llama_jax.config import RopeScaling
 from llama_jax.errors import UserError
 
@@ -37,7 +38,7 @@ class Verify:
     Without a reference, compare a model that is quantised with itself as it is stored, and of another check what it can show
     of itself."""
 
-    path: tyro.conf.Positional[Path]
+    path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
     against: Path | None = None
     """The reference: a Hugging Face folder, run by transformers in float32 (needs the extra 'parity')."""
@@ -54,7 +55,7 @@ class Verify:
     quantize: QUANTIZE = "none"
     """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files.
     The reference is not quantised; where none is given it is PATH itself."""
-    adapter: Path | None = None
+    adapter: ModelPath | None = None
     """A LoRA adapter beside the weights of PATH: a folder of PEFT's, or of a run that trains one. A reference that is given
     has none: let it be the merged model. With --quantize alone PATH is beside itself, both with the adapter."""
     per_layer: bool = False

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from llama_jax.errors import TokenizerError, reading
 from llama_jax.files import read_whole
+from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.base import Tokenizer
 from llama_jax.tokenizers.settings import Settings, read_settings
@@ -23,17 +23,19 @@ NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The vocabulary in a file, or the one in a folder, with what the files beside it say of it (`read_settings`).
 
-    Of several in a folder, the first of ``tokenizer.json``, ``tokenizer.model`` and ``original/tokenizer.model`` is taken,
-    else the only one there is under another name.
+    Args:
+      path: of this machine, or a URL (`storage.locate`). Of several vocabularies in a folder, the first of
+        ``tokenizer.json``, ``tokenizer.model`` and ``original/tokenizer.model`` is taken, else the only one there is under
+        another name (in a store no other is looked for: give the file).
 
     Raises:
       TokenizerError: none there, several of which none has such a name, or a damaged one.
     """
     with reading(path, TokenizerError):
-        return _load(Path(path))
+        return _load(locate(path))
 
 
-def _load(path: Path) -> Tokenizer:
+def _load(path: Location) -> Tokenizer:
     if not path.exists():
         raise TokenizerError(f"{path} does not exist; give {KINDS}, or a folder with one")
     if not path.is_dir():
@@ -52,7 +54,7 @@ def _load(path: Path) -> Tokenizer:
     return others[0][1]
 
 
-def find_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+def find_tokenizer(folder: Location, vocab_size: int) -> Tokenizer | None:
     """The vocabulary in a model's folder, or None: one of the model's size, else a smaller one, as models pad theirs.
 
     Of several of the model's size, or else of the largest smaller ones, the first in `load_tokenizer`'s order is taken.
@@ -64,9 +66,9 @@ def find_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
         return _find(folder, vocab_size)
 
 
-def _find(folder: Path, vocab_size: int) -> Tokenizer | None:
+def _find(folder: Location, vocab_size: int) -> Tokenizer | None:
     settings = read_settings(folder)
-    smaller: list[tuple[Path, Tokenizer]] = []
+    smaller: list[tuple[Location, Tokenizer]] = []
     for name in NAMES:
         if (folder / name).is_file():
             tokenizer = _read(folder / name, settings)
@@ -94,7 +96,7 @@ def warn_if_small(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
         )
 
 
-def _read(path: Path, settings: Settings) -> Tokenizer:
+def _read(path: Location, settings: Settings) -> Tokenizer:
     content = read_whole(path, TokenizerError, LARGEST, "vocabulary")
     where = str(path)
     if path.suffix == ".json" or huggingface.recognises(content):
@@ -106,9 +108,11 @@ def _read(path: Path, settings: Settings) -> Tokenizer:
     raise TokenizerError(f"{path} is not {KINDS}; is it whole, and the right file?")
 
 
-def _others(folder: Path, settings: Settings) -> list[tuple[Path, Tokenizer]]:
-    """The vocabularies in a folder under names of their own."""
-    found = []
+def _others(folder: Location, settings: Settings) -> list[tuple[Location, Tokenizer]]:
+    """The vocabularies in a folder under names of their own; none in a store, where to look into each file is a request."""
+    found: list[tuple[Location, Tokenizer]] = []
+    if isinstance(folder, StoredPath):
+        return found
     for path in sorted(folder.iterdir()):
         if path.name not in NAMES and path.is_file() and _looks_like_one(path):
             try:
@@ -120,7 +124,7 @@ def _others(folder: Path, settings: Settings) -> list[tuple[Path, Tokenizer]]:
     return found
 
 
-def _looks_like_one(path: Path) -> bool:
+def _looks_like_one(path: Location) -> bool:
     if path.stat().st_size > LARGEST:
         return False
     with path.open("rb") as file:
@@ -128,5 +132,5 @@ def _looks_like_one(path: Path) -> bool:
     return any(kind.recognises(start) for kind in (huggingface, tiktoken, sentencepiece))
 
 
-def _listed(found: Sequence[tuple[Path, Tokenizer]]) -> str:
+def _listed(found: Sequence[tuple[Location, Tokenizer]]) -> str:
     return ", ".join(path.name for path, _ in found)

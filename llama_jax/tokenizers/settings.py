@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.files import read_object, read_text
+from llama_jax.storage import Location
 from llama_jax.tokenizers.base import Tokenizer
 
 LARGEST_ID = 1 << 31
@@ -40,7 +41,7 @@ class Settings:
     added_tokens: tuple[AddedToken, ...] = ()
 
 
-def read_settings(folder: Path) -> Settings:
+def read_settings(folder: Location) -> Settings:
     """The settings in a folder, as transformers writes them; none where it has no such files.
 
     ``tokenizer_config.json`` and, for what it leaves out, ``special_tokens_map.json``, ``added_tokens.json`` and
@@ -81,7 +82,7 @@ def write_settings(folder: Path, tokenizer: Tokenizer, tokenizer_class: str) -> 
         (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Location) -> dict[str, Any]:
     """The object in a JSON file; empty where there is no such file."""
     return read_object(path, TokenizerError) if path.is_file() else {}
 

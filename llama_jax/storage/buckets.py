@@ -1,0 +1,128 @@
+"""S3 and what speaks its language, and Google Cloud Storage, by obstore: a Rust library in one wheel.
+
+Credentials are found by it, from the environment and the machine's own role; nothing here reads them.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from llama_jax.errors import UserError, reason_of
+from llama_jax.storage.view import FOLDER, Listed, PassingError
+
+EXTRA = "pip install 'llama-jax[stores]'"
+# Of one request. Several megabytes over a slow line take long, but not without a byte for a minute. A server without TLS
+# is asked where the environment names one: obstore would leave it out of the account beside these.
+CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "15m", "allow_http": True}
+STATUS = re.compile(r"status code: (\d{3})")
+WAITING = {408, 425, 429}  # of the answers 4xx, those that are not final
+SAID = re.compile(r"<(Code|Message)>([^<]*)<")
+NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
+SETTINGS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SKIP_SIGNATURE=true for a public bucket",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+}
+
+Given = TypeVar("Given")
+
+
+def open_bucket(root: str) -> ObjectBucket:
+    """The bucket at s3://BUCKET or gs://BUCKET.
+
+    Raises:
+      UserError: obstore is not installed, or what the environment says for it cannot be.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError:
+        raise UserError(f"{root} is read by obstore, which is not installed; {EXTRA}") from None
+    try:
+        # Trying again is ours (`view.trying`), which says what it waits for.
+        return ObjectBucket(root, from_url(root, client_options=CLIENT, retry_config={"max_retries": 0}))
+    except (BaseError, ValueError) as error:
+        raise UserError(f"{root} cannot be opened: {_first_line(error)}") from None
+
+
+class ObjectBucket:
+    """A `Store`."""
+
+    def __init__(self, root: str, bucket: Any) -> None:
+        self._root = root
+        self._bucket = bucket
+
+    def names(self, folder: str) -> Mapping[str, Listed]:
+        import obstore
+
+        found = self._asked(folder, lambda: obstore.list_with_delimiter(self._bucket, folder or None))
+        below = f"{folder}/" if folder else ""
+        names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
+        for each in found["objects"]:
+            if each["path"] != folder:  # which some tools put there to stand for the folder
+                names[each["path"].removeprefix(below)] = Listed(each["size"], each["e_tag"])
+        return names
+
+    def head(self, key: str) -> Listed | None:
+        import obstore
+
+        try:
+            found = self._asked(key, lambda: obstore.head(self._bucket, key))
+        except FileNotFoundError:
+            return None
+        return Listed(found["size"], found["e_tag"])
+
+    def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
+        import obstore
+
+        options: Any = {"range": (start, stop)} | ({"if_match": version} if version else {})
+        return self._asked(key, lambda: memoryview(obstore.get(self._bucket, key, options=options).bytes()))
+
+    def _asked(self, key: str, ask: Callable[[], Given]) -> Given:
+        """What obstore gives; what it raises as a PassingError, or an OSError that names the object and the cause."""
+        from obstore import exceptions
+
+        url = f"{self._root}/{key}" if key else self._root
+        try:
+            return ask()
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, f"the store does not allow it ({_said(error)})", url) from None
+        except exceptions.PreconditionError:
+            raise OSError(errno.ESTALE, "it was replaced while it was read; read it again", url) from None
+        except (OSError, exceptions.BaseError) as error:
+            raise self._passing_or_final(error, url) from None
+
+    def _passing_or_final(self, error: Exception, url: str) -> Exception:
+        text, line = str(error), _first_line(error)
+        if "NoSuchBucket" in text or "The specified bucket does not exist" in text:
+            return FileNotFoundError(errno.ENOENT, f"there is no bucket {self._root}", url)
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(errno.ENOENT, "there is no such object", url)
+        if any(each in line for each in NO_CREDENTIALS):
+            wanted = SETTINGS[self._root.partition(":")[0]]
+            return PermissionError(errno.EACCES, f"no credentials were found: set {wanted} (docs/storage.md)", url)
+        if "incorrectly configured region" in line:
+            return OSError(errno.EIO, "the bucket is in another region; set AWS_REGION to it", url)
+        status = STATUS.search(line)
+        if status is not None and 400 <= int(status[1]) < 500 and int(status[1]) not in WAITING:
+            return OSError(errno.EIO, f"the store refuses ({_said(error)})", url)
+        if "non-partial response" in line:
+            return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
+        return PassingError(_said(error))
+
+
+def _first_line(error: Exception) -> str:
+    """What obstore says, without the structure that it says it from."""
+    return str(error).partition("\n\nDebug source")[0]
+
+
+def _said(error: Exception) -> str:
+    """The store's own words where it has some, with the status; else what obstore says, without the address asked."""
+    line = _first_line(error)
+    words = ": ".join(text for _, text in SAID.findall(line))
+    status = STATUS.search(line)
+    if status is not None:
+        return reason_of(f"{status[1]} {words}".strip(), 160)
+    return reason_of(line.rpartition(" - ")[2], 160)

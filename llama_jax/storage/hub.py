@@ -1,0 +1,122 @@
+"""Repositories of the Hugging Face hub, by its own library, which comes with the tokenizers.
+
+A file that the library's cache holds in this version (``hf download ORGANISATION/NAME`` puts it there) is read from there,
+others by ranges from the hub, which are not kept. Tokens are the library's business; nothing here reads them.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from llama_jax.errors import UserError, reason_of
+from llama_jax.storage.view import FOLDER, Listed, PassingError
+
+Given = TypeVar("Given")
+
+
+def open_hub(root: str) -> Repository:
+    """The repository at hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION, in the commit that it is at now.
+
+    Raises:
+      UserError: huggingface_hub is not installed.
+      OSError: no such repository or revision, or none that may be read.
+    """
+    try:
+        from huggingface_hub import HfApi, HfFileSystem
+    except ImportError:
+        raise UserError(f"{root} is read by huggingface_hub, which is not installed; pip install huggingface_hub") from None
+    name, _, revision = root.removeprefix("hf://").partition("@")
+    commit = _asked(root, lambda: HfApi().model_info(name, revision=revision or None).sha)
+    return Repository(root, name, str(commit), HfFileSystem())
+
+
+class Repository:
+    """A `Store`. A commit never changes, so that no object has another version."""
+
+    def __init__(self, root: str, name: str, commit: str, files: Any) -> None:
+        self._root = root
+        self._name = name
+        self._commit = commit
+        self._files = files
+        self._cached: dict[str, Path | None] = {}
+
+    def names(self, folder: str) -> Mapping[str, Listed]:
+        try:
+            found = _asked(self._url(folder), lambda: self._files.ls(self._path(folder), detail=True))
+        except FileNotFoundError:
+            return {}
+        if len(found) == 1 and found[0]["name"] == self._path(folder):  # a file, which it lists as itself
+            return {}
+        return {each["name"].rpartition("/")[2]: _listed(each) for each in found}
+
+    def head(self, key: str) -> Listed | None:
+        try:
+            return _listed(_asked(self._url(key), lambda: self._files.info(self._path(key))))
+        except FileNotFoundError:
+            return None
+
+    def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
+        cached = self._in_cache(key)
+        if cached is not None:
+            with cached.open("rb", buffering=0) as file:
+                file.seek(start)
+                return memoryview(file.read(stop - start))
+
+        def ask() -> bytes:
+            with self._files.open(self._path(key), "rb", cache_type="none") as file:
+                file.seek(start)
+                return file.read(stop - start)
+
+        return memoryview(_asked(self._url(key), ask))
+
+    def _in_cache(self, key: str) -> Path | None:
+        from huggingface_hub import try_to_load_from_cache
+
+        if key not in self._cached:
+            found = try_to_load_from_cache(self._name, key, revision=self._commit)
+            self._cached[key] = Path(found) if isinstance(found, str) else None
+        return self._cached[key]
+
+    def _path(self, key: str) -> str:
+        return f"{self._name}@{self._commit}/{key}" if key else f"{self._name}@{self._commit}"
+
+    def _url(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+
+def _listed(found: Mapping[str, Any]) -> Listed:
+    return FOLDER if found["type"] == "directory" else Listed(found["size"], None)
+
+
+def _asked(url: str, ask: Callable[[], Given]) -> Given:
+    """What the library gives, which tries again by itself; what it raises as an error that names object and cause."""
+    from huggingface_hub import errors
+
+    try:
+        return ask()
+    except errors.GatedRepoError:
+        why = "it is open to those who accepted its terms: accept them on its page, and log in with `hf auth login`"
+        raise PermissionError(errno.EACCES, why, url) from None
+    except errors.RevisionNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, "the repository has no such revision", url) from None
+    except errors.RepositoryNotFoundError:
+        why = "there is no such repository, or it is private: log in with `hf auth login`"
+        raise PermissionError(errno.EACCES, why, url) from None
+    except (errors.EntryNotFoundError, FileNotFoundError):
+        raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
+    except errors.OfflineModeIsEnabled:
+        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set, and what is read is not looked for offline", url) from None
+    except errors.HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", 0)
+        if status in (401, 403):
+            raise PermissionError(errno.EACCES, f"the hub does not allow it ({status})", url) from None
+        if 400 <= status < 500 and status not in (408, 429):
+            raise OSError(errno.EIO, f"the hub refuses ({reason_of(error)})", url) from None
+        raise PassingError(f"the hub answers {status}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # and will again
+        raise OSError(errno.EIO, reason_of(error, 160), url) from None
+    except Exception as error:  # of the HTTP library below it, which is another in each of its versions
+        raise PassingError(f"{type(error).__name__}: {reason_of(error)}") from None

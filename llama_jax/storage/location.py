@@ -1,0 +1,183 @@
+"""A path of this machine, or a URL, behind the few questions that readers of models ask of either."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llama_jax.errors import UserError, shown
+from llama_jax.storage.view import FOLDER, Store, StoreView
+
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANISATION/NAME"}
+READ_AHEAD = 1 << 12  # bytes, of what is read through a buffer: the first of a file, to see what it is
+
+
+class Status(NamedTuple):
+    """What `stat` says of an object."""
+
+    st_size: int
+
+
+class StoredPath(os.PathLike[str]):
+    """An object in a store, or a folder there: all objects whose names begin with its own and a slash.
+
+    It answers what reading asks of a `pathlib.Path`, and is written as its URL. All that is made of one another sees the
+    store as it was first seen (`StoreView`).
+    """
+
+    def __init__(self, view: StoreView, key: str) -> None:
+        self.view = view
+        self.key = key
+
+    def __fspath__(self) -> str:
+        return self.view.url(self.key)
+
+    def __str__(self) -> str:
+        return self.view.url(self.key)
+
+    def __repr__(self) -> str:
+        return f"StoredPath({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredPath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __lt__(self, other: StoredPath) -> bool:
+        return str(self) < str(other)
+
+    def __truediv__(self, name: str) -> StoredPath:
+        return StoredPath(self.view, f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2] or self.view.root.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def parent(self) -> StoredPath:
+        return StoredPath(self.view, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StoredPath:
+        return self.parent / name
+
+    def exists(self) -> bool:
+        return self.view.look(self.key) is not None
+
+    def is_dir(self) -> bool:
+        return self.view.look(self.key) == FOLDER
+
+    def is_file(self) -> bool:
+        return self.view.look(self.key) not in (None, FOLDER)
+
+    def iterdir(self) -> Iterator[StoredPath]:
+        """What lies in a folder. Sizes are known of it then, and no store is asked again."""
+        return (self / name for name in self.view.names(self.key))
+
+    def glob(self, pattern: str) -> Iterator[StoredPath]:
+        """What lies in a folder under a name like the pattern, which has no slash."""
+        return (self / name for name in fnmatch.filter(self.view.names(self.key), pattern))
+
+    def stat(self) -> Status:
+        """The size of an object."""
+        return Status(self.view.size(self.key))
+
+    def open(self, mode: str = "rb", buffering: int = -1) -> Any:
+        """An object as a file of bytes: each read is one request of just these bytes, through a buffer of at least
+        `buffering` where that is not 0."""
+        if mode != "rb":
+            raise ValueError(f"a stored object is opened in mode 'rb', not {mode!r}")
+        reader = _Reader(self)
+        if buffering == 0:
+            return reader
+        return io.BufferedReader(reader, READ_AHEAD if buffering < 0 else buffering)
+
+
+Location = Path | StoredPath
+
+
+class _Reader(io.RawIOBase):
+    def __init__(self, path: StoredPath) -> None:
+        self._view, self._key = path.view, path.key
+        self._size = path.stat().st_size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        found = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if found < 0:
+            raise ValueError(f"{found} is before the beginning of {self._view.url(self._key)}")
+        self._at = found
+        return found
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = memoryview(buffer).cast("B")
+        stop = min(self._at + len(wanted), self._size)
+        if stop <= self._at:
+            return 0
+        found = self._view.read(self._key, self._at, stop)
+        wanted[: len(found)] = found
+        self._at = stop
+        return len(found)
+
+    def readall(self) -> bytes:
+        rest = bytearray(max(0, self._size - self._at))
+        self.readinto(rest)
+        return bytes(rest)
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """The place that a path or a URL names; nothing is asked of a store yet, nor is its library imported.
+
+    Args:
+      path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANISATION/NAME, after which @REVISION and the
+        path of a file or folder in the repository may stand.
+
+    Raises:
+      UserError: a URL of another kind, or one without a bucket or a repository.
+    """
+    if isinstance(path, Path | StoredPath):
+        return path
+    text = os.fspath(path)
+    found = URL.fullmatch(text)
+    if found is None:
+        return Path(text)
+    scheme = found[1].lower()
+    if scheme not in EXAMPLES:
+        raise UserError(f"{shown(text, 100)}: {scheme}:// is not read; {', '.join(EXAMPLES.values())} and paths are")
+    names = [name for name in found[2].split("/") if name]
+    first = 2 if scheme == "hf" else 1
+    if len(names) < first or found[2].startswith("/") or any(name in (".", "..") for name in names):
+        raise UserError(f"{shown(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
+    root = f"{scheme}://{'/'.join(names[:first])}"
+    return StoredPath(StoreView(root, partial(_open, scheme, root)), "/".join(names[first:]))
+
+
+def _open(scheme: str, root: str) -> Store:
+    """The store of a URL, by the library that reads it."""
+    if scheme == "hf":
+        from llama_jax.storage.hub import open_hub
+
+        return open_hub(root)
+    from llama_jax.storage.buckets import open_bucket
+
+    return open_bucket(root)

@@ -1,0 +1,168 @@
+"""A store as a reader first saw it: each folder listed once, each object read in one version, requests tried again."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+# Seconds before a request is made again, a minute in all; each is shortened at random, so that not all hosts come at once.
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+MOST_OPEN = 1 << 26  # bytes asked for at a time: more is asked for in pieces
+
+_log = logging.getLogger("llama_jax.storage")
+Given = TypeVar("Given")
+
+
+class Listed(NamedTuple):
+    """What a store says of a name.
+
+    Attributes:
+      size: bytes of an object; None of a folder.
+      version: of its content, for reading no other; None where the store has none.
+    """
+
+    size: int | None
+    version: str | None
+
+
+FOLDER = Listed(None, None)
+
+
+class Store(Protocol):
+    """A bucket, or a repository: what the library for it must answer. Keys are paths in it, without a slash at either end.
+
+    What may be otherwise at the next try is raised as `PassingError`, all else as an `OSError` that names the URL.
+    """
+
+    def names(self, folder: str) -> Mapping[str, Listed]:
+        """What lies in a folder, by name; nothing where there is no such folder."""
+        ...
+
+    def head(self, key: str) -> Listed | None:
+        """An object; None where there is none."""
+        ...
+
+    def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
+        """Bytes [start, stop) of an object, or fewer where the answer was cut off."""
+        ...
+
+
+class PassingError(Exception):
+    """A request went wrong, and may go right: a broken connection, a server that is busy or failing."""
+
+
+class StoreView:
+    """A store, opened when it is first asked, and what it has said of itself.
+
+    Attributes:
+      root: the URL of the whole, without a slash at the end.
+    """
+
+    def __init__(self, root: str, open_store: Callable[[], Store]) -> None:
+        self.root = root
+        self._open = open_store
+        self._store: Store | None = None
+        self._lock = threading.Lock()
+        self._folders: dict[str, Mapping[str, Listed]] = {}
+        self._alone: dict[str, Listed | None] = {}  # objects that were asked for by their names
+
+    def url(self, key: str) -> str:
+        return f"{self.root}/{key}" if key else self.root
+
+    def names(self, folder: str) -> Mapping[str, Listed]:
+        """What lies in a folder."""
+        if folder not in self._folders:
+            self._folders[folder] = trying(self.url(folder), lambda: self.store().names(folder))
+        return self._folders[folder]
+
+    def look(self, key: str) -> Listed | None:
+        """What lies under a key; None where nothing does. Of what a listing shows the store is not asked again."""
+        if self._alone.get(key) is not None:
+            return self._alone[key]
+        parent, _, name = key.rpartition("/")
+        if key and any(folder in self._folders for folder in _and_above(parent)):
+            within = parent in self._folders or parent == "" or self.look(parent) == FOLDER
+            return self.names(parent).get(name) if within else None
+        if self.names(key):
+            return FOLDER
+        if key and key not in self._alone:
+            self._alone[key] = trying(self.url(key), lambda: self.store().head(key))
+        return self._alone.get(key)
+
+    def size(self, key: str) -> int:
+        """Bytes of an object.
+
+        Raises:
+          OSError: there is none.
+        """
+        return self._object(key)[0]
+
+    def read(self, key: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of an object, all of them, as it was when it was first seen.
+
+        Raises:
+          OSError: it is not there, may not be read, was replaced, or the store gave no whole answer in all tries.
+        """
+        _, version = self._object(key)
+        url = self.url(key)
+
+        def ask(first: int, last: int) -> memoryview:
+            found = self.store().read(key, first, last, version)
+            if len(found) != last - first:
+                raise PassingError(f"{len(found)} of {last - first} bytes came")
+            return found
+
+        if stop - start <= MOST_OPEN:
+            return trying(url, partial(ask, start, stop))
+        whole = memoryview(bytearray(stop - start))
+        for first in range(start, stop, MOST_OPEN):
+            last = min(first + MOST_OPEN, stop)
+            whole[first - start : last - start] = trying(url, partial(ask, first, last))
+        return whole
+
+    def store(self) -> Store:
+        """The store itself."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._open()
+            return self._store
+
+    def _object(self, key: str) -> tuple[int, str | None]:
+        found = self.look(key)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", self.url(key))
+        if found.size is None:
+            raise IsADirectoryError(errno.EISDIR, "it is a folder", self.url(key))
+        return found.size, found.version
+
+
+def trying(url: str, ask: Callable[[], Given]) -> Given:
+    """What `ask` gives, asked again after a while for as long as it raises PassingError; each wait is logged as a warning.
+
+    Raises:
+      OSError: it did to the last.
+    """
+    for tried, wait in enumerate((*WAITS, None), 1):
+        try:
+            return ask()
+        except PassingError as error:
+            if wait is None:
+                raise OSError(errno.EIO, f"no whole answer in {tried} tries, the last: {error}", url) from None
+            _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(WAITS) + 1)
+            time.sleep(wait * random.uniform(0.5, 1.0))
+    raise AssertionError("the last try returns or raises")
+
+
+def _and_above(folder: str) -> list[str]:
+    """A folder, and those that it lies in, down to the whole store."""
+    found = [folder]
+    while folder:
+        folder = folder.rpartition("/")[0]
+        found.append(folder)
+    return found

@@ -1,0 +1,243 @@
+"""Models, vocabularies and adapters read from a store: the same as from a disk, and no more than is needed."""
+
+import json
+import shutil
+
+import jax
+import make_format_goldens as formats
+import make_goldens
+import numpy as np
+import object_server
+import pytest
+import quantised_folders
+import vocabularies
+from commands import run_here
+from conftest import write_hf_folder
+from obstore.exceptions import GenericError
+
+import llama_jax
+from llama_jax.checkpoints.fill import STORED_RUN
+from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.storage.buckets import ObjectBucket
+
+CONFIG = make_goldens.KINDS["gqa"]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    with object_server.emulated(monkeypatch) as server:
+        yield server
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert x.dtype == y.dtype
+
+
+def write_gguf(path):
+    formats.write_gguf(path, formats.SMALL, make_goldens.random_tensors(formats.SMALL))
+
+
+def sharded(path):
+    shutil.copytree(formats.FORMATS / "pytorch-sharded", path)
+
+
+def quantised(kind):
+    return lambda path: quantised_folders.write_folder(path, kind)
+
+
+def copied(name):
+    def copy(path):
+        source = formats.FORMATS / name
+        shutil.copytree(source, path) if source.is_dir() else shutil.copy(source, path)
+
+    return copy
+
+
+WRITERS = {
+    "folder": lambda path: write_hf_folder(path, CONFIG),
+    "model.gguf": write_gguf,
+    "model.bin": lambda path: formats.write_llama2c(path, CONFIG, make_goldens.random_tensors(CONFIG), 1),
+    "pytorch-sharded": copied("pytorch-sharded"),
+    "meta-2": copied("meta-2"),
+    "ckpt.pt": copied("ckpt.pt"),
+    "gptq": quantised("gptq"),
+    "awq": quantised("awq"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_model_is_the_same_as_from_a_disk(name, tmp_path, store):
+    path = tmp_path / name
+    if "." not in name and name not in ("folder", "pytorch-sharded", "meta-2"):
+        path.mkdir()
+    WRITERS[name](path)
+    url = store.upload(path, f"models/{name}")
+    local, stored = llama_jax.load(path), llama_jax.load(url)
+    assert stored.config == local.config
+    same(stored.params, local.params)
+
+
+def test_each_byte_is_fetched_once(tmp_path, store):
+    folder = write_hf_folder(tmp_path / "model", CONFIG)
+    url = store.upload(folder, "model")
+    llama_jax.load(url)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert size * 0.99 < store.sent() < size * 1.05 + 4096  # headers are read twice
+    assert [answer.key for answer in store.answers if answer.method == "LIST"] == ["model/"]
+    assert max(answer.sent for answer in store.answers) <= STORED_RUN
+
+
+def test_over_a_mesh_each_byte_is_fetched_once(tmp_path, store):
+    folder = write_hf_folder(tmp_path / "model", CONFIG)
+    url = store.upload(folder, "model")
+    mesh = MeshSizes(tensor=2, fsdp=2)
+    same(llama_jax.load(url, mesh=mesh).params, llama_jax.load(folder, mesh=mesh).params)
+    assert store.sent() < sum(file.stat().st_size for file in folder.iterdir()) * 1.05 + 4096
+
+
+def test_google_storage(tmp_path, store, monkeypatch):
+    key = tmp_path / "key.json"
+    account = {"gcs_base_url": store.url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    key.write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(key))
+    folder = write_hf_folder(tmp_path / "model", CONFIG)
+    url = store.upload(folder, "a/model").replace("s3://", "gs://")
+    same(llama_jax.load(url).params, llama_jax.load(folder).params)
+
+
+def test_vocabularies(tmp_path, store):
+    (tmp_path / "tokenizer.model").write_bytes(vocabularies.sentencepiece_model())
+    url = store.upload(tmp_path, "words")
+    for place in (url, f"{url}/tokenizer.model"):
+        found = llama_jax.load_tokenizer(place)
+        assert found.encode("once upon a time") == llama_jax.load_tokenizer(tmp_path).encode("once upon a time")
+    with pytest.raises(TokenizerError, match=r"s3://bucket/none does not exist"):
+        llama_jax.load_tokenizer(f"s3://{object_server.BUCKET}/none")
+
+
+@pytest.mark.parametrize("fault", [500, 503, "reset", "cut", "short"])
+def test_answers_that_go_wrong_are_asked_for_again(fault, tmp_path, store):
+    folder = write_hf_folder(tmp_path / "model", CONFIG)
+    url = store.upload(folder, "model")
+    store.fault = lambda key, before: fault if before % 3 == 0 else None
+    same(llama_jax.load(url).params, llama_jax.load(folder).params)
+
+
+def failing(store, fault):
+    store.fault = lambda key, before: fault if key.endswith(".safetensors") else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            500,
+            r"s3://bucket/model/model.safetensors cannot be read: no whole answer in 4 tries, the last: 500 InternalError",
+        ),
+        ("reset", r"model.safetensors cannot be read: no whole answer in 4 tries"),
+        ("cut", r"model.safetensors cannot be read: no whole answer in 4 tries"),
+        ("short", r"model.safetensors cannot be read: no whole answer in 4 tries"),
+        (403, r"s3://bucket/model/model.safetensors cannot be read: the store does not allow it \(403 AccessDenied"),
+        (400, r"model.safetensors cannot be read: the store refuses \(400"),
+    ],
+)
+def test_answers_that_stay_wrong_are_named(fault, message, tmp_path, store):
+    url = store.upload(write_hf_folder(tmp_path / "model", CONFIG), "model")
+    failing(store, fault)
+    with pytest.raises(CheckpointError, match=message) as named:
+        llama_jax.load(url)
+    assert "\n" not in str(named.value)
+    assert len(str(named.value)) < 400
+
+
+def test_what_is_not_there(store):
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/none: nothing is stored there"):
+        llama_jax.load("s3://bucket/none")
+    with pytest.raises(CheckpointError, match=r"s3://other/x cannot be read: there is no bucket s3://other"):
+        llama_jax.load("s3://other/x")
+
+
+def test_without_credentials():
+    class Without:
+        """obstore's bucket on a machine without any."""
+
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    def ask():
+        raise GenericError(
+            "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2ms\n\nDebug source"
+        )
+
+    with pytest.raises(PermissionError, match="no credentials were found: set AWS_ACCESS_KEY_ID") as named:
+        ObjectBucket("s3://bucket", Without())._asked("x", ask)
+    assert named.value.filename == "s3://bucket/x"
+
+
+def test_what_is_replaced_meanwhile_is_noticed(tmp_path, store):
+    url = store.upload(write_hf_folder(tmp_path / "model", CONFIG), "model")
+    opened = llama_jax.checkpoints.open_checkpoint(url)
+    store.objects["model/model.safetensors"] = bytes(len(store.objects["model/model.safetensors"]))
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: it was replaced while it was read"):
+        next(iter(opened.tensors.values())).read(0, 1)
+
+
+def test_a_header_that_is_damaged(tmp_path, store):
+    url = store.upload(write_hf_folder(tmp_path / "model", CONFIG), "model")
+    content = store.objects["model/model.safetensors"]
+    for damaged in (content[:-1], content[:100], b"x" * 100, b""):
+        store.objects["model/model.safetensors"] = damaged
+        with pytest.raises(CheckpointError, match=r"s3://bucket/model/model.safetensors"):
+            llama_jax.load(url)
+
+
+def test_orbax_is_read_from_a_disk(store):
+    store.objects |= {"run/checkpoints/4/about/config.json": b"{}", "saved/config.json": b"{}"}
+    store.objects["saved/params/_CHECKPOINT_METADATA"] = b"{}"
+    for url in ("s3://bucket/run", "s3://bucket/saved"):
+        with pytest.raises(CheckpointError, match=f"^{url}.* is a checkpoint of orbax, which is read from a path of this"):
+            llama_jax.load(url)
+
+
+def test_models_are_written_to_a_disk(models):
+    config, params = models["gqa"]
+    with pytest.raises(CheckpointError, match=r"s3://bucket/out is in a store; models are written to a path"):
+        llama_jax.save("s3://bucket/out", config, params)
+
+
+def test_commands(tmp_path, store):
+    folder = write_hf_folder(tmp_path / "model", CONFIG)
+    url = store.upload(folder, "model")
+    shown, there = run_here("inspect", url, "--tensors"), run_here("inspect", folder, "--tensors")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.replace(url, str(folder)) == there.stdout
+    assert store.sent() < 20_000  # the headers
+    assert run_here("convert", url, tmp_path / "copy").returncode == 0
+    assert (tmp_path / "copy" / "model.safetensors").read_bytes() != b""
+    same(llama_jax.load(tmp_path / "copy").params, llama_jax.load(folder).params)
+    missing = run_here("inspect", "s3://bucket/none")
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "s3://bucket/none: nothing is stored there" in missing.stderr
+    unknown = run_here("inspect", "ftp://host/model")
+    assert unknown.returncode == 2
+    assert "ftp:// is not read" in unknown.stderr
+
+
+def test_other_models_beside_are_left_alone(tmp_path, store):
+    """Of a file its own name is asked for, and of the folder it lies in what it may need."""
+    write_gguf(tmp_path / "model.gguf")
+    url = store.upload(tmp_path / "model.gguf", "many/model.gguf")
+    store.objects |= {f"many/other-{i}.txt": b"GGUF" for i in range(9)}
+    asked = lambda: {answer.key for answer in store.answers if answer.method == "GET"}
+    llama_jax.load(url)
+    llama_jax.load("s3://bucket/many")
+    assert asked() == {"many/model.gguf"}
+    store.objects |= {f"many/other-{i}.gguf": b"GGUF" for i in range(2)}
+    with pytest.raises(
+        CheckpointError, match=r"s3://bucket/many holds several models \(model.gguf, other-0.gguf, other-1.gguf"
+    ):
+        llama_jax.load("s3://bucket/many")
