@@ -20,9 +20,10 @@ from measuring import cpu_name, settings, versions, write_report
 
 import llama_jax
 from llama_jax.model.adapter_table import adapter_table
+from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.engine import Engine
+from llama_jax.serving.model import Slots
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.programs import Wishes
 
 SLOTS, RANK = 128, 16
 
@@ -36,14 +37,15 @@ class Turns:
         self._wishes = jax.device_put(Wishes.none(rows, config.vocab_size)._replace(live=np.ones(rows, bool)))
         state = self._model.empty_state(rows, SLOTS)
         request = state.request.replace(limit=np.full(rows, 2**30, np.int32))
-        self._state = state.replace(done=np.zeros(rows, bool), request=request)
+        self._slots = Slots(state.replace(done=np.zeros(rows, bool), request=request))
 
     def run(self, tokens: int) -> float:
         """Seconds for a token of every row, from the first slot on."""
-        self._state = self._state.replace(cache=self._state.cache.replace(length=0 * self._state.cache.length))
+        state = self._slots.state
+        self._slots = Slots(state.replace(cache=state.cache.replace(length=0 * state.cache.length)))
         started = time.perf_counter()
         for _ in range(tokens):
-            self._state, packed = self._model.take_turn(self._state, self._wishes)
+            self._slots, packed = self._model.take_turn(self._slots, self._wishes)
         jax.block_until_ready(packed)
         return (time.perf_counter() - started) / tokens
 

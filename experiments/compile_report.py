@@ -207,7 +207,8 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     from llama_jax.flags import decoding_on_tpu
     from llama_jax.inference.placement import layout_of
     from llama_jax.model.options import Compute
-    from llama_jax.serving.programs import Wishes, programs_for, take_turn
+    from llama_jax.serving.choosing import Wishes
+    from llama_jax.serving.programs import programs_for, take_turn
 
     def decoding(batch: int, length: int) -> Program:
         programs = decode_programs(config, mesh, batch, length, dtype="bfloat16")

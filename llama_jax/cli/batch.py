@@ -7,13 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from llama_jax.cli.options import AdapterOptions, SamplingOptions
+from llama_jax.cli.draft import parse_draft
+from llama_jax.cli.options import AdapterOptions, DraftOptions, SamplingOptions
 from llama_jax.cli.prompts import PromptLine, read_lines
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import GenerationError, UserError, shown
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchPrompts(AdapterOptions, SamplingOptions):
+class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
     """Continue every prompt of a .jsonl into another, one object a line as they end. What OUT has already is not done again:
     a batch that was stopped goes on where it was."""
 
@@ -61,6 +62,8 @@ class BatchPrompts(AdapterOptions, SamplingOptions):
             cache=CacheOptions(dtype=None if self.cache == "auto" else self.cache),
             compute=Compute(attention=self.attention),
         )
+        if self.draft:
+            parse_draft(self.draft)
         if any(not text for text in self.stop):
             raise GenerationError("--stop is empty; give the text at which to end")
         prompts = read_lines(self.prompts)
@@ -82,15 +85,17 @@ class BatchPrompts(AdapterOptions, SamplingOptions):
         start_backend()
         from llama_jax.serving.engine import Engine
 
+        self.check_draft()
         config, params, tokenizer = self.load()
-        engine = Engine(config, params, options)
+        engine = Engine(config, params, replace(options, draft=self.drafter(tokenizer)))
         begun = time.monotonic()
         made = done.write(self._jobs(engine, tokenizer, prompts, left, seed), settings, len(left))
         seconds = time.monotonic() - begun
         stats = engine.stats()
+        drafted = f" ({stats.accepted} of {stats.drafted} drafted tokens accepted)" if self.draft else ""
         print(
             f"{made} prompts, {stats.prompt_tokens} tokens read ({stats.cached_tokens} of them found in the prefix cache),"
-            f" {stats.generated_tokens} made, {stats.generated_tokens / max(seconds, 1e-9):.1f}/s · seed {seed}",
+            f" {stats.generated_tokens} made{drafted}, {stats.generated_tokens / max(seconds, 1e-9):.1f}/s · seed {seed}",
             file=sys.stderr,
         )
 

@@ -1,4 +1,4 @@
-"""The option ``--draft`` of generate and chat: what proposes tokens, and what it was worth."""
+"""The option ``--draft``: what proposes tokens, and what it was worth."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llama_jax.errors import GenerationError, shown
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.drafting import Counts
-    from llama_jax.inference.speculation import Drafter, PromptLookup
+    from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.parallel.mesh import MeshSizes
     from llama_jax.tokenizers import Tokenizer
 
@@ -30,18 +30,6 @@ def parse_draft(text: str) -> tuple[str, int | None]:
     return found[1], number
 
 
-def lookup_of(text: str) -> PromptLookup | None:
-    """What a server drafts by, or None; GenerationError for what needs a model of its own."""
-    if not text:
-        return None
-    from llama_jax.inference.speculation import PromptLookup
-
-    name, tokens = parse_draft(text)
-    if name != PROMPT:
-        raise GenerationError(f"--draft {shown(text, 80)}: a server drafts from the text itself; give prompt or prompt:8")
-    return PromptLookup() if tokens is None else PromptLookup(tokens)
-
-
 def check_draft(text: str, config: LlamaConfig) -> None:
     """Raise GenerationError for a draft whose vocabulary is not the model's, before anything is loaded."""
     name, _ = parse_draft(text)
@@ -57,16 +45,14 @@ def check_draft(text: str, config: LlamaConfig) -> None:
         )
 
 
-def load_draft(text: str, dtype: str | None, tokenizer: Tokenizer, mesh: MeshSizes | None) -> Drafter:
+def load_draft(text: str, dtype: str | None, tokenizer: Tokenizer, mesh: MeshSizes | None) -> PromptLookup | DraftModel:
     """The drafter that was asked for; GenerationError for a model whose vocabulary has other pieces."""
     import llama_jax
     from llama_jax.cli.runtime import loading_bar
 
     name, tokens = parse_draft(text)
     if name == PROMPT:
-        lookup = lookup_of(text)
-        assert lookup is not None
-        return lookup
+        return llama_jax.PromptLookup() if tokens is None else llama_jax.PromptLookup(tokens)
     config, params, own = llama_jax.load(name, dtype, mesh=mesh, progress=loading_bar)
     if own is not None:
         pieces = [(each.vocab_size, *map(each.token_bytes, range(each.vocab_size))) for each in (tokenizer, own)]

@@ -20,7 +20,7 @@ from llama_jax.storage import Location, locate
 if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
     from llama_jax.inference.sampling import Sampling
-    from llama_jax.inference.speculation import Drafter
+    from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
     from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes
@@ -188,25 +188,33 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(LoadOptions, SamplingOptions, RememberOptions):
-    adapter: ModelPath | None = None
-    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
+class DraftOptions(LoadOptions):
     draft: str = ""
     """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
     them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
     prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
 
-    def drafter(self, tokenizer: Tokenizer) -> Drafter | None:
+    def drafter(self, tokenizer: Tokenizer) -> PromptLookup | DraftModel | None:
         """What proposes tokens, or None; GenerationError for a draft with another vocabulary than the model's."""
         if not self.draft:
             return None
         return load_draft(self.draft, None if self.dtype == "auto" else self.dtype, tokenizer, self.mesh_sizes())
 
-    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
-        """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""
-        if self.draft:  # before minutes go into loading
+    def check_draft(self) -> None:
+        """Raise GenerationError for a draft of another vocabulary, before minutes go into loading."""
+        if self.draft:
             from llama_jax.checkpoints import open_checkpoint
             from llama_jax.checkpoints.bundled import bundled
 
             check_draft(self.draft, open_checkpoint(bundled() if self.model is None else self.model).config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(DraftOptions, SamplingOptions, RememberOptions):
+    adapter: ModelPath | None = None
+    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
+
+    def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
+        """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""
+        self.check_draft()
         return self.load_beside(self.adapter)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from llama_jax.cli.draft import lookup_of
-from llama_jax.cli.options import AdapterOptions
+from llama_jax.cli.draft import parse_draft
+from llama_jax.cli.options import AdapterOptions, DraftOptions
 from llama_jax.errors import GenerationError, MeshError, UserError
 from llama_jax.storage import StoredPath
 from llama_jax.tokenizers import Format, reply_ends, resolve_format
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from socket import socket
 
     from llama_jax.config import LlamaConfig
+    from llama_jax.inference.speculation import DraftModel, PromptLookup
     from llama_jax.model.params import Llama
     from llama_jax.parallel.processes import Processes
     from llama_jax.serving.engine import Engine
@@ -39,7 +40,7 @@ OF_A_PROCESS = ("host", "port", "most_connections", "distributed", "coordinator"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(AdapterOptions):
+class Serve(AdapterOptions, DraftOptions):
     """Serve a model over HTTP, as OpenAI's API does: completions, chat, metrics, and a page for browsers.
 
     It takes requests once all programs are compiled, which it says. SIGTERM and Ctrl-C let running requests end; a second
@@ -76,9 +77,6 @@ class Serve(AdapterOptions):
     """Tokens of a prompt that are read at once; between pieces all others get a token."""
     cache: Literal["auto", "int8"] = "auto"
     """Keys and values are kept in the type of the weights, or as 8-bit numbers with 4 bytes more for each head."""
-    draft: str = ""
-    """prompt, or prompt:8, proposes up to so many tokens at once from the text so far, where that is faster: for texts that
-    repeat what they were given."""
     prefix_cache: int = 256
     """Megabytes for what the beginnings of prompts share; 0 reads each prompt whole."""
     most_waiting: int = 256
@@ -179,10 +177,10 @@ class Serve(AdapterOptions):
 
         for number in (signal.SIGTERM, signal.SIGINT):  # which a whole group gets: process 0 drains, and ends the others
             signal.signal(number, signal.SIG_IGN)
-        config, params, _ = self._load(joined)
-        options = self._engine_options()
+        config, params, tokenizer = self._load(joined)
+        options = self._engine_options(self.drafter(tokenizer))
         _note(f"process {joined.index} of {joined.count} follows process 0")
-        follow(ServedModel.of(config, params, options.cache, options.compute), joined.hear)
+        follow(ServedModel.of(config, params, options.cache, options.compute, options.draft), joined.hear)
 
     def _load(self, joined: Processes) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model; with several processes this one's part of it, which is to be the same model in all."""
@@ -198,9 +196,10 @@ class Serve(AdapterOptions):
                     f"{joined.count} processes have {devices} devices together; give --mesh tensor={devices}, so that each"
                     " holds its part of the model"
                 )
-            asked = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope")}
+            asked = {name: getattr(self, name) for name in ("mesh", "dtype", "quantize", "rope", "draft")}
             asked["adapters"] = list(self.named())
             joined.agree("the options", {**asked, "the engine": repr(self._engine_options())})
+        self.check_draft()
         config, params, tokenizer = self.load()
         joined.agree("the model", {"the model": repr(config)})
         return config, params, tokenizer
@@ -215,12 +214,13 @@ class Serve(AdapterOptions):
         from llama_jax.serving.group import leading
         from llama_jax.serving.model import ServedModel
 
-        begun, options = time.perf_counter(), self._engine_options()
+        begun = time.perf_counter()
         config, params, tokenizer = self._load(joined)
         served = self._served(tokenizer)
+        options = self._engine_options(self.drafter(tokenizer))
         loaded = time.perf_counter()
         with observed() as attention:
-            model = ServedModel.of(config, params, options.cache, options.compute)
+            model = ServedModel.of(config, params, options.cache, options.compute, options.draft)
             engine = Engine(config, params, options, model if joined.count == 1 else leading(model, joined.tell))
             with _bar() as progress:
                 compiled = engine.warm(progress)
@@ -246,6 +246,8 @@ class Serve(AdapterOptions):
             value = getattr(self, name)
             if not least <= value < 2**31:
                 raise GenerationError(f"{name}={value} must be an integer of at least {least}")
+        if self.draft:
+            parse_draft(self.draft)
         if not 0 <= self.port < 2**16:
             raise GenerationError(f"port={self.port} must be from 0 to 65535")
         if self._name() in self.named():
@@ -256,7 +258,7 @@ class Serve(AdapterOptions):
     def _key(self) -> str | None:
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
-    def _engine_options(self) -> EngineOptions:
+    def _engine_options(self, draft: PromptLookup | DraftModel | None = None) -> EngineOptions:
         from llama_jax.model.options import Compute
         from llama_jax.model.window import CacheOptions
         from llama_jax.serving.options import EngineOptions
@@ -270,7 +272,7 @@ class Serve(AdapterOptions):
             most_waiting=self.most_waiting,
             most_waiting_tokens=self.most_waiting_tokens,
             prefix_bytes=self.prefix_cache * 2**20,
-            draft=lookup_of(self.draft),
+            draft=draft,
             cache=CacheOptions(dtype=None if self.cache == "auto" else self.cache),
             compute=Compute(attention=self.attention),
         )

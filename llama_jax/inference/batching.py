@@ -14,6 +14,7 @@ from jax import lax
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError
 from llama_jax.inference.state import Piece, Reading, Request, State, advance, lay_out
+from llama_jax.model.cache import KVCache
 from llama_jax.model.forward import head_of
 from llama_jax.model.options import Compute, Layout
 from llama_jax.model.params import Llama
@@ -53,13 +54,16 @@ def insert(state: State, row: jax.Array, one: State) -> State:
     stop = jnp.pad(one.request.stop, [(0, 0), (0, places - stops)], constant_values=-1)
     one = one.replace(request=one.request.replace(stop=stop))
 
-    stacked = not isinstance(state.cache.k, tuple)
-    buffers = jax.tree.map(
-        lambda whole, new: _put(whole, new, row, int(stacked)), (state.cache.k, state.cache.v), (one.cache.k, one.cache.v)
-    )
-    cache = state.cache.replace(k=buffers[0], v=buffers[1], length=_put(state.cache.length, one.cache.length, row, 0))
+    cache = insert_cache(state.cache, row, one.cache)
     rest = jax.tree.map(lambda whole, new: _put(whole, new, row, 0), state.replace(cache=None), one.replace(cache=None))
     return rest.replace(cache=cache)
+
+
+def insert_cache(cache: KVCache, row: jax.Array, one: KVCache) -> KVCache:
+    """The cache with the only row of `one`, of the same kind and at most as many slots, in the place of its row `row`."""
+    stacked = not isinstance(cache.k, tuple)
+    buffers = jax.tree.map(lambda whole, new: _put(whole, new, row, int(stacked)), (cache.k, cache.v), (one.k, one.v))
+    return cache.replace(k=buffers[0], v=buffers[1], length=_put(cache.length, one.length, row, 0))
 
 
 @partial(jax.jit, static_argnums=3)  # traced once for all layers

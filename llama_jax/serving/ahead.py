@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ def compile_ahead(model: ServedModel, run: Callable[[ServedModel], None], progre
     """
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compiling") as threads:
         lowering = _Lowering(model, threads)
-        run(replace(model, programs=Programs(*(partial(lowering.call, program) for program in model.programs))))
+        run(model.with_programs(Programs(*(partial(lowering.call, program) for program in model.programs))))
         for done, compiled in enumerate(lowering.compiling, 1):
             compiled.result()
             progress(done, len(lowering.compiling))

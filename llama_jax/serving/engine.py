@@ -15,12 +15,12 @@ from contextlib import suppress
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
 from llama_jax.serving.admission import Queue, checked
-from llama_jax.serving.drafting import Drafting
+from llama_jax.serving.choosing import ChosenTokens, unpack
+from llama_jax.serving.drafting import drafting_by
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.pool import DecodingRow, Pending, Pool
 from llama_jax.serving.prefix import PrefixCache
-from llama_jax.serving.programs import ChosenTokens, unpack
 from llama_jax.serving.reading import PromptProgress
 from llama_jax.serving.requests import (
     BusyError,
@@ -43,8 +43,8 @@ class Engine:
       model: the same as it is run, where that is not `ServedModel.of` them: as `group.leading` gives it.
 
     Raises:
-      GenerationError: a context beyond the model's.
-      MeshError: parameters that lie on a mesh that divides rows.
+      GenerationError: a context beyond the model's, or a draft's; a draft of another vocabulary.
+      MeshError: parameters that lie on a mesh that divides rows; a draft on other devices.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Engine:
     ) -> None:
         self.options = options
         self.context = options.context_of(config)
-        self.model = model or ServedModel.of(config, params, options.cache, options.compute)
-        self.drafting = None if options.draft is None else Drafting(options.draft)
+        self.model = model or ServedModel.of(config, params, options.cache, options.compute, options.draft)
+        self.drafting = drafting_by(options.draft)
         sizes = options.pools(config, self.model.reads_filled_slots)
         self.pools = [Pool(self.model, pool, self.drafting) for pool in sizes]
         self.prefixes = PrefixCache(options.prefix_bytes)
@@ -175,8 +175,9 @@ class Engine:
         self._last_turn = time.monotonic()
         self._turns += 1
         self._turn_seconds += self._last_turn - begun
-        if self.drafting is not None and alone and kinds == [one.kind for one in self._pending]:
-            self.drafting.observe(kinds, self._last_turn - begun)
+        if self.drafting is not None:
+            steady = alone and kinds == [one.kind for one in self._pending]
+            self.drafting.observe(kinds, self._last_turn - begun if steady else None)
         return True
 
     def stats(self) -> EngineStats:
@@ -227,8 +228,7 @@ class Engine:
         row = DecodingRow(ticket, request, slots=len(reading.tokens), turns=request.max_new_tokens - 1)
         ticket.row = row
         row.allowed = None if constraint is None else constraint.allowed()
-        if self.drafting is not None and constraint is None:
-            row.followed = self.drafting.follow(request.prompt)
+        row.followed = None if self.drafting is None else self.drafting.follow(request)
         one, packed = reading.begin(ticket.arrays, row.allowed)
         if row.turns > 0:
             self._pool_for(ticket).join(row, one)

@@ -7,13 +7,13 @@ before it makes it: what is on devices by number, the rest as it is. The others 
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ OWN = ("config", "params", "cache", "compute", "layout")  # arguments that every
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A field of the model."""
+    """A field of the model, or of its draft."""
 
     name: str
 
@@ -73,7 +73,7 @@ def leading(model: ServedModel, tell: Callable[[bytes], None]) -> ServedModel:
       tell: gives the others, in the order of the calls, what `follow` hears.
     """
     leader = _Leader(model, tell)
-    return dataclasses.replace(model, programs=Programs(*(partial(leader.call, name) for name in Programs._fields)))
+    return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
 
 
 @cpu.for_cpu(cpu.one_by_one)
@@ -86,6 +86,7 @@ class _Leader:
     def __init__(self, model: ServedModel, tell: Callable[[bytes], None]) -> None:
         self._model = model
         self._tell = tell
+        self._fields = [*OWN, *(f"draft.{name}" for name in OWN if model.draft is not None)]
         self._numbers: dict[int, tuple[int, Any]] = {}  # by id of the array: its number, and what tells of its end
         self._values: dict[int, np.ndarray] = {}  # of arrays of this process alone
         self._gone: deque[int] = deque()  # may grow on any thread, as arrays are collected
@@ -125,7 +126,7 @@ class _Leader:
         return jax.tree.map(lambda leaf: self._values.get(self._numbers.get(id(leaf), (-1,))[0], leaf), arg)
 
     def _own(self, arg: Any) -> str | None:
-        return next((name for name in OWN if arg is getattr(self._model, name)), None)
+        return next((name for name in self._fields if arg is attrgetter(name)(self._model)), None)
 
     def _number(self, array: jax.Array) -> int:
         number, key = self._next, id(array)
@@ -162,7 +163,7 @@ class Follower:
         return result
 
     def _here(self, arg: Any) -> Any:
-        return getattr(self._model, arg.name) if isinstance(arg, _Own) else jax.tree.map(self._leaf, arg)
+        return attrgetter(arg.name)(self._model) if isinstance(arg, _Own) else jax.tree.map(self._leaf, arg)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, _Given):

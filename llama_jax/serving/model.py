@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,8 +11,10 @@ from jax.sharding import NamedSharding
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
+from llama_jax.inference.drafting import Drafter
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.speculation import DraftModel
 from llama_jax.inference.state import Reading, Request, State
 from llama_jax.model.adapter_table import adapters_in
 from llama_jax.model.cache import KVCache
@@ -22,14 +24,27 @@ from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 from llama_jax.ops.platform import native_code
 from llama_jax.ops.rope_scaling import BY_LENGTH
-from llama_jax.serving.programs import Programs, Wishes, programs_for
+from llama_jax.serving.choosing import Wishes
+from llama_jax.serving.programs import Programs, programs_for
 
 STOPS = 16  # places for stop tokens in each row
 
 
+class Slots(NamedTuple):
+    """Rows that are decoded, an immutable tree.
+
+    Attributes:
+      state: of the model.
+      memory: what a draft model has read of the same rows, in as many slots; None without one.
+    """
+
+    state: State
+    memory: KVCache | None = None
+
+
 @dataclass(frozen=True)
 class ServedModel:
-    """Model, layout and programs of an engine."""
+    """Model, layout and programs of an engine, and the smaller model that drafts for it."""
 
     config: LlamaConfig
     params: Llama
@@ -39,14 +54,22 @@ class ServedModel:
     programs: Programs
     native: tuple[str, bool]  # what `ops.native_anyway` asks
     adapters: int = 0  # in the table beside the parameters
+    draft: ServedModel | None = None
 
     @classmethod
-    def of(cls, config: LlamaConfig, params: Llama, cache: CacheOptions, compute: Compute) -> ServedModel:
+    def of(
+        cls, config: LlamaConfig, params: Llama, cache: CacheOptions, compute: Compute, draft: Drafter | None = None
+    ) -> ServedModel:
         """Of parameters that lie on one device, or on a mesh.
 
         Raises:
-          MeshError: a mesh that divides the rows of a batch: prompts are read one by one.
+          GenerationError: a draft model of another vocabulary.
+          MeshError: a mesh that divides the rows of a batch: prompts are read one by one; a draft model on other devices.
         """
+        beside = None
+        if isinstance(draft, DraftModel):
+            draft.check_model(config, params, 1)
+            beside = cls.of(draft.config, draft.params, cache, Compute())
         layout = Layout()
         if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):
             layout = layout_of(params)
@@ -54,7 +77,16 @@ class ServedModel:
         (device, *_) = jax.tree.leaves(params)[0].devices()
         divided = layout.mesh is not None and layout.mesh.size > 1
         asks, programs = (device.platform, divided), programs_for(device.platform)
-        return cls(config, params, cache, compute, layout, programs, asks, adapters_in(params))
+        return cls(config, params, cache, compute, layout, programs, asks, adapters_in(params), beside)
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """This one, and the draft."""
+        return (self,) if self.draft is None else (self, self.draft)
+
+    def with_programs(self, programs: Programs) -> ServedModel:
+        """The same with other programs, the draft too."""
+        return replace(self, programs=programs, draft=self.draft and self.draft.with_programs(programs))
 
     @property
     def vocab(self) -> int:
@@ -81,8 +113,13 @@ class ServedModel:
         request = Request(Sampling().per_row(rows), np.ones(rows, np.int32), stop)
         return self.programs.empty_state(self.config, self.params, reading, request, self.layout)
 
-    def empty_reading(self, capacity: int) -> Reading:
-        reading = self.programs.empty_reading(self.config, self.params, 1, capacity, self.cache, self.layout)
+    def empty_slots(self, rows: int, capacity: int) -> Slots:
+        if self.draft is None:
+            return Slots(self.empty_state(rows, capacity))
+        return Slots(self.empty_state(rows, capacity), self.draft.empty_reading(capacity, rows).cache)
+
+    def empty_reading(self, capacity: int, rows: int = 1) -> Reading:
+        reading = self.programs.empty_reading(self.config, self.params, rows, capacity, self.cache, self.layout)
         return reading._replace(cache=reading.cache.replace(fresh=False))  # one program for first and later pieces
 
     def enlarge(self, reading: Reading, capacity: int) -> Reading:
@@ -103,23 +140,46 @@ class ServedModel:
     def begin(self, reading: Reading, seen: np.ndarray, request: Request, wishes: Wishes) -> tuple[State, jax.Array]:
         return self.programs.begin(self.config, self.params, *reading, seen, request, wishes, self.layout)
 
-    def take_turn(self, state: State, wishes: Wishes) -> tuple[State, jax.Array]:
+    def take_turn(self, slots: Slots, wishes: Wishes) -> tuple[Slots, jax.Array]:
         with ops.native_anyway(*self.native):
-            return self.programs.take_turn(self.config, self.params, state, wishes, self.compute, self.layout)
+            args = self.config, self.params, slots.state, wishes, self.compute, self.layout
+            state, packed = self.programs.take_turn(*args)
+        return slots._replace(state=state), packed
 
-    def take_drafts(self, state: State, wishes: Wishes, drafts: np.ndarray) -> tuple[State, jax.Array]:
+    def take_drafts(self, slots: Slots, wishes: Wishes, told: np.ndarray, count: int) -> tuple[Slots, jax.Array]:
+        """A turn with `count` drafts: those that are told, or the draft model's after the tokens that are."""
+        draft, here = self.draft, (self.compute, self.layout)
         with ops.native_anyway(*self.native):
-            args = self.config, self.params, state, wishes, drafts, self.compute, self.layout
-            return self.programs.take_drafts(*args)
+            if draft is None:
+                args = self.config, self.params, slots.state, wishes, told
+                state, packed = self.programs.take_drafts(*args, *here)
+                return slots._replace(state=state), packed
+            both = self.config, self.params, draft.config, draft.params, *slots
+            state, memory, packed = self.programs.take_own_drafts(*both, wishes, told, count, *here, draft.layout)
+            return Slots(state, memory), packed
 
-    def arrange(self, state: State, order: list[int], capacity: int) -> State:
-        return self.programs.arrange(state, np.array(order, np.int32), capacity, self.layout)
+    def catch_up(self, slots: Slots, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Slots:
+        """Let the draft model read so many tokens of each row, from its slot `starts` on."""
+        draft = self.draft
+        assert draft is not None
+        args = draft.config, draft.params, slots.memory, tokens, starts, lengths, draft.layout
+        return slots._replace(memory=self.programs.catch_up(*args))
 
-    def take_row(self, state: State, row: int) -> State:
-        return self.programs.take_row(state, np.int32(row), self.layout)
+    def arrange(self, slots: Slots, order: list[int], capacity: int) -> Slots:
+        rows, memory = np.array(order, np.int32), slots.memory
+        if self.draft is not None:
+            memory = self.programs.arrange_cache(memory, rows, capacity, self.draft.layout)
+        return Slots(self.programs.arrange(slots.state, rows, capacity, self.layout), memory)
 
-    def insert(self, state: State, row: int, one: State) -> State:
-        return self.programs.insert(state, np.int32(row), one)
+    def take_row(self, slots: Slots, row: int) -> Slots:
+        memory = slots.memory
+        if memory is not None and self.draft is not None:
+            memory = self.programs.arrange_cache(memory, np.array([row], np.int32), memory.capacity, self.draft.layout)
+        return Slots(self.programs.take_row(slots.state, np.int32(row), self.layout), memory)
+
+    def insert(self, slots: Slots, row: int, one: Slots) -> Slots:
+        memory = None if slots.memory is None else self.programs.insert_cache(slots.memory, np.int32(row), one.memory)
+        return Slots(self.programs.insert(slots.state, np.int32(row), one.state), memory)
 
     def cut(self, cache: KVCache, start: int, size: int) -> Any:
         return self.programs.cut(cache, np.int32(start), size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -12,6 +12,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.checks import checked_limits
 from llama_jax.inference.generate import Generation
 from llama_jax.inference.sampling import Sampling
+from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.params import Llama
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
@@ -91,6 +92,7 @@ def batch(
     sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
     adapters: Sequence[int] = (),
+    draft: PromptLookup | DraftModel | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Iterator[tuple[int, Generation]]:
     """Continue any number of prompts, a few at a time: where one ends the next begins, and none waits for a longer one.
@@ -101,15 +103,21 @@ def batch(
       config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
       adapters: for each prompt its number in the table of the parameters (`model.adapter_table`), -1 for none; by default
         all use none.
+      draft: what proposes tokens, as for `generate`; the same as that of the options.
       options: how many are continued at once, and of what lengths.
 
     Yields:
       The number of a prompt and its continuation, as they end.
 
     Raises:
-      GenerationError: what cannot be generated, with the first prompt that is asked for; or weights that overflow.
-      MeshError: parameters that lie on a mesh that divides rows.
+      GenerationError: what cannot be generated, with the first prompt that is asked for; a draft that cannot be; or weights
+        that overflow.
+      MeshError: parameters that lie on a mesh that divides rows; a draft on other devices.
     """
+    if draft is not None:
+        if options.draft is not None:
+            raise GenerationError("draft is given twice, beside the options and in them; give one")
+        options = replace(options, draft=draft)
     if not len(prompts):
         return
     limits = checked_limits(max_new_tokens, len(prompts)).tolist()

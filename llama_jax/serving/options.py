@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.speculation import PromptLookup
+from llama_jax.inference.speculation import DraftModel, PromptLookup
 from llama_jax.model.options import Compute
 from llama_jax.model.window import CacheOptions
 
@@ -53,8 +53,9 @@ class EngineOptions:
       most_waiting, most_waiting_tokens: requests, and tokens of their prompts, that may wait; more are refused.
       prefix_bytes: that the prefix cache may take of the device's memory; 0 turns it off.
       cache: in int8, or of the parameters' dtype. A window is not served.
-      draft: proposes tokens where text repeats itself, several of which are then verified in a turn, if that is faster; None
-        for none. It changes how fast tokens come and, near ties apart, not which they are.
+      draft: proposes tokens, several of which are then verified in a turn, if that is faster: where text repeats itself, or
+        by a smaller model of the same vocabulary and at least this context, which reads all prompts as well; None for none.
+        It changes how fast tokens come and, near ties apart, not which they are.
       compute: an attention of one's own, or a dtype; the parameters' is meant.
 
     Raises:
@@ -71,7 +72,7 @@ class EngineOptions:
     most_waiting_tokens: int = 2**18
     prefix_bytes: int = 2**28
     cache: CacheOptions = CacheOptions()
-    draft: PromptLookup | None = None
+    draft: PromptLookup | DraftModel | None = None
     compute: Compute = field(default_factory=Compute)
 
     def __post_init__(self) -> None:
@@ -86,8 +87,8 @@ class EngineOptions:
                 raise GenerationError(f"{name}={value!r} must be an integer of at least {lowest}")
         if self._smallest % self.piece:
             raise GenerationError(f"smallest_capacity={self._smallest} must be a multiple of piece={self.piece}")
-        if self.draft is not None and not isinstance(self.draft, PromptLookup):
-            raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup; give one, or None")
+        if not isinstance(self.draft, PromptLookup | DraftModel | None):
+            raise GenerationError(f"draft={shown(self.draft, 40)}: an engine drafts by a PromptLookup or a DraftModel")
         if self.cache.window is not None:
             raise GenerationError(f"window={self.cache.window}: an engine keeps whole contexts; leave the window out")
 
@@ -95,11 +96,17 @@ class EngineOptions:
         """Tokens of prompt and continuation together.
 
         Raises:
-          GenerationError: more than the model's.
+          GenerationError: more than the model's, or the draft's.
         """
         if self.context is not None and self.context > config.max_seq_len:
             raise GenerationError(f"context={self.context} exceeds the model's of {config.max_seq_len}; choose at most that")
-        return self.context or config.max_seq_len
+        context = self.context or config.max_seq_len
+        if isinstance(self.draft, DraftModel) and context > self.draft.config.max_seq_len:
+            raise GenerationError(
+                f"the draft's context is {self.draft.config.max_seq_len} tokens, the engine's {context}; give"
+                f" context={self.draft.config.max_seq_len} (--context), or a draft that can read as many"
+            )
+        return context
 
     @property
     def _smallest(self) -> int:

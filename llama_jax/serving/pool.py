@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from llama_jax.inference.state import State
-from llama_jax.serving.drafting import Drafting, Following
-from llama_jax.serving.model import ServedModel
-from llama_jax.serving.options import PoolOptions
-from llama_jax.serving.programs import Wishes
+from llama_jax.serving.choosing import Wishes
+from llama_jax.serving.drafting import CATCHING_UP, Drafting, Kind, KnownRow
+from llama_jax.serving.model import ServedModel, Slots
+from llama_jax.serving.options import SMALLEST_PIECE, PoolOptions
 from llama_jax.serving.requests import GenerationRequest
 
 PATIENCE = 8  # turns for which a smaller state must do before the rows are moved into one
@@ -30,7 +30,8 @@ class DecodingRow:
       turns: it takes at most before its limit is reached.
       count: tokens that the host knows of.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
-      followed: its tokens, as far as the host knows them, and what they say will be next; None where nothing is drafted.
+      followed: its tokens, as far as the host knows them; None where nothing is drafted.
+      read: how many of them a draft model has read.
       ended: nobody wants its tokens any more.
     """
 
@@ -40,33 +41,32 @@ class DecodingRow:
     turns: int
     count: int = 0
     allowed: np.ndarray | None = None
-    followed: Following | None = None
+    followed: KnownRow | None = None
     ended: bool = False
+    read: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.read = self.slots
 
 
 class Pending(NamedTuple):
     """A packed `Choice` that the device is at, or several of each row, and whose its rows are.
 
     Attributes:
-      shape: rows and slots of the state; None of a first token.
+      kind: of the turn; of a first token that of none.
       settle: to be told how many tokens each row has got. Then there are K + 1 choices of each row, of which those after a
         wrong draft are not valid.
     """
 
     packed: jax.Array
     rows: list[DecodingRow | None]
-    shape: tuple[int, int] | None = None
+    kind: Kind = (None, 0)
     settle: Callable[[list[int]], None] | None = None
-
-    @property
-    def kind(self) -> tuple[Any, bool]:
-        """What decides how long it takes: the shape, and whether there are drafts."""
-        return self.shape, self.settle is not None
 
 
 @dataclass(eq=False)
 class Pool:
-    """A state of `inference.state` and its rows.
+    """A state of `inference.state` and its rows, with what a draft model has read of them.
 
     Attributes:
       unsettled: the last turn had drafts, and how many tokens the rows have is not known yet.
@@ -76,14 +76,18 @@ class Pool:
     options: PoolOptions
     drafting: Drafting | None = None
     rows: list[DecodingRow | None] = field(init=False)
-    state: State = field(init=False)
+    slots: Slots = field(init=False)
     unsettled: bool = field(init=False, default=False)
     _wishes: Wishes | None = field(init=False, default=None)  # on the device; None where they have to be made again
     _patience: int = field(init=False, default=PATIENCE)
 
     def __post_init__(self) -> None:
         self.rows = [None] * self.options.rows[0]
-        self.state = self.model.empty_state(self.options.rows[0], self.options.capacities[0])
+        self.slots = self.model.empty_slots(self.options.rows[0], self.options.capacities[0])
+
+    @property
+    def state(self) -> State:
+        return self.slots.state
 
     @property
     def longest(self) -> int:
@@ -98,11 +102,11 @@ class Pool:
     def free(self) -> int:
         return self.options.rows[-1] - len(self.running)
 
-    def join(self, row: DecodingRow, one: State) -> None:
+    def join(self, row: DecodingRow, one: Slots) -> None:
         """Take a request in, whose state of one row has just begun, or comes from another pool."""
-        self._fit([*self.running, row], one.cache.capacity)
+        self._fit([*self.running, row], one.state.cache.capacity)
         at = self.rows.index(None)
-        self.state = self.model.insert(self.state, at, one)
+        self.slots = self.model.insert(self.slots, at, one)
         self.rows[at] = row
         self._wishes = None
 
@@ -116,9 +120,9 @@ class Pool:
         """What some row's constraint allows is no longer what it was."""
         self._wishes = None
 
-    def take_row(self, row: DecodingRow) -> State:
+    def take_row(self, row: DecodingRow) -> Slots:
         """The state of a row alone, which goes on."""
-        return self.model.take_row(self.state, self.rows.index(row))
+        return self.model.take_row(self.slots, self.rows.index(row))
 
     def outgrown(self) -> Iterator[DecodingRow]:
         """Rows that have no slot left for their next token."""
@@ -127,20 +131,25 @@ class Pool:
     @property
     def waits(self) -> bool:
         """Whether the tokens so far must be known before the next turn: for a constraint, or for drafts."""
-        return self._would_draft or any(row.allowed is not None for row in self.running)
+        return self._number > 0 or any(row.allowed is not None for row in self.running)
 
     def take_turn(self) -> Pending | None:
         """One more token of each row, or several, as the device comes to it; None where there is no row."""
         able = [row for row in self.running if row.slots < self.longest]
         if not able:
             return None
-        if self._would_draft and all(row.followed is None or row.slots < len(row.followed.row) for row in able):
-            return self._take_drafts()
+        number = self._number
+        if number and all(row.followed is None or row.slots < len(row.followed.row) for row in able):
+            if self._caught_up():
+                return self._take_drafts(number)
+            number = CATCHING_UP
+        else:
+            number = 0
         self._fit(self.running)
         if self._wishes is None:
             self._wishes = self._wishes_of()
         rows = [row if row is not None and row.slots < self.longest else None for row in self.rows]
-        self.state, packed = self.model.take_turn(self.state, self._wishes)
+        self.slots, packed = self.model.take_turn(self.slots, self._wishes)
         for row in able:
             row.slots += 1
             row.turns -= 1
@@ -148,7 +157,7 @@ class Pool:
                 self.rows[self.rows.index(row)] = None
             elif row.slots == self.longest:  # stands still until it is moved
                 self._wishes = None
-        return Pending(packed, rows, self.shape)
+        return Pending(packed, rows, (self.shape, number))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -156,37 +165,51 @@ class Pool:
         return len(self.rows), self.state.cache.capacity
 
     @property
-    def _would_draft(self) -> bool:
-        if self.drafting is None or any(row.slots + self.drafting.count >= self.longest for row in self.running):
-            return False
-        return self.drafting.is_worth_it(self.shape, [row.followed for row in self.running])
+    def _number(self) -> int:
+        """How many tokens each row should draft in the next turn: none where some row has no place for them."""
+        if self.drafting is None:
+            return 0
+        number = self.drafting.choose(self.shape, [row.followed for row in self.running])
+        return 0 if any(row.slots + number >= self.longest for row in self.running) else number
 
-    def _take_drafts(self) -> Pending:
+    def _caught_up(self) -> bool:
+        """Let a draft model read what came without it, a few tokens of each row: whether it has all but the last two."""
+        followed = [row if row is not None and row.followed is not None else None for row in self.rows]
+        behind = [row for row in followed if row is not None and row.slots - row.read > 1]
+        if self.slots.memory is None or not behind:
+            return True
+        tokens = np.zeros((len(self.rows), SMALLEST_PIECE), np.int32)
+        starts, lengths = np.zeros((2, len(self.rows)), np.int32)
+        for i, row in enumerate(followed):
+            if row is not None and row.followed is not None:  # what is read a second time is written as it was
+                starts[i] = min(row.read, self.shape[1] - SMALLEST_PIECE)
+                part = row.followed.row[starts[i] : min(starts[i] + SMALLEST_PIECE, row.slots)]
+                tokens[i, : len(part)], lengths[i] = part, len(part)
+                row.read = int(starts[i]) + len(part)
+        self.slots = self.model.catch_up(self.slots, tokens, starts, lengths)
+        return all(row.slots - row.read <= 1 for row in behind)
+
+    def _take_drafts(self, number: int) -> Pending:
         assert self.drafting is not None
-        count = self.drafting.count
-        self._fit(self.running, max(row.slots for row in self.running) + count + 1)
+        self._fit(self.running, max(row.slots for row in self.running) + number + 1)
         if self._wishes is None:
             self._wishes = self._wishes_of()
-        drafts = np.full((len(self.rows), count), -1, np.int32)
-        for i, row in enumerate(self.rows):
-            if row is not None and row.followed is not None:
-                following = row.followed.following(count)
-                drafts[i, : len(following)] = following
-                self.drafting.offered += len(following)
-        self.state, packed = self.model.take_drafts(self.state, self._wishes, drafts)
+        told = self.drafting.propose([None if row is None else row.followed for row in self.rows], number)
+        self.slots, packed = self.model.take_drafts(self.slots, self._wishes, told, number)
         self.unsettled = True
         rows = list(self.rows)
-        return Pending(packed, rows, self.shape, partial(self._settle, rows))
+        return Pending(packed, rows, (self.shape, number), partial(self._settle, rows, number))
 
-    def _settle(self, rows: list[DecodingRow | None], counts: list[int]) -> None:
+    def _settle(self, rows: list[DecodingRow | None], number: int, counts: list[int]) -> None:
         """Take in how many tokens a turn with drafts has given each row."""
         assert self.drafting is not None
         self.unsettled = False
-        for row, count in zip(rows, counts, strict=True):
-            if row is not None:
-                row.slots += count
-                row.turns -= count
-                self.drafting.accepted += max(count - 1, 0)
+        some = [(row, count) for row, count in zip(rows, counts, strict=True) if row is not None]
+        self.drafting.settle([row.followed for row, _ in some], number, [count for _, count in some])
+        for row, count in some:
+            row.read = row.slots + min(count, number)  # as its memory is rolled back
+            row.slots += count
+            row.turns -= count
 
     def _wishes_of(self) -> Wishes:
         wishes = Wishes.none(len(self.rows), self.model.config.vocab_size)
@@ -212,7 +235,7 @@ class Pool:
         if rows >= len(self.rows):
             order = list(range(len(self.rows)))
         self.rows = [self.rows[i] for i in order] + [None] * (rows - len(order))
-        self.state = self.model.arrange(self.state, order + [-1] * (rows - len(order)), capacity)
+        self.slots = self.model.arrange(self.slots, order + [-1] * (rows - len(order)), capacity)
         self._wishes = None
 
 

@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
-from llama_jax.inference.batching import empty_state, insert
+from llama_jax.inference.batching import empty_state, insert, insert_cache
+from llama_jax.inference.speculation.draft_model import DraftModel, read_more
 from llama_jax.inference.speculation.verify import Model, verify
 from llama_jax.inference.state import (
     Reading,
     Request,
     State,
     advance,
-    choose,
     empty_reading,
     enlarge,
     lay_out,
@@ -38,51 +37,7 @@ from llama_jax.model.cache import KVCache, over_buffers
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.serving.requests import MOST_ALTERNATIVES
-
-
-class Wishes(NamedTuple):
-    """What the host says of every row, turn by turn.
-
-    Attributes:
-      live: bool[B]; a row that is not is done, whatever it was about to do.
-      least: int32[B], tokens before which no stop token is chosen.
-      alternatives: int32[B], how many are wanted beside each token.
-      constrained: bool[B], whether `allowed` says anything of the row.
-      allowed: uint32[B, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
-      adapter: int32[B], which of the model's adapters the row uses, -1 for none.
-    """
-
-    live: Any
-    least: Any
-    alternatives: Any
-    constrained: Any
-    allowed: Any
-    adapter: Any
-
-    @classmethod
-    def none(cls, rows: int, vocab: int) -> Wishes:
-        """Of rows that wish for nothing, and are not live."""
-        numbers = np.zeros(rows, np.int32)
-        allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
-        return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
-
-
-class ChosenTokens(NamedTuple):
-    """A token of each row, as the host reads it.
-
-    Attributes:
-      token: int32[B].
-      logprob: float32[B].
-      valid: bool[B]; False for a row that was done before.
-      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row wants any.
-    """
-
-    token: Any
-    logprob: Any
-    valid: Any
-    ids: Any
-    logprobs: Any
+from llama_jax.serving.choosing import ChosenTokens, Wishes, choose_packed, logprob_of, most_probable, pack
 
 
 def take_turn(
@@ -91,7 +46,7 @@ def take_turn(
     """One more token of every live row; and the packed `ChosenTokens`."""
     params = choose_adapters(params, wishes.adapter)
     state = state.replace(done=state.done | ~wishes.live)
-    state, (_, packed, _) = advance(config, params, state, compute, layout, partial(_choose, wishes))
+    state, (_, packed, _) = advance(config, params, state, compute, layout, partial(choose_packed, wishes))
     return _seen_by_host(state, layout), packed
 
 
@@ -110,8 +65,49 @@ def take_drafts(
     """
     params = choose_adapters(params, wishes.adapter)
     state = state.replace(done=state.done | ~wishes.live)
-    state, found = verify(Model(params, config, compute, layout), state, drafts, partial(_choose, wishes))
+    state, found = verify(Model(params, config, compute, layout), state, drafts, partial(choose_packed, wishes))
     return _seen_by_host(state, layout), layout.constrain(found.logprobs, "everywhere")
+
+
+def take_own_drafts(
+    config: LlamaConfig,
+    params: Llama,
+    draft_config: LlamaConfig,
+    draft_params: Llama,
+    state: State,
+    memory: KVCache,
+    wishes: Wishes,
+    two: jax.Array,
+    count: int,
+    compute: Compute,
+    layout: Layout,
+    draft_layout: Layout,
+) -> tuple[State, KVCache, jax.Array]:
+    """`take_drafts` of `count` tokens that a smaller model proposes, which has read all of the rows but two tokens at most.
+
+    Args:
+      memory: the draft's cache of the same rows and slots.
+      two: int32[B, 2], the last token that the model has read and the one after it; -1 for a row that is to have no draft.
+    """
+    draft = DraftModel(draft_config, draft_params, count, draft_layout)
+    state = state.replace(done=state.done | ~wishes.live)
+    drafts, memory = draft.propose_after(memory, state, jnp.maximum(two, 0), count)
+    drafts = jnp.where(two[:, :1] < 0, -1, drafts)
+    state, packed = take_drafts(config, params, state, wishes, drafts, compute, layout)
+    return state, draft.roll_back(memory, state.cache.length), packed
+
+
+def catch_up(
+    config: LlamaConfig,
+    params: Llama,
+    memory: KVCache,
+    tokens: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    layout: Layout,
+) -> KVCache:
+    """The draft's cache with int32[B, any] tokens of each row in the slots from `starts` on, `lengths` of them, int32[B]."""
+    return read_more(DraftModel(config, params, layout=layout), memory, tokens, starts, lengths, starts + lengths)
 
 
 def begin(
@@ -132,62 +128,12 @@ def begin(
     state = empty_state(config, params, Reading(cache, hidden), request, layout)
     state = state.replace(seen=layout.constrain(seen, "logits"), done=jnp.zeros(1, bool))
     with layout.context():
-        state, packed = _choose(wishes, state, logits_of(config, params, hidden, layout), layout)
+        state, packed = choose_packed(wishes, state, logits_of(config, params, hidden, layout), layout)
     return _seen_by_host(state, layout), packed
 
 
 def _seen_by_host(state: State, layout: Layout) -> State:
     return state.replace(done=layout.constrain(state.done, "everywhere"))
-
-
-def _choose(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
-    """`choose` of what is permitted: the state, and the packed `ChosenTokens` with log-probabilities among all tokens."""
-    rest, packed = _choose_without_cache(wishes, state.replace(cache=None), logits, layout)
-    return rest.replace(cache=state.cache), packed
-
-
-@partial(jax.jit, static_argnums=3)  # for its trace, which states of any number of slots share; XLA takes it inline
-def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
-    valid = ~state.done
-    barred = state.count < wishes.least
-    scores = lax.cond(
-        jnp.any(wishes.constrained | barred),
-        lambda: jnp.where(_permitted(state, wishes, barred, logits.shape[-1]), logits, -jnp.inf),
-        lambda: logits,
-    )
-    state, _ = choose(state, layout.constrain(scores, "logits"), layout)
-    ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
-    choice = ChosenTokens(state.token, logprob_of(logits, state.token), valid, ids, logprobs)
-    return state, layout.constrain(pack(choice), "everywhere")
-
-
-def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """float32[B], of a token in each row [B, V]. Row by row, so that each device looks at its own rows only."""
-    return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
-
-
-def _permitted(state: State, wishes: Wishes, barred: jax.Array, vocab: int) -> jax.Array:
-    """bool[B, V]: what the constraint of each row allows, less its stop tokens where they come too soon."""
-    bits = (wishes.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
-    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~wishes.constrained[:, None]
-    stop = jnp.where(state.request.stop < 0, vocab, state.request.stop)
-    stops = jax.vmap(lambda stop: jnp.zeros(vocab, bool).at[stop].set(True, mode="drop"))(stop)
-    return allowed & ~(stops & barred[:, None])
-
-
-def most_probable(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The `MOST_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`."""
-    count = min(MOST_ALTERNATIVES, logits.shape[-1])
-
-    def find() -> tuple[jax.Array, jax.Array]:
-        scores, ids = lax.top_k(logits, count)
-        return ids.astype(jnp.int32), scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-
-    def skip() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
-
-    return lax.cond(wanted, find, skip)
 
 
 def read_piece(
@@ -238,20 +184,6 @@ def score(
     return Reading(lay_out(cache, layout), layout.constrain(last, "row")), packed
 
 
-def pack(choice: ChosenTokens) -> jax.Array:
-    """All of a choice as one array, int32[B, 3 + 2 A], which is one transfer."""
-    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
-    columns = [choice.token[:, None], as_bits(choice.logprob)[:, None], choice.valid[:, None].astype(jnp.int32)]
-    return jnp.concatenate([*columns, choice.ids, as_bits(choice.logprobs)], axis=1)
-
-
-def unpack(packed: jax.Array) -> ChosenTokens:
-    """Undo `pack`, waiting for it: arrays of numpy, with whatever leading axes it has."""
-    array = np.asarray(packed)
-    floats, ends = array.view(np.float32), 3 + (array.shape[-1] - 3) // 2
-    return ChosenTokens(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])
-
-
 def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> State:
     """A state of other rows and slots: row i is row order[i] of `state`, or an empty one where that is negative.
 
@@ -261,17 +193,21 @@ def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> St
     """
     kept = order >= 0
     rows = jnp.maximum(order, 0)
-    axis = int(not isinstance(state.cache.k, tuple))
-
-    def of_rest(x: jax.Array) -> jax.Array:
-        return jnp.take(x, rows, axis=0, mode="clip")
-
-    cache = over_buffers(lambda buffer: _arranged(buffer, rows, capacity, axis), state.cache).replace(
-        length=of_rest(state.cache.length)
-    )
-    rest = jax.tree.map(of_rest, state.replace(cache=None))
+    cache = _cache_of(state.cache, rows, capacity)
+    rest = jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), state.replace(cache=None))
     done = layout.constrain(rest.done | ~kept, "everywhere")
     return rest.replace(cache=lay_out(cache, layout), seen=layout.constrain(rest.seen, "logits"), done=done)
+
+
+def arrange_cache(cache: KVCache, order: jax.Array, capacity: int, layout: Layout) -> KVCache:
+    """The same of a cache alone."""
+    return lay_out(_cache_of(cache, jnp.maximum(order, 0), capacity), layout)
+
+
+def _cache_of(cache: KVCache, rows: jax.Array, capacity: int) -> KVCache:
+    axis = int(not isinstance(cache.k, tuple))
+    arranged = over_buffers(lambda buffer: _arranged(buffer, rows, capacity, axis), cache)
+    return arranged.replace(length=jnp.take(cache.length, rows, axis=0, mode="clip"))
 
 
 @partial(jax.jit, static_argnums=(2, 3))  # traced once for all layers
@@ -322,6 +258,8 @@ class Programs(NamedTuple):
 
     take_turn: Callable[..., Any]
     take_drafts: Callable[..., Any]
+    take_own_drafts: Callable[..., Any]
+    catch_up: Callable[..., Any]
     begin: Callable[..., Any]
     read: Callable[..., Any]
     score: Callable[..., Any]
@@ -329,8 +267,10 @@ class Programs(NamedTuple):
     empty_state: Callable[..., Any]
     enlarge: Callable[..., Any]
     arrange: Callable[..., Any]
+    arrange_cache: Callable[..., Any]
     take_row: Callable[..., Any]
     insert: Callable[..., Any]
+    insert_cache: Callable[..., Any]
     cut: Callable[..., Any]
     paste: Callable[..., Any]
 
@@ -342,6 +282,10 @@ def programs_for(platform: str) -> Programs:
     return Programs(
         take_turn=jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
         take_drafts=jax.jit(take_drafts, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
+        take_own_drafts=jax.jit(
+            take_own_drafts, static_argnums=(0, 2, 8, 9, 10, 11), donate_argnums=(4, 5), compiler_options=options
+        ),
+        catch_up=jax.jit(catch_up, static_argnums=(0, 6), donate_argnums=2),
         begin=jax.jit(begin, static_argnums=(0, 7), donate_argnums=2),
         read=jax.jit(read_piece, static_argnums=(0, 6, 7), donate_argnums=2),
         score=jax.jit(score, static_argnums=(0, 9, 10), donate_argnums=2),
@@ -349,8 +293,10 @@ def programs_for(platform: str) -> Programs:
         empty_state=jax.jit(empty_state, static_argnums=(0, 4)),
         enlarge=jax.jit(enlarge, static_argnums=(1, 2)),
         arrange=jax.jit(arrange, static_argnums=(2, 3)),
+        arrange_cache=jax.jit(arrange_cache, static_argnums=(2, 3)),
         take_row=jax.jit(take_row, static_argnums=2),
         insert=jax.jit(insert, donate_argnums=0),
+        insert_cache=jax.jit(insert_cache, donate_argnums=0),
         cut=jax.jit(cut, static_argnums=2),
         paste=jax.jit(paste, donate_argnums=0),
     )

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import Reading, Request, State
+from llama_jax.inference.state import Reading, Request
 from llama_jax.model.options import Places
 from llama_jax.serving.ahead import compile_ahead
-from llama_jax.serving.model import STOPS, ServedModel
+from llama_jax.serving.choosing import Wishes
+from llama_jax.serving.model import STOPS, ServedModel, Slots
 from llama_jax.serving.options import SMALLEST_PIECE
 from llama_jax.serving.pool import Pool, neighbours
-from llama_jax.serving.programs import Wishes
 
 Step = Callable[[], Any]
 
@@ -55,7 +55,7 @@ def warm(
         if not ahead:
             progress(done, len(steps))
     for pool, walk in zip(pools, walks, strict=True):
-        pool.state = walk.beginning()
+        pool.slots = walk.beginning()
 
 
 def _steps(walks: list[_Rows]) -> list[Step]:
@@ -73,35 +73,36 @@ class _Prompts:
     def steps(self) -> Iterator[Step]:
         for capacity in self.capacities:
             for width in dict.fromkeys((SMALLEST_PIECE, self.piece)):
-                yield partial(self.read, capacity, width)
+                yield from (partial(self.read, model, capacity, width) for model in self.model.models)
             yield partial(self.score, capacity)
-            yield partial(self.paste, capacity)
+            yield from (partial(self.paste, model, capacity) for model in self.model.models)
             yield partial(self.begin, capacity)
 
-    def reading(self, capacity: int) -> Reading:
+    def reading(self, model: ServedModel, capacity: int) -> Reading:
         """One of nothing, in a cache of so many slots."""
-        reading = self.model.empty_reading(self.capacities[0])
+        reading = model.empty_reading(self.capacities[0])
         for size in self.capacities[: self.capacities.index(capacity) + 1]:
-            reading = self.model.enlarge(reading, size)
+            reading = model.enlarge(reading, size)
         return reading
 
-    def read(self, capacity: int, width: int) -> Reading:
-        return self.model.read(self.reading(capacity), np.zeros((1, width), np.int32), _places(width), -1)
+    def read(self, model: ServedModel, capacity: int, width: int) -> Reading:
+        return model.read(self.reading(model, capacity), np.zeros((1, width), np.int32), _places(width), -1)
 
     def score(self, capacity: int) -> Any:
         tokens = np.zeros((1, self.piece), np.int32)
-        return self.model.score(self.reading(capacity), tokens, tokens[0], _places(self.piece), -1, False)
+        return self.model.score(self.reading(self.model, capacity), tokens, tokens[0], _places(self.piece), -1, False)
 
-    def paste(self, capacity: int) -> Any:
-        piece = self.model.cut(self.reading(capacity).cache, 0, self.piece)
-        return self.model.paste(self.reading(capacity), piece, 0)
+    def paste(self, model: ServedModel, capacity: int) -> Any:
+        piece = model.cut(self.reading(model, capacity).cache, 0, self.piece)
+        return model.paste(self.reading(model, capacity), piece, 0)
 
-    def begin(self, capacity: int) -> State:
+    def begin(self, capacity: int) -> Slots:
         """The state of one row after a prompt in a cache of so many slots."""
         request = Request(Sampling().per_row(1), np.ones(1, np.int32), np.full((1, STOPS), -1, np.int32))
         seen = np.zeros((1, self.model.vocab), bool)
         wishes = Wishes.none(1, self.model.config.vocab_size)
-        return self.model.begin(self.reading(capacity), seen, request, wishes)[0]
+        own, *drafts = [self.reading(model, capacity) for model in self.model.models]
+        return Slots(self.model.begin(own, seen, request, wishes)[0], *(draft.cache for draft in drafts))
 
 
 def _places(width: int) -> Places:
@@ -116,10 +117,10 @@ class _Rows:
     pool: Pool
     prompts: _Prompts
     may_move: bool
-    state: State = field(init=False)
+    slots: Slots = field(init=False)
 
     def __post_init__(self) -> None:
-        self.state = self.pool.state
+        self.slots = self.pool.slots
 
     def steps(self) -> Iterator[Step]:
         """To be run in this order."""
@@ -128,8 +129,10 @@ class _Rows:
         path = [(rows, size) for i, rows in enumerate(options.rows) for size in options.capacities[:: (1, -1)[i % 2]]]
         for shape, following in zip(path, [*path[1:], None], strict=True):
             yield self.take_turn
+            if self.model.draft is not None:
+                yield self.catch_up
             if self.pool.drafting is not None:
-                yield partial(self.take_drafts, self.pool.drafting.count)
+                yield from (partial(self.take_drafts, number) for number in self.pool.drafting.numbers)
             for size in self.prompts.capacities:
                 if size <= shape[1]:
                     yield partial(self.insert, size)
@@ -140,38 +143,44 @@ class _Rows:
             if following is not None:
                 yield partial(self.go, following)
 
-    def beginning(self) -> State:
-        """A state for the pool to begin with, made by a program."""
+    def beginning(self) -> Slots:
+        """Slots for the pool to begin with, made by a program."""
         options = self.pool.options
-        state = self.model.empty_state(options.rows[0], options.capacities[0])
-        return self.model.take_turn(state, self.wishes(options.rows[0]))[0]
+        slots = self.model.empty_slots(options.rows[0], options.capacities[0])
+        return self.model.take_turn(slots, self.wishes(options.rows[0]))[0]
 
     def wishes(self, rows: int) -> Wishes:
         return jax.device_put(Wishes.none(rows, self.model.config.vocab_size))
 
     @property
     def rows(self) -> int:
-        return len(self.state.done)
+        return len(self.slots.state.done)
 
     def take_turn(self) -> Any:
-        self.state, packed = self.model.take_turn(self.state, self.wishes(self.rows))
+        self.slots, packed = self.model.take_turn(self.slots, self.wishes(self.rows))
         return packed
 
-    def take_drafts(self, count: int) -> Any:
-        drafts = np.full((self.rows, count), -1, np.int32)
-        self.state, packed = self.model.take_drafts(self.state, self.wishes(self.rows), drafts)
+    def take_drafts(self, number: int) -> Any:
+        assert self.pool.drafting is not None
+        told = self.pool.drafting.propose([None] * self.rows, number)
+        self.slots, packed = self.model.take_drafts(self.slots, self.wishes(self.rows), told, number)
         return packed
 
-    def insert(self, size: int) -> State:
-        self.state = self.model.insert(self.state, 0, self.prompts.begin(size))
-        return self.state
+    def catch_up(self) -> Slots:
+        numbers = np.zeros(self.rows, np.int32)
+        self.slots = self.model.catch_up(self.slots, np.zeros((self.rows, SMALLEST_PIECE), np.int32), numbers, numbers)
+        return self.slots
 
-    def arrange(self, shape: tuple[int, int]) -> State:
-        return self.model.arrange(self.state, [-1] * shape[0], shape[1])
+    def insert(self, size: int) -> Slots:
+        self.slots = self.model.insert(self.slots, 0, self.prompts.begin(size))
+        return self.slots
 
-    def go(self, shape: tuple[int, int]) -> State:
-        self.state = self.arrange(shape)
-        return self.state
+    def arrange(self, shape: tuple[int, int]) -> Slots:
+        return self.model.arrange(self.slots, [-1] * shape[0], shape[1])
 
-    def take_row(self) -> State:
-        return self.model.take_row(self.state, 0)
+    def go(self, shape: tuple[int, int]) -> Slots:
+        self.slots = self.arrange(shape)
+        return self.slots
+
+    def take_row(self) -> Slots:
+        return self.model.take_row(self.slots, 0)

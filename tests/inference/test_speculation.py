@@ -222,6 +222,15 @@ class TestFewerPasses:
             assert row.counts.accepted >= row.counts.drafted - DRAFTED  # the last pass of a row may end within
 
     @pytest.mark.slow
+    def test_as_right_where_the_cache_is_almost_full(self, model, force):
+        """What the draft reads at once would not fit after what it has read."""
+        force(0, DRAFTED)
+        options = {"max_new_tokens": 250, "sampling": Sampling(temperature=1.0, seed=[3, 4])}
+        for row in llama_jax.generate(*model, [[1, 5], [1, 6, 7]], draft=DraftModel(*model, DRAFTED), **options):
+            assert row.counts.drafted >= 6 * DRAFTED
+            assert row.counts.accepted >= row.counts.drafted - DRAFTED
+
+    @pytest.mark.slow
     def test_copied_text_is_looked_up(self, model, force):
         """A text that repeats itself is drafted from itself, without end."""
         force(8)

@@ -10,7 +10,7 @@ from test_engine import SMALL, Client, alone, exhaust, model, some_request  # no
 
 from llama_jax import PromptLookup
 from llama_jax.errors import GenerationError
-from llama_jax.serving.drafting import FORGETTING, Drafting, Following
+from llama_jax.serving.drafting import FORGETTING, Following, LookupDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
@@ -34,7 +34,7 @@ def foresight(model, monkeypatch):  # noqa: F811
         return answer
 
     monkeypatch.setattr(Following, "following", following)
-    monkeypatch.setattr(Drafting, "is_worth_it", lambda self, shape, rows: any(rows) and rng.random() < 0.8)
+    monkeypatch.setattr(LookupDrafting, "choose", lambda self, shape, rows: 4 if any(rows) and rng.random() < 0.8 else 0)
     return expect
 
 
@@ -97,42 +97,43 @@ class Row:
 
 @given(st.floats(0.05, 1.0), st.floats(1.1, 4.0), st.integers(1, 8))
 def test_drafts_are_made_where_they_are_faster(acceptance, cost, rows):
-    drafting, shape = Drafting(PromptLookup(tokens=4)), (8, 128)
-    assert not drafting.is_worth_it(shape, [Row()] * rows)  # nothing is known of turns
+    drafting, shape = LookupDrafting(PromptLookup(tokens=4)), (8, 128)
+    assert not drafting.choose(shape, [Row()] * rows)  # nothing is known of turns
     rng = random.Random(0)
     for _ in range(2000):
         drafting.learn(True, rng.random() < acceptance)
-    drafting.observe([(shape, False)], 1.0)
-    drafting.observe([(shape, True)], cost)
+    drafting.observe([(shape, 0)], 1.0)
+    drafting.observe([(shape, 4)], cost)
     gained = sum(acceptance**i for i in range(5)) / cost
     if not 0.85 < gained < 1.25:  # the acceptance is known from some hundred tokens
-        assert drafting.is_worth_it(shape, [Row()] * rows) == (gained > 1.05)
-    assert not drafting.is_worth_it(shape, [None] * rows)
+        assert drafting.choose(shape, [Row()] * rows) == (4 if gained > 1.05 else 0)
+    assert not drafting.choose(shape, [None] * rows)
 
 
 def test_what_was_slow_once_is_tried_again():
-    drafting, shape = Drafting(PromptLookup(tokens=4)), (1, 128)
+    drafting, shape = LookupDrafting(PromptLookup(tokens=4)), (1, 128)
     for _ in range(100):
         drafting.learn(True, True)
-    drafting.observe([(shape, False)], 1.0)
-    drafting.observe([(shape, True)], 50.0)
-    assert not drafting.is_worth_it(shape, [Row()])
+    drafting.observe([(shape, 0)], 1.0)
+    drafting.observe([(shape, 4)], 50.0)
+    assert not drafting.choose(shape, [Row()])
     turns = 0
-    while not drafting.is_worth_it(shape, [Row()]):
-        drafting.observe([(shape, False)], 1.0)
+    while not drafting.choose(shape, [Row()]):
+        drafting.observe([(shape, 0)], 1.0)
         turns += 1
         assert turns < 10_000
     assert FORGETTING**turns > 5
 
 
 def test_turns_of_two_pools_say_nothing_of_each():
-    drafting, shape = Drafting(PromptLookup()), (1, 128)
-    drafting.observe([(shape, False), ((2, 256), False)], 1.0)
+    drafting, shape = LookupDrafting(PromptLookup()), (1, 128)
+    drafting.observe([(shape, 0), ((2, 256), 0)], 1.0)
     drafting.observe([], 1.0)
+    drafting.observe([(shape, 0)], None)
     drafting.learn(True, True)
-    assert not drafting.is_worth_it(shape, [Row()])
+    assert not drafting.choose(shape, [Row()])
 
 
 def test_a_draft_that_cannot_be():
-    with pytest.raises(GenerationError, match=r"draft='prompt': an engine drafts by a PromptLookup"):
+    with pytest.raises(GenerationError, match=r"draft='prompt': an engine drafts by a PromptLookup or a DraftModel"):
         EngineOptions(draft="prompt")

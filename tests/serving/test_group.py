@@ -1,6 +1,7 @@
 """One engine over several processes: those that follow make the calls of the first."""
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import pytest
 import llama_jax
 from llama_jax import Sampling
 from llama_jax.parallel.processes import OTHER_DIED
+from llama_jax.serving.drafting import ModelDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.group import Follower, follow, leading
 from llama_jax.serving.model import ServedModel
@@ -49,17 +51,17 @@ def bits(tree):
 class First:
     """The engine of a first process, what it has told, and what its calls gave."""
 
-    def __init__(self, model):
+    def __init__(self, model, options=SMALL):
         self.told, self.made = [], []
-        served = ServedModel.of(*model, SMALL.cache, SMALL.compute)
+        served = ServedModel.of(*model, options.cache, options.compute, options.draft)
 
         def noting(program, *args):
             result = program(*args)
             self.made.append(bits(numpys(result)))
             return result
 
-        noted = Programs(*(partial(noting, program) for program in served.programs))
-        self.engine = Engine(*model, SMALL, leading(replace(served, programs=noted), self.told.append))
+        noted = served.with_programs(Programs(*(partial(noting, program) for program in served.programs)))
+        self.engine = Engine(*model, options, leading(noted, self.told.append))
 
     def serve(self, seed, count):
         """Requests of every kind: cancelled ones, those that outgrow their pool, and such as begin alike."""
@@ -113,6 +115,18 @@ def test_followers_make_the_same_calls_and_keep_no_more(model):
     state = len(jax.tree.leaves([pool.state for pool in first.engine.pools]))
     kept = 2 * len(first.engine.prefixes)
     assert max(sizes) < 3 * state + kept + 20
+
+
+@pytest.mark.slow
+def test_followers_draft_by_the_same_model(model, monkeypatch):
+    numbers = itertools.chain([2] * 20, [0] * 40, itertools.repeat(2))
+    monkeypatch.setattr(ModelDrafting, "choose", lambda self, shape, rows: next(numbers))
+    first = First(model, replace(SMALL, draft=llama_jax.DraftModel(*model, 2)))
+    first.serve(0, 5)
+    assert first.engine.stats().accepted
+    follower = Follower(ServedModel.of(*model, SMALL.cache, SMALL.compute, llama_jax.DraftModel(*model, 2)))
+    for told, made in zip(first.told, first.made, strict=True):
+        assert bits(numpys(follower.take(told))) == made
 
 
 def test_following_ends_when_nothing_is_told():

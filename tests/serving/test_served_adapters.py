@@ -25,10 +25,11 @@ from llama_jax.model.adapter_table import adapter_table, choose_adapters
 from llama_jax.model.adapters import Lora, adapted
 from llama_jax.model.trees import quantize
 from llama_jax.parallel.mesh import parse_mesh
+from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.http.metrics import PREFIX
 from llama_jax.serving.model import ServedModel
-from llama_jax.serving.programs import Wishes, take_turn
+from llama_jax.serving.programs import take_turn
 
 LORAS = (Lora(rank=3, alpha=5.0), Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj")), Lora(rank=2, alpha=4.0))
 TINY = llama_jax.EngineOptions(rows=2, long_rows=1, short=32, context=32, piece=16, smallest_capacity=32)
@@ -109,10 +110,10 @@ def test_among_others_that_come_and_go(tabled, alone, seed):
 
 @pytest.mark.slow
 def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monkeypatch):
-    from llama_jax.serving.drafting import Drafting
+    from llama_jax.serving.drafting import LookupDrafting
 
     rng = random.Random(3)
-    monkeypatch.setattr(Drafting, "is_worth_it", lambda self, shape, rows: any(rows) and rng.random() < 0.5)
+    monkeypatch.setattr(LookupDrafting, "choose", lambda self, shape, rows: 4 if any(rows) and rng.random() < 0.5 else 0)
     engine = Engine(*tabled, replace(SMALL, draft=llama_jax.PromptLookup(tokens=4)))
     engine.warm()
     clients = []

@@ -14,9 +14,9 @@ from llama_jax.model.window import CacheOptions
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code
 from llama_jax.serving import warming
+from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions, PoolOptions
-from llama_jax.serving.programs import Wishes
 from llama_jax.serving.stats import CompileCount
 
 SMALL = EngineOptions(rows=1, context=16, piece=16, smallest_capacity=16)

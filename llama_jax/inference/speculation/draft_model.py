@@ -54,21 +54,25 @@ class DraftModel(Drafter, struct.PyTreeNode):
         self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
     ) -> None:
         """See `Drafter.check`; ConfigError for parameters that are not those of the draft's configuration."""
-        if self.config.vocab_size != config.vocab_size:
-            raise GenerationError(
-                f"the draft has a vocabulary of {self.config.vocab_size}, the model one of {config.vocab_size}; give a draft"
-                " with the model's own tokenizer"
-            )
-        check_params(self.config, self.params)
+        self.check_model(config, params, len(lengths))
         longest = int((lengths + request.limit).max()) if options.window is None else options.window + options.sinks
         if longest > self.config.max_seq_len:
             raise GenerationError(
                 f"the draft's context is {self.config.max_seq_len} tokens, and {longest} are needed; generate less, or let"
                 " both models see a window only (--window, CacheOptions(window=...))"
             )
+
+    def check_model(self, config: LlamaConfig, params: Llama, rows: int) -> None:
+        """`check`, but for the length of the rows."""
+        if self.config.vocab_size != config.vocab_size:
+            raise GenerationError(
+                f"the draft has a vocabulary of {self.config.vocab_size}, the model one of {config.vocab_size}; give a draft"
+                " with the model's own tokenizer"
+            )
+        check_params(self.config, self.params)
         if _devices(self.params) != _devices(params):
             raise MeshError("the draft model is on other devices than the model; load both with the same mesh")
-        check_rows(layout_of(self.params), len(lengths))
+        check_rows(layout_of(self.params), rows)
 
     def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[DraftModel, KVCache]:
         """See `Drafter.begin`; the memory is the draft's cache."""
@@ -80,6 +84,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         width = FOLLOWED
         if memory.window is None:
             memory = self._run().enlarge(memory, capacity)
+            width = min(width, memory.capacity)
         else:
             width = min(width, memory.capacity - memory.sinks - memory.window + 1)
         read = np.asarray(memory.length)
@@ -87,15 +92,23 @@ class DraftModel(Drafter, struct.PyTreeNode):
         if (ends - read).max() == 1:
             return memory
         while (ends > read).any():
+            if memory.window is None:  # room for all columns; what is read a second time is written as it was
+                read = np.minimum(read, memory.capacity - width)
             lengths = np.minimum(ends - read, width)
             columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
             part = np.take_along_axis(history, columns, axis=1)
-            memory = _read(self, memory, part, lengths.astype(np.int32), known.astype(np.int32))
+            memory = _read(self, memory, part, *(x.astype(np.int32) for x in (read, lengths, known)))
             read = read + lengths
         return memory
 
     def propose(self, memory: KVCache, state: State, history: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
-        """See `Drafter.propose`.
+        """See `Drafter.propose`."""
+        last = state.cache.length
+        two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
+        return self.propose_after(memory, state, two, count)
+
+    def propose_after(self, memory: KVCache, state: State, two: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+        """`propose`, told of each row its last two tokens, int32[B, 2], of which the model has read one.
 
         After a pass of which all drafts were accepted the draft has not read the last of them. All rows then read their last
         two tokens: where the first of them has been read, its slot is written with what it holds.
@@ -114,7 +127,6 @@ class DraftModel(Drafter, struct.PyTreeNode):
             return lay_out(cache, self.layout), seen, token
 
         def after_two(cache: KVCache) -> Any:
-            two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
             return draw(cache.replace(length=last - 1), two, state.seen[:, :vocab], state.count)
 
         def after_one(cache: KVCache) -> Any:
@@ -143,14 +155,21 @@ class DraftModel(Drafter, struct.PyTreeNode):
         return head.shape[0]
 
 
-def _read_more(draft: DraftModel, cache: KVCache, tokens: jax.Array, lengths: jax.Array, whole: jax.Array) -> KVCache:
-    """The cache with `lengths` more tokens of each row, int32[B, any], of rows that have int32[B] in the end."""
+def read_more(
+    draft: DraftModel, cache: KVCache, tokens: jax.Array, starts: jax.Array, lengths: jax.Array, whole: jax.Array
+) -> KVCache:
+    """The cache with tokens of each row, int32[B, any], from its place `starts` on, `lengths` of them.
+
+    Args:
+      whole: int32[B], as are `starts` and `lengths`: how many the row has in the end.
+    """
     places = Places(lengths, rope_lengths=whole)
+    cache = cache.replace(length=starts)
     _, cache = forward(draft.config, draft.params, tokens, cache, places=places, layout=draft.layout)
     return lay_out(cache, draft.layout)
 
 
-_read = jax.jit(_read_more, donate_argnums=1)
+_read = jax.jit(read_more, donate_argnums=1)
 
 
 def _devices(params: Llama) -> Any:

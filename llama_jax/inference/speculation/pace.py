@@ -116,10 +116,12 @@ class Pace:
         hopeless = not self.blind and self.expected(other) < MARGIN and not best
         if self.since < PATIENCE or hopeless:
             return best
-        seconds = self.expected(other) / self.rate(other)  # of a pass, which may give no more than one token
-        costs = max(seconds - 1 / self.rate(best), 0.0)
         share = TRYING if best or self.blind else TRYING / (2 if self.expected(other) >= PROMISING else 20)
-        return other if self.wasted + costs <= share * self.elapsed else best
+        return other if self.wasted + self.costs(other) <= share * self.elapsed else best
+
+    def costs(self, number: int) -> float:
+        """Seconds that a pass with so many drafts may waste, which may give no more than one token."""
+        return max(self.expected(number) / self.rate(number) - 1 / self.rate(self.best), 0.0) if self.seconds[0] else 0.0
 
     def observe(self, number: int, passes: int, rows: float, accepted: int, looked_at: int, seconds: float | None) -> Pace:
         """After a piece.

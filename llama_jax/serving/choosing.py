@@ -1,0 +1,123 @@
+"""What each row wishes for, the token that is chosen for it, and how the host reads that."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from llama_jax.inference.state import State, choose
+from llama_jax.model.options import Layout
+from llama_jax.serving.requests import MOST_ALTERNATIVES
+
+
+class Wishes(NamedTuple):
+    """What the host says of every row, turn by turn.
+
+    Attributes:
+      live: bool[B]; a row that is not is done, whatever it was about to do.
+      least: int32[B], tokens before which no stop token is chosen.
+      alternatives: int32[B], how many are wanted beside each token.
+      constrained: bool[B], whether `allowed` says anything of the row.
+      allowed: uint32[B, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
+      adapter: int32[B], which of the model's adapters the row uses, -1 for none.
+    """
+
+    live: Any
+    least: Any
+    alternatives: Any
+    constrained: Any
+    allowed: Any
+    adapter: Any
+
+    @classmethod
+    def none(cls, rows: int, vocab: int) -> Wishes:
+        """Of rows that wish for nothing, and are not live."""
+        numbers = np.zeros(rows, np.int32)
+        allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
+        return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
+
+
+class ChosenTokens(NamedTuple):
+    """A token of each row, as the host reads it.
+
+    Attributes:
+      token: int32[B].
+      logprob: float32[B].
+      valid: bool[B]; False for a row that was done before.
+      ids, logprobs: [B, A], the most probable tokens, with their log-probabilities; zeros where no row wants any.
+    """
+
+    token: Any
+    logprob: Any
+    valid: Any
+    ids: Any
+    logprobs: Any
+
+
+def choose_packed(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+    """`choose` of what is permitted: the state, and the packed `ChosenTokens` with log-probabilities among all tokens."""
+    rest, packed = _choose_without_cache(wishes, state.replace(cache=None), logits, layout)
+    return rest.replace(cache=state.cache), packed
+
+
+@partial(jax.jit, static_argnums=3)  # for its trace, which states of any number of slots share; XLA takes it inline
+def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
+    valid = ~state.done
+    barred = state.count < wishes.least
+    scores = lax.cond(
+        jnp.any(wishes.constrained | barred),
+        lambda: jnp.where(_permitted(state, wishes, barred, logits.shape[-1]), logits, -jnp.inf),
+        lambda: logits,
+    )
+    state, _ = choose(state, layout.constrain(scores, "logits"), layout)
+    ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
+    choice = ChosenTokens(state.token, logprob_of(logits, state.token), valid, ids, logprobs)
+    return state, layout.constrain(pack(choice), "everywhere")
+
+
+def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """float32[B], of a token in each row [B, V]. Row by row, so that each device looks at its own rows only."""
+    return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _permitted(state: State, wishes: Wishes, barred: jax.Array, vocab: int) -> jax.Array:
+    """bool[B, V]: what the constraint of each row allows, less its stop tokens where they come too soon."""
+    bits = (wishes.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
+    allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~wishes.constrained[:, None]
+    stop = jnp.where(state.request.stop < 0, vocab, state.request.stop)
+    stops = jax.vmap(lambda stop: jnp.zeros(vocab, bool).at[stop].set(True, mode="drop"))(stop)
+    return allowed & ~(stops & barred[:, None])
+
+
+def most_probable(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The `MOST_ALTERNATIVES` most probable tokens of each row [B, V] and their log-probabilities; zeros if not `wanted`."""
+    count = min(MOST_ALTERNATIVES, logits.shape[-1])
+
+    def find() -> tuple[jax.Array, jax.Array]:
+        scores, ids = lax.top_k(logits, count)
+        return ids.astype(jnp.int32), scores - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    def skip() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
+
+    return lax.cond(wanted, find, skip)
+
+
+def pack(choice: ChosenTokens) -> jax.Array:
+    """All of a choice as one array, int32[B, 3 + 2 A], which is one transfer."""
+    as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    columns = [choice.token[:, None], as_bits(choice.logprob)[:, None], choice.valid[:, None].astype(jnp.int32)]
+    return jnp.concatenate([*columns, choice.ids, as_bits(choice.logprobs)], axis=1)
+
+
+def unpack(packed: jax.Array) -> ChosenTokens:
+    """Undo `pack`, waiting for it: arrays of numpy, with whatever leading axes it has."""
+    array = np.asarray(packed)
+    floats, ends = array.view(np.float32), 3 + (array.shape[-1] - 3) // 2
+    return ChosenTokens(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])
