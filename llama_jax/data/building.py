@@ -126,7 +126,7 @@ def _build(
     job = shards.BuildJob(str(folder), where, options.reading, options.near_duplicates is not None)
     fates: Sequence[np.ndarray | None] = [None] * len(units)
     listing = None
-    if options.drop_duplicates or job.near:
+    if units and (options.drop_duplicates or job.near):
         workers([(shards.look, job, unit) for unit in units], _part(progress, 0, 2 * len(units)))
         progress = _part(progress, len(units), 2 * len(units))
         fates, listing = _decide(folder, units, options)
@@ -152,7 +152,7 @@ def _part(progress: Progress | None, before: int, of: int) -> Progress | None:
 
 
 def _named(files: Sequence[Path]) -> str:
-    return f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} other files hold"
+    return f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more hold"
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------------
@@ -238,7 +238,8 @@ def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[st
 
 def _decide(folder: Path, units: Sequence[Unit], options: BuildOptions) -> tuple[list[np.ndarray], tuple[str, str] | None]:
     """What is done with each document, uint8[n] for each unit; and the list of near duplicates, which is written here."""
-    looks = [_looks(folder / shards.looks_of(unit)) for unit in units]
+    near_too = options.near_duplicates is not None
+    looks = [shards.read_looks(folder / shards.looks_of(unit), near_too) for unit in units]
     counts = [len(look) for look in looks]
     whole = np.concatenate([np.ascontiguousarray(look[:, :2]).view("<u8")[:, 0] for look in looks])
     fates = np.full(len(whole), shards.DUPLICATE, np.uint8)
@@ -249,13 +250,6 @@ def _decide(folder: Path, units: Sequence[Unit], options: BuildOptions) -> tuple
         fates[[one.document for one in found]] = shards.NEAR
         listing = _list(folder / LISTING, units, counts, found)
     return np.split(fates, np.cumsum(counts)[:-1]), listing
-
-
-def _looks(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is not what was written ({type(error).__name__}); remove it, and build again") from None
 
 
 def _list(path: Path, units: Sequence[Unit], counts: Sequence[int], found: Sequence[near.Near]) -> tuple[str, str]:
