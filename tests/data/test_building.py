@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data import DataError, DocumentFormat, open_corpus, shards, units, workers
+from llama_jax.data import DataError, DocumentFormat, building, open_corpus, shards, units, workers
 from llama_jax.data.building import LOCK, BuildOptions, build
 from llama_jax.data.manifest import MANIFEST, read_manifest
 from llama_jax.data.sources import describe
@@ -334,3 +334,12 @@ def test_a_file_that_grows_between_the_looks_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "look", look)
     with pytest.raises(DataError, match=r"a.jsonl.gz changed while it was read; build when nothing writes"):
         build(path, tmp_path / "out", TOKENIZER, options=BuildOptions(drop_duplicates=True), processes=1)
+
+
+def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("<|endoftext|>".join(f"Story {n:04d}." for n in range(400)))
+    monkeypatch.setattr(building, "MANY", 5)
+    for bounds, count in (((1, 1 << 30), 5), ((6000, 1 << 30), 2), ((1, 1400), 7)):
+        monkeypatch.setattr(building, "UNITS", bounds)
+        assert len(build(path, tmp_path / str(count), TOKENIZER, processes=1).shards) == count
