@@ -38,8 +38,8 @@ class Arguments:
     """Of the cluster, or auto; by default one is started on this machine."""
     cpus: int | None = None
     """Of a cluster that is started here; by default as many as there are."""
-    unit: int = 64
-    """Megabytes of a file that become a shard, about."""
+    unit: int | None = None
+    """Megabytes of a file that become a shard, about; by default a 128th part of all files, between 8 and 64."""
     drop_duplicates: bool = False
     """Of documents of the same text keep only the first."""
     near_duplicates: float | None = None
@@ -78,7 +78,8 @@ def main(arguments: Arguments) -> None:
     """Start or join the cluster, and build."""
     environment = {"env_vars": {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}}
     ray.init(address=arguments.address, num_cpus=arguments.cpus, runtime_env=environment)
-    options = BuildOptions(arguments.reading, arguments.unit << 20, arguments.drop_duplicates, arguments.near_duplicates)
+    unit = None if arguments.unit is None else arguments.unit << 20
+    options = BuildOptions(arguments.reading, unit, arguments.drop_duplicates, arguments.near_duplicates)
     try:
         manifest = build(arguments.files, arguments.out, arguments.tokenizer, options=options, workers=over_ray)
     except UserError as error:

@@ -172,8 +172,9 @@ class BuildData:
     stories model."""
     processes: int | None = None
     """How many work at a time; by default one for each core."""
-    unit: int = 64
-    """Megabytes of a file that become a shard, about. A compressed file becomes a single one."""
+    unit: int | None = None
+    """Megabytes of a file that become a shard, about; by default a 128th part of all files, between 8 and 64. A compressed
+    file becomes a single one."""
     drop_duplicates: bool = False
     """Of documents of the same text keep only the first. All files are then read twice."""
     near_duplicates: float | None = None
@@ -199,7 +200,8 @@ class BuildData:
             if value is not None:
                 require_positive_int(name, value)
         reading = DocumentFormat(separator=self.separator, longest=self.longest, field=self.field)
-        options = BuildOptions(reading, self.unit << 20, self.drop_duplicates, self.near_duplicates)
+        unit = None if self.unit is None else self.unit << 20
+        options = BuildOptions(reading, unit, self.drop_duplicates, self.near_duplicates)
         began = time.perf_counter()
         with tqdm(desc="building", unit=" units", leave=False, delay=1.0, disable=None) as bar:
 

@@ -32,7 +32,9 @@ from llama_jax.errors import shown
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.writing import appearing, cannot_write, hold, sign
 
-UNIT = 64  # megabytes of text that become a shard
+# Bytes of a file that become a shard, at least and at most: to put one on the disk for good takes some 30 ms.
+UNITS = (8 << 20, 64 << 20)
+MANY = 128  # shards, where that leaves them between these sizes: enough for the processes of a large machine
 LOCK = ".lock"
 LISTING = "near_duplicates.tsv"
 
@@ -43,19 +45,20 @@ class BuildOptions:
 
     Attributes:
       reading: where documents end, see `DocumentFormat`.
-      unit: bytes of a file that become a shard, about: no document is in two. Compressed files are read whole.
+      unit: bytes of a file that become a shard, about: no document is in two. Compressed files are read whole. None means a
+        128th part of all files, between 8 and 64 MiB.
       drop_duplicates: whether of documents of the same text only the first is kept.
       near_duplicates: from which similarity on, above 0 and up to 1, a document is left out as well that is near an earlier
         one that is kept: see `data.near`. Those of the same text are left out, too.
     """
 
     reading: DocumentFormat = DocumentFormat()
-    unit: int = UNIT << 20
+    unit: int | None = None
     drop_duplicates: bool = False
     near_duplicates: float | None = None
 
     def __post_init__(self) -> None:
-        if self.unit < 1:
+        if self.unit is not None and self.unit < 1:
             raise DataError(f"unit={self.unit} must be at least 1 byte")
         if self.near_duplicates is not None and not 0 < self.near_duplicates <= 1:
             raise DataError(f"near_duplicates={self.near_duplicates} must be a similarity above 0 and up to 1, such as 0.8")
@@ -122,11 +125,12 @@ def _build(
     begun = _begun(folder, Manifest(plan, command, where, vocabulary.size, shards.token_type(vocabulary)))
     if begun.finished:
         return begun
-    units = units_of(files, workers([(spans_of, file, options.reading, options.unit) for file in files], None))
+    size = options.unit or min(max(sum(source.size for source in sources) // MANY, UNITS[0]), UNITS[1])
+    units = units_of(files, workers([(spans_of, file, options.reading, size) for file in files], None))
     job = shards.BuildJob(str(folder), where, options.reading, options.near_duplicates is not None)
     fates: Sequence[np.ndarray | None] = [None] * len(units)
     listing = None
-    if options.drop_duplicates or job.near:
+    if units and (options.drop_duplicates or job.near):
         workers([(shards.look, job, unit) for unit in units], _part(progress, 0, 2 * len(units)))
         progress = _part(progress, len(units), 2 * len(units))
         fates, listing = _decide(folder, units, options)
@@ -152,7 +156,7 @@ def _part(progress: Progress | None, before: int, of: int) -> Progress | None:
 
 
 def _named(files: Sequence[Path]) -> str:
-    return f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} other files hold"
+    return f"{files[0]} holds" if len(files) == 1 else f"{files[0]} and {len(files) - 1} more hold"
 
 
 # --- the folder ----------------------------------------------------------------------------------------------------------
@@ -217,11 +221,11 @@ def _begun(folder: Path, begun: Manifest) -> Manifest:
 
 def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[str], options: BuildOptions) -> str:
     """What goes on with a build."""
-    if options.unit % (1 << 20) or options.reading.token_type is not None:  # the command line has no words for these
+    if (options.unit or 0) % (1 << 20) or options.reading.token_type is not None:  # the command line has no words for these
         return f"llama_jax.data.building.build(..., {str(folder)!r}, ...), from Python as before"
     parts = [*(str(Path(path).resolve()) for path in paths), "--out", str(folder)]
     parts += ["--tokenizer", str(Path(tokenizer).resolve())]
-    if options.unit != BuildOptions.unit:
+    if options.unit is not None:
         parts += ["--unit", str(options.unit >> 20)]
     if options.drop_duplicates:
         parts += ["--drop-duplicates"]
@@ -238,7 +242,8 @@ def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[st
 
 def _decide(folder: Path, units: Sequence[Unit], options: BuildOptions) -> tuple[list[np.ndarray], tuple[str, str] | None]:
     """What is done with each document, uint8[n] for each unit; and the list of near duplicates, which is written here."""
-    looks = [_looks(folder / shards.looks_of(unit)) for unit in units]
+    near_too = options.near_duplicates is not None
+    looks = [shards.read_looks(folder / shards.looks_of(unit), near_too) for unit in units]
     counts = [len(look) for look in looks]
     whole = np.concatenate([np.ascontiguousarray(look[:, :2]).view("<u8")[:, 0] for look in looks])
     fates = np.full(len(whole), shards.DUPLICATE, np.uint8)
@@ -249,13 +254,6 @@ def _decide(folder: Path, units: Sequence[Unit], options: BuildOptions) -> tuple
         fates[[one.document for one in found]] = shards.NEAR
         listing = _list(folder / LISTING, units, counts, found)
     return np.split(fates, np.cumsum(counts)[:-1]), listing
-
-
-def _looks(path: Path) -> np.ndarray:
-    try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} is not what was written ({type(error).__name__}); remove it, and build again") from None
 
 
 def _list(path: Path, units: Sequence[Unit], counts: Sequence[int], found: Sequence[near.Near]) -> tuple[str, str]:

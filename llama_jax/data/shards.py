@@ -51,7 +51,12 @@ def facts_of(unit: Unit) -> str:
 
 def looks_of(unit: Unit) -> str:
     """The file with the digests and signatures of a unit's documents."""
-    return f"unit-{unit.number:05d}.npy"
+    return f"unit-{unit.number:05d}.seen"
+
+
+def columns(near_too: bool) -> int:
+    """Numbers of a document in such a file, uint32: two are the digest of its text, the others its signature."""
+    return 2 + near.MINIMA * near_too
 
 
 @lru_cache(maxsize=1)
@@ -61,19 +66,33 @@ def _loaded(path: str) -> tuple[Tokenizer, Vocabulary]:
 
 
 def look(job: BuildJob, unit: Unit) -> None:
-    """Write digests and signatures of the documents of a unit, unless they are there: uint32[N, 2 or 2 + MINIMA]."""
+    """Write digests and signatures of the documents of a unit, unless they are there: uint32[N, columns]."""
     path = Path(job.folder) / looks_of(unit)
     if path.is_file():
         return
-    found = [np.zeros((0, 2 + near.MINIMA * job.near), np.uint32)]
-    for some in _batches(read_documents(Path(unit.path), job.reading, unit.span)):
-        texts = [document.text for document in some]
-        columns = [digests(text.encode() for text in texts).view("<u4").reshape(-1, 2)]
-        if job.near:
-            columns.append(near.signatures(texts))
-        found.append(np.concatenate(columns, axis=1, dtype=np.uint32))
     with appearing(path, raises=DataError) as target, target.open("wb") as file:
-        np.save(file, np.concatenate(found))
+        for some in _batches(read_documents(Path(unit.path), job.reading, unit.span)):
+            texts = [document.text for document in some]
+            found = [digests(text.encode() for text in texts).view("<u4").reshape(-1, 2)]
+            if job.near:
+                found.append(near.signatures(texts))
+            file.write(np.concatenate(found, axis=1).astype("<u4").tobytes())
+
+
+def read_looks(path: Path, near_too: bool) -> np.ndarray:
+    """What `look` wrote, mapped.
+
+    Raises:
+      DataError: something else is there.
+    """
+    width = columns(near_too)
+    try:
+        size = path.stat().st_size
+        if size % (4 * width):
+            raise ValueError
+        return np.memmap(path, "<u4", "r").reshape(-1, width) if size else np.zeros((0, width), "<u4")
+    except (OSError, ValueError):
+        raise DataError(f"{path} is not what was written; remove it, and build again") from None
 
 
 def make(job: BuildJob, unit: Unit, fates: np.ndarray | None) -> ShardFacts:
@@ -103,11 +122,12 @@ def write_shard(job: BuildJob, unit: Unit, fates: np.ndarray | None, name: str, 
     tokenizer, vocabulary = _loaded(job.tokenizer)
     begin, end = (array("I", [token] if token >= 0 else []) for token in (vocabulary.bos, vocabulary.eos))
     dtype = np.dtype(token_type(vocabulary)).newbyteorder("<")
+    read = read_documents(Path(unit.path), job.reading, unit.span)
     documents = tokens = text_bytes = 0
     left_out = [0, 0, 0]
     writer = ArrayRecordWriter(str(target), "group_size:64")
     try:
-        for some in _batches(_kept(read_documents(Path(unit.path), job.reading, unit.span), fates, left_out)):
+        for some in _batches(read if fates is None else _kept(unit, read, fates, left_out)):
             whole, ends = array("I"), []  # of the types of arrays a list of ints becomes this one soonest
             for ids in _encode(tokenizer, unit, some):
                 whole += begin + array("I", ids) + end
@@ -124,10 +144,12 @@ def write_shard(job: BuildJob, unit: Unit, fates: np.ndarray | None, name: str, 
     return ShardFacts(name, documents, tokens, text_bytes, left_out[DUPLICATE], left_out[NEAR], _sha256(target))
 
 
-def _kept(documents: Iterator[Document], fates: np.ndarray | None, counts: list[int]) -> Iterator[Document]:
+def _kept(unit: Unit, documents: Iterator[Document], fates: np.ndarray, counts: list[int]) -> Iterator[Document]:
     """The documents that are not left out; the others are counted by what they are."""
     for number, document in enumerate(documents):
-        fate = KEPT if fates is None else int(fates[number])
+        if number == len(fates):
+            raise DataError(f"{unit.path} changed while it was read; build when nothing writes to it")
+        fate = int(fates[number])
         counts[fate] += 1
         if fate == KEPT:
             yield document

@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.data import DataError, DocumentFormat, open_corpus, shards, units, workers
+from llama_jax.data import DataError, DocumentFormat, building, open_corpus, shards, units, workers
 from llama_jax.data.building import LOCK, BuildOptions, build
 from llama_jax.data.manifest import MANIFEST, read_manifest
 from llama_jax.data.sources import describe
@@ -247,12 +247,15 @@ def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monke
     monkeypatch.setattr(Pool, "calls", [], raising=False)
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
     empty = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "str")}), empty)
+    with pyarrow.parquet.ParquetWriter(empty, pyarrow.schema({"text": pyarrow.string()})):
+        pass
+    assert pyarrow.parquet.read_metadata(empty).num_row_groups == 0
     (tmp_path / "b.jsonl").write_text('\n{"text": ""}\n')
-    for paths, message in ((empty, "a.parquet holds"), ([empty, tmp_path / "b.jsonl"], "and 1 other files hold")):
-        for processes in (1, 2):  # of Parquet without row groups nothing is left to do for any
+    for paths, message in ((empty, "a.parquet holds"), ([empty, tmp_path / "b.jsonl"], "and 1 more hold")):
+        for processes in (1, 2):
+            options = BuildOptions(drop_duplicates=processes == 2)
             with pytest.raises(DataError, match=f"{message} no document; are these the right files"):
-                build(paths, tmp_path / "out", TOKENIZER, processes=processes)
+                build(paths, tmp_path / "out", TOKENIZER, options=options, processes=processes)
             assert not (tmp_path / "out").exists()
 
 
@@ -316,3 +319,27 @@ def test_the_processes_of_a_build_do_without_jax():
         "import sys, llama_jax.data.shards, llama_jax.data.building; assert not {'jax', 'orbax', 'grain'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_file_that_grows_between_the_looks_is_refused(tmp_path, monkeypatch):
+    path, real = tmp_path / "a.jsonl.gz", shards.look
+
+    def look(job, unit):
+        real(job, unit)
+        with gzip.open(path, "at") as file:
+            file.write('{"text": "More."}\n')
+
+    with gzip.open(path, "wt") as file:
+        file.write('{"text": "One."}\n')
+    monkeypatch.setattr(shards, "look", look)
+    with pytest.raises(DataError, match=r"a.jsonl.gz changed while it was read; build when nothing writes"):
+        build(path, tmp_path / "out", TOKENIZER, options=BuildOptions(drop_duplicates=True), processes=1)
+
+
+def test_units_are_the_same_part_of_all_files_between_bounds(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("<|endoftext|>".join(f"Story {n:04d}." for n in range(400)))
+    monkeypatch.setattr(building, "MANY", 5)
+    for bounds, count in (((1, 1 << 30), 5), ((6000, 1 << 30), 2), ((1, 1400), 7)):
+        monkeypatch.setattr(building, "UNITS", bounds)
+        assert len(build(path, tmp_path / str(count), TOKENIZER, processes=1).shards) == count

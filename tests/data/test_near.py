@@ -182,10 +182,10 @@ def test_stopped_and_gone_on_with_they_are_the_same(planted, built, tmp_path, mo
             patch.setattr(shards, name, ending)
             with pytest.raises(KeyboardInterrupt):
                 build(planted[0], tmp_path / "out", bundled(), options=OPTIONS, processes=1)
-    (tmp_path / "out" / "unit-00001.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(DataError, match=r"unit-00001.npy is not what was written \(.*\); remove it, and build again"):
+    (tmp_path / "out" / "unit-00001.seen").write_bytes(b"other")
+    with pytest.raises(DataError, match=r"unit-00001.seen is not what was written; remove it, and build again"):
         build(planted[0], tmp_path / "out", bundled(), options=OPTIONS, processes=1)
-    (tmp_path / "out" / "unit-00001.npy").unlink()
+    (tmp_path / "out" / "unit-00001.seen").unlink()
     build(planted[0], tmp_path / "out", bundled(), options=OPTIONS, processes=1)
     for path in built[0].iterdir():
         if path.name != MANIFEST:
