@@ -27,8 +27,7 @@ def random_adapters(config, lora=LORA, *, stacked=False, seed=0, dtype=np.float3
                 qkv.b[:, :, some] = 0
                 if lora.dora:
                     qkv.magnitude[:, :, some] = 0
-    drawn = jax.tree.map(lambda array: jax.numpy.asarray(array, dtype), drawn)
-    if stacked:
-        return drawn
-    layers = range(config.n_layers)
-    return drawn.replace(blocks=tuple(jax.tree.map(lambda array, i=i: array[i], drawn.blocks) for i in layers))
+    if not stacked:
+        layers = range(config.n_layers)
+        drawn = drawn.replace(blocks=tuple(jax.tree.map(lambda array, i=i: array[i], drawn.blocks) for i in layers))
+    return jax.tree.map(lambda array: jax.device_put(np.asarray(array, dtype)), drawn)

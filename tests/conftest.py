@@ -20,7 +20,6 @@ os.environ.setdefault(
 )
 
 import jax
-import jax.numpy as jnp
 import make_goldens
 import numpy as np
 import pytest
@@ -81,9 +80,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays for the whole run; collecting garbage need not look through it each time."""
+    """What was imported stays for the whole run; collecting garbage need not look through it each time.
+
+    What JAX keeps of traced programs grows all the time, so that looking through it took a second or two, again and again.
+    """
     gc.collect()
     gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, 300)
 
 
 MOST_MAPS = 40_000
@@ -102,7 +106,7 @@ def _programs_leave_room():
 jit_logits = jax.jit(llama_jax.logits, static_argnums=0)
 jit_dequantize = jax.jit(dequantize)
 jit_init = jax.jit(llama_jax.init, static_argnums=(0, 2))
-jit_unstack = jax.jit(llama_jax.unstack)
+jit_stack, jit_unstack = jax.jit(llama_jax.stack), jax.jit(llama_jax.unstack)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -181,4 +185,4 @@ def write_hf_folder(folder: Path, config, tensors: dict[str, np.ndarray] | None 
 
 def as_float64(params):
     """The same parameters in float64; use under `jax.enable_x64`."""
-    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float64), params)
+    return jax.tree.map(lambda a: jax.device_put(np.asarray(a, np.float64)), params)

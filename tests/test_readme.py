@@ -28,6 +28,7 @@ def test_the_python_of_the_readme_runs(stories_folder, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("Once upon a time")
 
 
+@pytest.mark.slow
 def test_the_training_of_the_readme_has_float32_parameters_whatever_the_file_has():
     """With the bundled model, which is bfloat16."""
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "init_state(" in b)

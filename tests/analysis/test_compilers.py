@@ -215,7 +215,7 @@ print(json.dumps(examine(compile_report.rollout(config, case, mesh, rank=16, gro
 
 
 @pytest.mark.accelerators
-@pytest.mark.parametrize("mesh", ["data=1", "tensor=8"])
+@pytest.mark.parametrize("mesh", ["data=1", pytest.param("tensor=8", marks=pytest.mark.nightly)])
 def test_answers_are_sampled_without_a_copy_of_the_weights(mesh):
     """On a TPU, which reads stacked layers as they lie; and new tokens are written by one scatter, not row by row."""
     found = look("tpu-v5e", ROLLOUT, mesh, str(EXPERIMENTS))

@@ -206,7 +206,9 @@ unasked = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWa
 
 
 @unasked
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize(
+    "name", [x if x in ("gguf", "meta", "orbax") else pytest.param(x, marks=pytest.mark.nightly) for x in COUNTS]
+)
 def test_some_corruptions(name, tmp_path):
     attack(name, 2 if name == "orbax" else 20, tmp_path, seed=1)
 

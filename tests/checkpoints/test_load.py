@@ -11,7 +11,7 @@ import make_goldens
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import params_of, write_hf_folder
+from conftest import jit_logits, params_of, write_hf_folder
 from safetensors.numpy import load_file, save_file
 
 import llama_jax
@@ -486,4 +486,4 @@ def test_several_models_in_a_folder(tmp_path):
 def test_params_of_is_what_load_gives(hf_folder):
     """The tests' shortcut goes the same way as the file."""
     same(params_of(KINDS["gqa"], make_goldens.random_tensors(KINDS["gqa"])), llama_jax.load(hf_folder).params)
-    assert llama_jax.logits(*llama_jax.load(hf_folder)[:2], TOKENS).shape == (2, 8, 96)
+    assert jit_logits(*llama_jax.load(hf_folder)[:2], TOKENS).shape == (2, 8, 96)

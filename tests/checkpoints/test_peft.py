@@ -103,10 +103,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
     mesh = MeshSizes(tensor=4)  # two key/value heads, which are copied
     held, divided, _ = llama_jax.load(hf_folder, adapter=written, mesh=mesh)
     assert len(divided.blocks[0].attention.qkv.low_rank.b.sharding.device_set) == 4
-    rows = llama_jax.generate(held, divided, [[1, 5], [2]], max_new_tokens=6)
-    assert [row.tokens for row in rows] == [
-        row.tokens for row in llama_jax.generate(config, joined, [[1, 5], [2]], max_new_tokens=6)
-    ]
+    np.testing.assert_allclose(jit_logits(held, divided, tokens)[..., : config.vocab_size], wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(MeshError, match="an adapter is laid out over a mesh"):
         llama_jax.load(hf_folder, adapter=written, shardings=params)
 

@@ -150,6 +150,7 @@ def test_a_conversation(chat):
     assert err.count("error") == 3
 
 
+@pytest.mark.slow
 def test_a_full_context_is_said(chat):
     lines = b"".join(b"once upon a time number %d\n" % i for i in range(4))
     done = chat(lines, "--max-new-tokens", 8, "--context", 100, "--system", "Be kind.")

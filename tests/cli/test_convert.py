@@ -94,6 +94,7 @@ TWICE = INTERRUPT.format("SIGINT") + (
 )
 
 
+@pytest.mark.slow
 def test_stopped_twice_leaves_what_the_next_run_clears_up(run, tmp_path):
     """The second Ctrl-C comes while the first one's leavings are removed."""
     command = [sys.executable, "-c", START + TWICE + "main()", "convert", FORMATS / "meta-1", tmp_path / "out.gguf"]

@@ -285,7 +285,7 @@ def test_every_mesh_of_the_report_has_as_many_devices_as_it_says():
 @pytest.mark.parametrize(
     "case",
     [
-        check_estimate.CASES[0],
+        pytest.param(check_estimate.CASES[0], marks=pytest.mark.nightly),
         check_estimate.CASES[12],
         replace(check_estimate.CASES[7], preset="stories-15m", length=256),
         pytest.param(check_estimate.CASES[4], marks=pytest.mark.nightly),

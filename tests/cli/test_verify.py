@@ -106,6 +106,7 @@ def test_logits_that_are_not_finite(run, folder, tmp_path):
 # -- quantised, against itself ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_quantised_model_beside_itself(run):
     code, out, _ = run(bundled(), "--quantize", "int8", "--per-layer", "--tokens", 32)
     assert code == 0

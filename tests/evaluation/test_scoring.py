@@ -8,6 +8,7 @@ import make_goldens
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
+from conftest import jit_logits
 
 import llama_jax
 from llama_jax.errors import GenerationError
@@ -65,7 +66,7 @@ def test_each_is_what_it_is_alone(model, measure, plain):
         for _ in range(3):
             row = np.zeros((1, CONFIG.max_seq_len), np.int32)
             row[0, : len(read[-64:])] = read[-64:]
-            found.append(int(np.argmax(logits(*model, row)[0, len(read[-64:]) - 1])))
+            found.append(int(np.argmax(jit_logits(*model, row)[0, len(read[-64:]) - 1])))
             read.append(found[-1])
         pairs.append(Continuation(context[-60:], found if len(context) < 60 else found[:1]))
     found = score_pairs(*model, pairs, batch=2, measure=measure)
@@ -101,13 +102,14 @@ def test_answers_to_the_same_question_share_what_is_read(model, measure, plain, 
     check(score_pairs(*model, many, batch=2, measure=measure), many, plain)
 
 
-def test_of_equal_tokens_the_first_is_greedy(model):
+def test_of_equal_tokens_the_first_is_greedy(model, measure):
     config, params = model
     context = [7, 8, 9]
-    best = int(np.argmax(logits(config, params, np.array([context]))[0, -1]))
+    best = int(np.argmax(jit_logits(config, params, np.array([context]))[0, -1]))
     other = (best + 1) % config.vocab_size
     tied = params.replace(lm_head=params.lm_head.at[other].set(params.lm_head[best]))
-    found = score_pairs(config, tied, [Continuation(context, [best]), Continuation(context, [other])])
+    pairs = [Continuation(context, [best]), Continuation(context, [other])]
+    found = score_pairs(config, tied, pairs, batch=2, measure=measure)
     assert found[0].logprob == found[1].logprob
     assert [one.greedy for one in found] == [best < other, other < best]
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 import vocabularies
-from conftest import sharp
+from conftest import jit_logits, sharp
 
 import llama_jax
 from llama_jax import EngineOptions, LlamaConfig, Sampling, encode_chat
@@ -80,8 +80,8 @@ def test_scores(texts, model, tokenizer):
         ids = [*context, *continuation][-65:]
         row = np.zeros((1, 64), np.int32)
         row[0, : len(ids) - 1] = ids[:-1]
-        logits = llama_jax.logits(*model, row)[0, : len(ids) - 1]
-        each = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(ids) - 1), ids[1:]]
+        logprobs = np.asarray(jax.nn.log_softmax(jit_logits(*model, row)))[0]
+        each = logprobs[np.arange(len(ids) - 1), ids[1:]]
         assert score.logprob == pytest.approx(each[-len(continuation) :].sum(), abs=1e-4)
 
 

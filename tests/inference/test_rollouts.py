@@ -94,9 +94,8 @@ def test_answers_are_those_of_a_plain_loop_and_log_probabilities_the_trainers(mo
     check_by_trainer(config, params, prompts, answers, temperature)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "kind"), [(1.0, None), pytest.param(0.7, "int8", marks=pytest.mark.slow)], ids=["dense", "int8"]
-)
+@pytest.mark.parametrize(("temperature", "kind"), [(1.0, None), (0.7, "int8")], ids=["dense", "int8"])
+@pytest.mark.slow
 def test_with_adapters_over_stacked_blocks_they_are_the_trainers_too(models, temperature, kind):
     config, params = models["tied"]
     params = llama_jax.stack(params)

@@ -91,6 +91,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         other = jax.tree.map(lambda a: a * 1.05, params)
         same(run(draft=DraftModel(config, other, DRAFTED)), plain)
 
+    @pytest.mark.slow
     def test_of_a_single_row(self, model, force):
         force(DRAFTED)
         run = partial(llama_jax.generate, *model, PROMPTS[:1], max_new_tokens=NEW, sampling=Sampling(temperature=1.0))
@@ -126,6 +127,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         plain = run()
         same(run(draft=told(plain, 512, 0.2)), plain)
 
+    @pytest.mark.slow
     def test_where_the_rotary_frequencies_depend_on_the_length(self, model, force):
         """Each verified token is turned as when its row was as long as it then is, also across the original context."""
         config, params = model
@@ -219,13 +221,14 @@ class TestFewerPasses:
             assert row.counts.drafted >= 6 * DRAFTED
             assert row.counts.accepted >= row.counts.drafted - DRAFTED  # the last pass of a row may end within
 
+    @pytest.mark.slow
     def test_copied_text_is_looked_up(self, model, force):
         """A text that repeats itself is drafted from itself, without end."""
         force(8)
         prompt = [1, *([5, 9, 200, 7, 31] * 5)]
         state = lambda: llama_jax.generate(*model, [prompt], max_new_tokens=60, draft=PromptLookup())[0]
         found = state()
-        copied = continued(np.array(prompt), np.int32(len(prompt) - 1), 8, 8, 2)
+        copied = jax.jit(continued, static_argnums=(2, 3, 4))(np.array(prompt), np.int32(len(prompt) - 1), 8, 8, 2)
         assert copied.tolist() == [5, 9, 200, 7, 31, 5, 9, 200]
         assert found.counts.drafted > 0
 
@@ -397,7 +400,7 @@ class TestPace:
         assert Pace.of(1).numbers == (0, 1)
 
 
-IN_EVERY_RUN = {(8, False, "plain"), (8, True, "window"), (8, False, "int8"), (1, True, "plain")}
+IN_EVERY_RUN = {(8, False, "int8"), (8, True, "window")}
 
 
 @pytest.mark.slow

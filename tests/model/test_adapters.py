@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_dequantize, jit_init, jit_logits, jit_unstack
+from conftest import jit_dequantize, jit_init, jit_logits, jit_stack, jit_unstack
 
 import llama_jax
 from llama_jax.errors import ConfigError
@@ -28,8 +28,8 @@ def test_what_was_just_made_changes_nothing(models):
     config, params = models["gqa"]
     lora = Lora()
     adapters = init_adapters(config, lora, jax.random.key(0))
-    found = jit_logits(config, adapted(llama_jax.stack(params), adapters, lora), TOKENS)
-    np.testing.assert_array_equal(found, jit_logits(config, llama_jax.stack(params), TOKENS))
+    found = jit_logits(config, adapted(jit_stack(params), adapters, lora), TOKENS)
+    np.testing.assert_array_equal(found, jit_logits(config, jit_stack(params), TOKENS))
 
 
 def test_it_begins_as_peft_says(models):
@@ -80,10 +80,16 @@ def test_merged_is_unmerged(gqa):
     wanted = jit_logits(config, merged, TOKENS)
     assert float(jnp.abs(wanted - jit_logits(config, params, TOKENS)).max()) > 0.1  # or nothing would be tested
     np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, rtol=1e-5, atol=1e-5)
-    stacked = adapted(llama_jax.stack(params), llama_jax.stack(adapters), LORA)
-    np.testing.assert_allclose(jit_logits(config, stacked, TOKENS), wanted, rtol=1e-5, atol=1e-5)
-    both = merge(llama_jax.stack(params), llama_jax.stack(adapters), LORA)
+    stacked = jit_stack(params), jit_stack(adapters)
+    np.testing.assert_allclose(jit_logits(config, adapted(*stacked, LORA), TOKENS), wanted, rtol=1e-5, atol=1e-5)
+    both = merge(*stacked, LORA)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), llama_jax.unstack(both), merged)
+
+
+@pytest.mark.slow
+def test_it_generates_what_the_merged_model_does(gqa):
+    config, params, adapters, joined = gqa
+    merged = merge(params, adapters, LORA)
     ours, theirs = (llama_jax.generate(config, one, [[1, 5], [2]], max_new_tokens=8) for one in (joined, merged))
     assert [row.tokens for row in ours] == [row.tokens for row in theirs]
 
@@ -183,7 +189,7 @@ def test_adapters_of_another_model_are_named(gqa):
     with pytest.raises(ConfigError, match=r"rank=4 of a matrix \[2, 4, 8, 32\] needs \[3, 4, 32\] and \[2, 4, 8, 4\]"):
         adapted(params, adapters, replace(LORA, rank=4))
     with pytest.raises(ConfigError, match=r"the model has no such matrix; are both of one model, and both stacked"):
-        adapted(params, llama_jax.stack(adapters), LORA)
+        adapted(params, jit_stack(adapters), LORA)
     with pytest.raises(ConfigError, match=r"adapter of blocks.2.attention.out: the model has no such matrix"):
         adapted(params, random_adapters(replace(config, n_layers=3)), LORA)
 
@@ -231,12 +237,12 @@ class TestMagnitudes:
         assert once.blocks[0].attention.out.low_rank.magnitude is None
         assert once.blocks[0].attention.out.base is params.blocks[0].attention.out
         np.testing.assert_allclose(jit_logits(config, once, TOKENS), wanted, atol=2e-5)
-        stacked = settled(adapted(llama_jax.stack(params), llama_jax.stack(adapters), DORA))
+        stacked = settled(adapted(jit_stack(params), jit_stack(adapters), DORA))
         np.testing.assert_allclose(jit_logits(config, stacked, TOKENS), wanted, atol=2e-5)
 
     def test_what_was_just_made_changes_nothing(self, models):
         config, params = models["gqa"]
-        base = llama_jax.stack(params)
+        base = jit_stack(params)
         adapters = init_adapters(config, DORA, jax.random.key(0), base=base)
         shapes = adapter_shapes(config, DORA)
         assert jax.tree.map(lambda a: (a.shape, a.dtype), adapters) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
@@ -254,6 +260,7 @@ class TestMagnitudes:
         plain, rows = replace(DORA, dora=False), 4 * 8 + 2 * 8 + config.dim + config.hidden_dim
         assert adapter_count(config, DORA) == adapter_count(config, plain) + config.n_layers * rows
 
+    @pytest.mark.slow
     def test_of_a_quantised_base(self):
         config = llama_jax.LlamaConfig(
             vocab_size=40, dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=32, norm_eps=1e-5,
@@ -273,8 +280,7 @@ class TestMagnitudes:
         config, params, adapters, joined = dora
         plain = random_adapters(config, seed=1)
         table = adapter_table(config, params, [(plain, LORA), (adapters, DORA)])
-        tokens = jnp.concatenate([TOKENS, TOKENS[:1]])
-        found = jit_logits(config, choose_adapters(table, [1, 0, -1]), tokens)
-        own = joined, adapted(params, plain, LORA), params
-        wanted = [jit_logits(config, one, tokens)[i] for i, one in enumerate(own)]
-        np.testing.assert_allclose(found, np.stack(wanted), atol=2e-5)
+        own = [np.asarray(jit_logits(config, one, TOKENS)) for one in (adapted(params, plain, LORA), joined, params)]
+        for rows in ([1, 0], [-1, 1]):
+            found = jit_logits(config, choose_adapters(table, rows), TOKENS)
+            np.testing.assert_allclose(found, [own[adapter][i] for i, adapter in enumerate(rows)], atol=2e-5)

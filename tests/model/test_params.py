@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conftest import jit_init
 
 import llama_jax
 from llama_jax import preset
@@ -9,7 +10,7 @@ from llama_jax.model.trees import count
 
 def test_initialisation():
     config = preset("stories-260k")
-    params = llama_jax.init(config, jax.random.key(0))
+    params = jit_init(config, jax.random.key(0))
     blocks = params.blocks
     residual = 0.02 / np.sqrt(2 * config.n_layers)
     for array, std in [
@@ -31,15 +32,15 @@ def test_initialisation():
 
 def test_the_key_and_the_dtype_decide():
     config = preset("stories-260k")
-    a, b, c = (llama_jax.init(config, jax.random.key(i)) for i in (0, 0, 1))
+    a, b, c = (jit_init(config, jax.random.key(i)) for i in (0, 0, 1))
     np.testing.assert_array_equal(a.embedding, b.embedding)
     assert (a.embedding != c.embedding).any()
-    low = llama_jax.init(config, jax.random.key(0), jnp.bfloat16)
+    low = jit_init(config, jax.random.key(0), jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_stack_and_unstack_undo_each_other():
-    params = llama_jax.init(preset("stories-260k"), jax.random.key(0))
+    params = jit_init(preset("stories-260k"), jax.random.key(0))
     loose = llama_jax.unstack(params)
     assert isinstance(loose.blocks, tuple)
     assert len(loose.blocks) == 5

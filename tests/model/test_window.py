@@ -74,7 +74,7 @@ def model(models):
 
 @pytest.fixture(scope="module")
 def tokens(model):
-    return jnp.asarray(np.random.default_rng(0).integers(0, model[0].vocab_size, (2, LENGTH)), jnp.int32)
+    return jax.device_put(np.asarray(np.random.default_rng(0).integers(0, model[0].vocab_size, (2, LENGTH)), np.int32))
 
 
 @pytest.mark.parametrize("sinks", [0, SINKS])
@@ -108,7 +108,9 @@ def test_ragged_rows(model, tokens):
     for step in range(12):
         lengths = np.minimum([5 if step % 2 else 1, 3 if step % 3 else 0], LENGTH - done)
         new = np.stack([np.pad(row[at : at + n], (0, 5 - n)) for row, at, n in zip(tokens, done, lengths, strict=True)])
-        hidden, cache = read(config, params, jnp.asarray(new), cache, places=Places(jnp.asarray(lengths, jnp.int32)))
+        hidden, cache = read(
+            config, params, jnp.asarray(new), cache, places=Places(jax.device_put(np.asarray(lengths, np.int32)))
+        )
         for row in range(2):
             got, want = hidden[row, : lengths[row]], expected[row, done[row] : done[row] + lengths[row]]
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -1,5 +1,6 @@
 """Every way to compute attention gives what the definition gives, with its gradients."""
 
+import itertools
 import logging
 import re
 import sys
@@ -40,7 +41,7 @@ def small_blocks():
 def operands(seed=0, shape=SHAPE):
     rng = np.random.default_rng(seed)
     keys = shape[:-2] + shape[-1:]
-    return tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, keys, keys))
+    return tuple(jax.device_put(np.asarray(rng.normal(size=s), np.float32)) for s in (shape, keys, keys))
 
 
 def assert_near(found, expected, rtol=1e-5, atol=2e-6):
@@ -67,6 +68,11 @@ def value_and_gradients_of(function, arrays):
 @partial(jax.jit, static_argnames=("backend", "window"))
 def value_and_gradients(arrays, seen, backend, window=None):
     return value_and_gradients_of(partial(ops.attend, seen=seen, scale=0.5, backend=backend, window=window), arrays)
+
+
+@partial(jax.jit, static_argnames="backend")
+def attend_jitted(queries, view, seen, backend):
+    return ops.attend(queries, view, seen, scale=0.2, backend=backend)
 
 
 def ascending(draw, length, most):
@@ -102,7 +108,7 @@ class TestEveryBackendIsTheReference:
     def test_packed_ragged_rows(self, window, seen, seed):
         self.check(window, seen, seed)
 
-    @pytest.mark.parametrize("window", [None, 7])
+    @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 7])
     @given(rings(), st.integers(0, 99))
     def test_any_order_of_slots(self, window, seen, seed):
         self.check(window, seen, seed)
@@ -113,9 +119,20 @@ class TestEveryBackendIsTheReference:
         for backend in ("rows", "blockwise"):
             assert_near(value_and_gradients(arrays, seen, backend, window), expected)
 
-    @pytest.mark.parametrize("window", [None, 7, *(pytest.param(x, marks=pytest.mark.nightly) for x in (1, 100))])
-    @pytest.mark.parametrize("packed", [False, True])
-    @pytest.mark.parametrize("backend", ["rows", "blockwise"])
+    @pytest.mark.parametrize(
+        ("backend", "packed", "window"),
+        [
+            *(("rows", True, 7), ("blockwise", True, None), ("blockwise", False, 7)),
+            *(
+                pytest.param(*case, marks=pytest.mark.slow)
+                for case in (("rows", False, None), ("rows", True, None), ("blockwise", False, None), ("blockwise", True, 7))
+            ),
+            *(
+                pytest.param(*case, marks=pytest.mark.nightly)
+                for case in (("rows", False, 7), *itertools.product(("rows", "blockwise"), (False, True), (1, 100)))
+            ),
+        ],
+    )
     def test_whole_rows(self, backend, packed, window):
         """Computed in blocks: of three, unequal, by rows."""
         arrays = operands(0, (2, 2, 200, 3, 4))
@@ -189,7 +206,7 @@ class TestDerivatives:
     def test_saves_no_scores_for_the_backward_pass(self):
         queries, keys = jnp.zeros((2, 3, 40, 1, 4)), jnp.zeros((2, 3, 40, 4))
         attend = lambda q, k, v: ops.attend(q, View.of(k, v), Seen.whole(40), scale=1.0, backend="rows")
-        _, pull = jax.vjp(attend, queries, keys, keys)
+        pull = jax.eval_shape(lambda *arrays: jax.vjp(attend, *arrays)[1], queries, keys, keys)
         assert max(kept.size for kept in jax.tree.leaves(pull)) <= queries.size
 
 
@@ -197,8 +214,8 @@ class TestViews:
     def test_one_of_the_stacked_layers_is_read(self):
         queries, keys, values = operands()
         stacked = View(jnp.stack([values, keys]), jnp.stack([keys, values]), jnp.int32(1))
-        found = ops.attend(queries, stacked, Seen.whole(LENGTH), scale=0.5)
-        np.testing.assert_array_equal(found, ops.attend(queries, View.of(keys, values), Seen.whole(LENGTH), scale=0.5))
+        attend = jax.jit(partial(ops.attend, seen=Seen.whole(LENGTH), scale=0.5))
+        np.testing.assert_array_equal(attend(queries, stacked), attend(queries, View.of(keys, values)))
 
     @pytest.mark.parametrize(
         ("new", "groups"),
@@ -208,27 +225,26 @@ class TestViews:
     def test_quantized_keys_cost_no_more_than_their_own_rounding(self, backend, new, groups):
         """Beside attention to the same rounded keys and values in full: queries are not rounded, on a CPU to 16 bits."""
         queries, _, _ = operands(0, (2, 2, new, groups, 32))
-        keys, values = (quantize(x) for x in operands(1, (2, 2, LENGTH, 1, 32))[1:])
+        keys, values = map(jax.jit(quantize), operands(1, (2, 2, LENGTH, 1, 32))[1:])
         seen = Seen(16 + np.arange(new, dtype=np.int32)[None], np.arange(LENGTH, dtype=np.int32)[None])
-        found = ops.attend(queries, View(keys, values), seen, scale=0.2, backend=backend)
+        found = attend_jitted(queries, View(keys, values), seen, backend)
         whole = View(dequantize(keys), dequantize(values))
-        np.testing.assert_allclose(
-            found, ops.attend(queries, whole, seen, scale=0.2, backend="reference"), rtol=1e-4, atol=1e-4
-        )
+        np.testing.assert_allclose(found, attend_jitted(queries, whole, seen, "reference"), rtol=1e-4, atol=1e-4)
 
     def test_what_another_platform_makes_of_quantized_keys_is_what_a_cpu_makes(self, monkeypatch):
         queries, _, _ = operands(0, (2, 2, 1, 3, 32))
         _, keys, values = operands(1, (2, 2, LENGTH, 1, 32))
-        view, seen = View(quantize(keys), quantize(values)), Seen(np.array([[20]]), np.arange(LENGTH)[None])
-        here = ops.attend(queries, view, seen, scale=0.2)
+        view, seen = View(*map(jax.jit(quantize), (keys, values))), Seen(np.array([[20]]), np.arange(LENGTH)[None])
+        here = jax.jit(lambda q, view: ops.attend(q, view, seen, scale=0.2))(queries, view)
         monkeypatch.setattr(cpu, "lowering_platform", lambda: "tpu")
-        np.testing.assert_allclose(here, ops.attend(queries, view, seen, scale=0.2), rtol=1e-4, atol=1e-4)
+        there = jax.jit(lambda q, view: ops.attend(q, view, seen, scale=0.2))(queries, view)
+        np.testing.assert_allclose(here, there, rtol=1e-4, atol=1e-4)
 
 
 class TestParts:
     @given(rings(), st.integers(0, 99))
     def test_two_sets_of_keys_are_joined_by_merge(self, seen, seed):
-        whole, joined = _whole_and_joined(*operands(seed), jax.tree.map(jnp.asarray, seen))
+        whole, joined = _whole_and_joined(*operands(seed), jax.tree.map(jax.device_put, seen))
         assert_near(joined, whole)
 
 
@@ -293,6 +309,7 @@ class TestMemory:
         assert longer < 2 * shorter
         assert longer < 0.5e9
 
+    @pytest.mark.slow
     def test_bfloat16_is_not_copied_to_float32_to_be_sliced(self):
         shorter, longer = (self.temporaries(length, jnp.bfloat16) for length in (16_384, 32_768))
         kept = 8 * 16_384 * 64 * 4 * 4  # the gradients are summed in float32, and so is the mixture

@@ -27,7 +27,7 @@ from llama_jax.ops.weights.planes import INT4, join, split
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BYTES = {"q8_0": 34, "q4_0": 18, "q4_k": 144, "q5_k": 176, "q6_k": 210}
 MADE = [name for name, form in KINDS.items() if form.encode is not None]
-COMMON = {"int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k"}
+COMMON = {"int8", "int4", "nf4", "q4_k"}
 EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 needs_compiler = pytest.mark.skipif(not native.usable(), reason="no C++ compiler here")
 
@@ -54,8 +54,8 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
 @cache
 def weight_of(kind: str, rows: int = 40, columns: int = 512) -> QuantizedWeight:
     if kind not in MADE:
-        return QuantizedWeight(tuple(map(jnp.asarray, random_planes(kind, rows, columns))), kind, "float32")
-    return quantized(jnp.asarray(np.random.default_rng(1).normal(0, 0.05, (rows, columns)), jnp.float32), kind)
+        return QuantizedWeight(tuple(map(jax.device_put, random_planes(kind, rows, columns))), kind, "float32")
+    return quantized(jax.device_put(np.asarray(np.random.default_rng(1).normal(0, 0.05, (rows, columns)), np.float32)), kind)
 
 
 def numbers(weight: QuantizedWeight) -> np.ndarray:
@@ -140,7 +140,7 @@ def test_rows_go_through_bytes(kind):
 def test_accelerators_multiply_with_the_same_numbers(kind, tokens):
     """By the forms that are not a CPU's, on a CPU."""
     weight = weight_of(kind, rows=37)
-    x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), jnp.float32)
+    x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), np.float32))
     with planned_for("accelerator"):
         found = jax.jit(lambda x: ops.project(x, weight))(x)
     dense = numbers(weight)
@@ -152,7 +152,7 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens):
 def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla, monkeypatch):
     monkeypatch.setattr(room, "CHUNK", 1 << 12)  # several parts, of which the last has rows too many
     weight = weight_of(kind, rows=37)
-    x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (2, tokens, 512)), jnp.float32)
+    x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (2, tokens, 512)), np.float32))
     dense = numbers(weight).astype(np.float64)
     scale = np.abs(dense).max() * 10
     found, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(ops.project(x, weight) / scale))))(x)
@@ -164,11 +164,11 @@ def test_matmul_and_its_derivative_are_those_of_the_numbers(kind, tokens, by_xla
 
 
 def test_several_axes_of_outputs_and_of_bfloat16():
-    matrix = jnp.asarray(np.random.default_rng(0).normal(0, 0.1, (2, 3, 4, 256)), jnp.bfloat16)
+    matrix = jax.device_put(np.asarray(np.random.default_rng(0).normal(0, 0.1, (2, 3, 4, 256)), jnp.bfloat16))
     for kind in MADE:
         weight = quantized(matrix, kind)
         assert (weight.shape, weight.ndim, weight.dtype) == (matrix.shape, 4, jnp.bfloat16)
-        x = jnp.asarray(np.random.default_rng(1).normal(0, 1, (5, 256)), jnp.bfloat16)
+        x = jax.device_put(np.asarray(np.random.default_rng(1).normal(0, 1, (5, 256)), jnp.bfloat16))
         found = jax.jit(ops.project)(x, weight)
         assert (found.shape, found.dtype) == ((5, 2, 3, 4), jnp.bfloat16)
         wanted = np.tensordot(np.asarray(x, np.float32), numbers(weight), axes=((-1,), (-1,)))
@@ -179,7 +179,7 @@ def test_several_axes_of_outputs_and_of_bfloat16():
 def test_planes_are_divided_over_a_mesh_as_their_matrix_is(kind, by_xla):
     """Factors lie where their numbers do, and the product is that of one device."""
     weight = weight_of(kind, rows=8, columns=1024)
-    x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (3, 1024)), jnp.float32)
+    x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (3, 1024)), np.float32))
 
     @jax.jit
     def product_and_gradient(x, weight):
@@ -245,7 +245,7 @@ def test_rows_are_looked_up_on_a_tpu_by_whole_tiles(kind, rows):
 )
 def test_groups_of_128_are_stored_first_for_a_tpu(kind, columns, wanted, monkeypatch):
     """In the layout of the array alone, which a plan's shapes have too; a matmul of it is the same."""
-    matrix = jnp.asarray(np.random.default_rng(3).normal(0, 1, (3, 8, columns)), jnp.float32)
+    matrix = jax.device_put(np.asarray(np.random.default_rng(3).normal(0, 1, (3, 8, columns)), np.float32))
     plain = quantized(matrix, kind)
     real = order.storage_order
     monkeypatch.setattr(order, "storage_order", lambda plane, ndim, platform: real(plane, ndim, "tpu"))
@@ -263,12 +263,12 @@ def test_groups_of_128_are_stored_first_for_a_tpu(kind, columns, wanted, monkeyp
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("tokens", [1, 2, 20, 70])
-@pytest.mark.parametrize("kind", ["int8", "int4", "q4_0"])
+@pytest.mark.parametrize("tokens", [1, 20, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 70))])
+@pytest.mark.parametrize("kind", ["int8", "int4", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_as_accelerators_multiply(kind, tokens, platform):
     """The forms for them, on a CPU: in float32 they give what the decoded numbers give."""
     weight = weight_of(kind, rows=24)
-    x = jnp.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), jnp.float32)
+    x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (tokens, 512)), np.float32))
     with planned_for(platform):
         found = jax.jit(ops.project)(x, weight)
         program = str(jax.make_jaxpr(ops.project)(x, weight))
@@ -283,9 +283,9 @@ def test_as_accelerators_multiply(kind, tokens, platform):
 
 def test_parts_of_different_kinds_side_by_side():
     rng = np.random.default_rng(0)
-    parts = [jnp.asarray(rng.normal(0, 0.1, (2, wide, 4, 256)), jnp.float32) for wide in (3, 1, 1)]
+    parts = [jax.device_put(np.asarray(rng.normal(0, 0.1, (2, wide, 4, 256)), np.float32)) for wide in (3, 1, 1)]
     joined = JoinedWeight((quantized(parts[0], "q4_0"), quantized(parts[1], "q8_0"), parts[2]))
-    x = jnp.asarray(rng.normal(0, 1, (5, 256)), jnp.float32)
+    x = jax.device_put(np.asarray(rng.normal(0, 1, (5, 256)), np.float32))
     wanted = np.tensordot(x, jax.jit(JoinedWeight.decoded)(joined), axes=((-1,), (-1,)))
     assert joined.shape == (2, 5, 4, 256)
     np.testing.assert_allclose(jax.jit(ops.project)(x, joined), wanted, atol=0.02 * np.abs(wanted).max())
@@ -313,7 +313,7 @@ def check_integers(kind: str, columns: int) -> None:
 
     each = {tokens: entries(tokens) for tokens in TOKENS}
     multiply = jax.jit(lambda each, planes: {tokens: native.multiply(x, planes, kind) for tokens, x in each.items()})
-    found = multiply(each, tuple(map(jnp.asarray, planes)))
+    found = multiply(each, tuple(map(jax.device_put, planes)))
     for tokens, x in each.items():
         wanted = x.astype(np.float64) @ KINDS[kind].decode(*planes).astype(np.float64).T
         np.testing.assert_allclose(found[tokens], wanted, atol=2e-6 * np.abs(wanted).max(), err_msg=f"{tokens} tokens")
@@ -362,22 +362,20 @@ def test_the_native_kernel_rounds_tokens_and_keeps_what_is_not_a_number(kind, er
 def test_the_native_kernel_takes_no_tokens_and_batches_of_them():
     weight = weight_of("int8")
     assert native.multiply(jnp.zeros((0, 512)), weight.planes, "int8").shape == (0, 40)
-    x = jnp.asarray(np.random.default_rng(0).normal(0, 1, (3, 2, 512)), jnp.float32)
+    x = jax.device_put(np.asarray(np.random.default_rng(0).normal(0, 1, (3, 2, 512)), np.float32))
     found, wanted = jax.jit(lambda x: (jax.vmap(lambda x: ops.project(x, weight))(x), ops.project(x, weight)))(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 @needs_compiler
 def test_int8_takes_the_native_kernel_where_there_is_one(monkeypatch):
-    weight, x = weight_of("int8"), jnp.ones((1, 512))
-
-    def program() -> str:
+    def program(rows: int) -> str:
+        weight, x = weight_of("int8", rows), jax.ShapeDtypeStruct((1, 512), jnp.float32)
         return jax.jit(lambda x: ops.project(x, weight)).lower(x).as_text()
 
-    assert native.TARGET in program()
+    assert native.TARGET in program(40)
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
-    jax.clear_caches()
-    assert native.TARGET not in program()
+    assert native.TARGET not in program(37), "of other shapes: what is taken is no part of JAX's keys"
 
 
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, tmp_path):

@@ -99,6 +99,7 @@ def test_an_adapted_model_is_fitted_as_a_plain_one_is():
     np.testing.assert_allclose(jit_logits(fitted(CONFIG, sizes), joined, tokens)[..., :250], wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_so_are_magnitudes_and_a_table():
     params, dora = jit_unstack(jit_init(CONFIG, jax.random.key(0))), replace(LORA, targets=("q_proj", "up_proj"), dora=True)
     adapters = [(random_adapters(CONFIG), LORA), (random_adapters(CONFIG, dora, seed=1), dora)]

@@ -54,7 +54,7 @@ def arrays(dtype=np.float32):
     rng = np.random.default_rng(0)
     by_query = (ROWS, HEADS, LENGTH, GROUPS, WIDTH), (ROWS, HEADS, LENGTH, WIDTH)
     shapes = by_query[0], by_query[1], by_query[1], by_query[0]
-    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes)
+    return tuple(jax.device_put(np.asarray(rng.normal(size=shape), dtype)) for shape in shapes)
 
 
 def of_parts(mesh, function):

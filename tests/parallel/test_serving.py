@@ -176,6 +176,7 @@ def collectives(config, params, batch):
     return Counter((kind, shape) for shapes, kind in found for shape in re.findall(r"\w+\[[\d,]*\]", shapes))
 
 
+@pytest.mark.slow
 def test_decoding_over_tensor_sums_and_gathers_nothing(load):
     """Of a batch of three: no logits, noise, seen tokens, weights or cache travel, only sums and maxima."""
     found = collectives(*load("tensor=8"), 3)

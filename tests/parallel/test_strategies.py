@@ -148,6 +148,7 @@ def shapes_of(collectives):
     return sorted([int(n) for n in text.split(",") if n] for text in texts)
 
 
+@pytest.mark.slow
 def test_weights_are_not_gathered_over_tensor():
     """Where each device has a single row XLA preferred that to gathering activations."""
     rows, mesh = 4, make_mesh(MeshSizes(1, 4, 2))
@@ -182,6 +183,7 @@ def test_fsdp_gathers_the_weights_of_each_layer_once_forward_and_once_backward(e
     assert all(c.loops == (LAYERS,) for c in collectives if c.loops)  # nothing for every chunk of logits
 
 
+@pytest.mark.slow
 def test_tensor_parallel_sums_twice_per_layer_forward(exchanged):
     """Each sum is a reduce-scatter where the residual stream is split by positions, with a gather before what reads it."""
     collectives = [c for c in exchanged(MeshSizes(1, 1, 8)) if c.loops == (LAYERS,) and c.phase == "forward"]

@@ -113,6 +113,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(whole, text, student, tmp_pa
     same(resumed.state, whole[1].state)
 
 
+@pytest.mark.nightly
 def test_a_killed_run_ends_with_the_same_bits(teacher, text, tmp_path):
     """In the middle of a save, and then between two steps."""
     program = Path(mortal_run.__file__)

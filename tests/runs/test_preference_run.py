@@ -157,7 +157,7 @@ def test_the_cached_reference_belongs_to_the_run(whole, base, pairs, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        pytest.param("sigmoid", LEARNT, id="sigmoid-adapters"),
+        pytest.param("sigmoid", LEARNT, id="sigmoid-adapters", marks=pytest.mark.nightly),
         pytest.param("kto", {}, id="kto-full"),
         pytest.param("sigmoid", {}, id="sigmoid-full", marks=pytest.mark.nightly),
         pytest.param("kto", LEARNT, id="kto-adapters", marks=pytest.mark.nightly),

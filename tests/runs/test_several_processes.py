@@ -164,7 +164,7 @@ def alone(started, tmp_path_factory):
     ("mesh", "changes"),
     [
         pytest.param("data=8", (), id="data", marks=pytest.mark.nightly),
-        pytest.param("fsdp=2,data=4", (), id="fsdp"),
+        pytest.param("fsdp=2,data=4", (), id="fsdp", marks=pytest.mark.nightly),
         pytest.param("data=4,tensor=2", (), id="tensor", marks=pytest.mark.nightly),
         # A head on every device: both processes read all rows.
         pytest.param("tensor=8", EIGHT_HEADS, id="tensor over both"),
@@ -242,7 +242,7 @@ def whole(started, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "next_count"), [(0, 2), (1, 1)])
+@pytest.mark.parametrize(("victim", "next_count"), [pytest.param(0, 2, marks=pytest.mark.nightly), (1, 1)])
 def test_one_is_killed_and_the_other_says_so(started, whole, tmp_path, victim, next_count):
     """In the middle of training; then the run goes on, in two processes or in one, with the same data."""
     with started(tmp_path, "steps=20") as running:

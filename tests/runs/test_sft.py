@@ -115,6 +115,7 @@ def lines(folder, kind):
     return [line for line in found if line["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_the_command(whole, chats, tmp_path):
     given = ("train", "sft", "--workdir", tmp_path / "run", "--data", chats)
     found = run_here(*given)

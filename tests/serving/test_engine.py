@@ -9,6 +9,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from conftest import jit_logits, sharp
 
 import llama_jax
 from llama_jax import Sampling
@@ -27,8 +28,7 @@ SMALL = EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smal
 def model():
     """Random, with sharp logits so that rounding between batch sizes cannot turn an argmax over."""
     config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    return config, sharp(config, jax.random.key(1))
 
 
 @pytest.fixture(scope="module")
@@ -366,7 +366,7 @@ class TestWishes:
         engine = Engine(*model, SMALL)
         client = Client(engine, prompt=prompt, max_new_tokens=new, score_prompt=True, alternatives=4)
         exhaust(engine)
-        logprobs = np.asarray(jax.nn.log_softmax(llama_jax.logits(config, params, np.array([prompt]))[0]))
+        logprobs = np.asarray(jax.nn.log_softmax(jit_logits(config, params, np.array([prompt]))[0]))
         scores = client.updates[0].prompt
         assert [token.id for token in scores] == prompt
         assert scores[0].logprob is None

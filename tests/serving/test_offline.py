@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import pytest
 from commands import run_here
+from conftest import sharp
 
 import llama_jax
 from llama_jax.errors import GenerationError
@@ -16,8 +17,7 @@ SMALL = llama_jax.EngineOptions(rows=4, long_rows=2, short=64, context=128, piec
 @pytest.fixture(scope="module")
 def model():
     config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    return config, sharp(config, jax.random.key(1))
 
 
 class TestBatch:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from adapters import random_adapters
 from commands import run_here
+from conftest import sharp
 from fakes import FakeEngine, served
 from test_api import ask, error_of
 from test_engine import SMALL, Client, come_and_go, exhaust, some_request
@@ -36,10 +37,9 @@ TINY = llama_jax.EngineOptions(rows=2, long_rows=1, short=32, context=32, piece=
 @pytest.fixture(scope="module")
 def model():
     """(configuration, base, adapters) with sharp logits, as in `test_engine`."""
-    config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
+    config = replace(llama_jax.preset("stories-260k"), n_layers=1)
     adapters = [(random_adapters(config, lora, seed=i), lora) for i, lora in enumerate(LORAS)]
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params), adapters
+    return config, sharp(config, jax.random.key(1)), adapters
 
 
 @pytest.fixture(scope="module")

@@ -65,8 +65,9 @@ def plain(config, params, reference, judged, policy):
 
 @pytest.mark.parametrize(
     ("kind", "accumulate"),
-    [("dapo", 2), *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in POLICIES)],
+    [("dapo", 2), *((kind, 1) for kind in POLICIES)],
 )
+@pytest.mark.slow
 def test_a_step_is_the_one_that_is_written_out(models, kind, accumulate):
     config, params = models["gqa"]
     policy = POLICIES[kind]

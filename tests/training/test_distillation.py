@@ -43,14 +43,19 @@ def plain(logits, wanted, temperature, top_k):
     return found
 
 
+def divergence_of(targets, made, options):
+    """Of a student's hidden states and head and a teacher's, as one program."""
+    return jax.jit(lambda *given: token_divergence(Logits(*given[:2]), Logits(*given[2:]), targets, made, options))
+
+
 @pytest.mark.parametrize(("temperature", "top_k", "chunk"), [(1.0, 0, 4), (2.0, 0, 100), (1.0, 5, 3), (0.5, 39, 11)])
 def test_values_are_those_of_the_definition(temperature, top_k, chunk):
     (hidden, head), (theirs, their_head) = drawn(6, 0), drawn(9, 1)
     targets = np.random.default_rng(2).integers(-3, VOCABULARY, (ROWS, LENGTH))
     made = LogitOptions(chunk), LogitOptions(chunk)
     with jax.enable_x64(True):
-        options = DivergenceOptions(temperature, top_k)
-        found = token_divergence(Logits(hidden, head), Logits(theirs, their_head), jnp.asarray(targets), made, options)
+        run = divergence_of(jnp.asarray(targets), made, DivergenceOptions(temperature, top_k))
+        found = run(hidden, head, theirs, their_head)
     logits, wanted = hidden @ head.T, theirs @ their_head.T
     counted = targets >= 0
     np.testing.assert_allclose(found.divergence, plain(logits, wanted, temperature, top_k) * counted, rtol=1e-9, atol=1e-12)
@@ -80,8 +85,8 @@ def test_gradients_are_those_of_the_definition_and_the_teacher_has_none(top_k):
         return jnp.sum(jnp.where(targets >= 0, terms, 0))
 
     with jax.enable_x64(True):
-        found = jax.grad(total, argnums=(0, 1, 2, 3))(*given)
-        expected = jax.grad(definition, argnums=(0, 1))(*given[:2])
+        found = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3)))(*given)
+        expected = jax.jit(jax.grad(definition, argnums=(0, 1)))(*given[:2])
     for ours, theirs in zip(found, expected, strict=False):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
     assert not any(np.asarray(part).any() for part in found[2:])
@@ -113,13 +118,13 @@ def test_padding_of_the_vocabulary_has_no_probability():
     more = LogitOptions(4, vocab_size=VOCABULARY), LogitOptions(4, vocab_size=VOCABULARY)
     for top_k in (0, 5):
         options = DivergenceOptions(1.0, top_k)
-        expected = token_divergence(Logits(hidden, head), Logits(theirs, their_head), targets, made, options)
+        expected = divergence_of(targets, made, options)(hidden, head, theirs, their_head)
 
         def total(hidden, options=options):
             found = token_divergence(Logits(hidden, padded[0]), Logits(theirs, padded[1]), targets, more, options)
             return jnp.sum(found.divergence), found
 
-        (_, found), gradient = jax.value_and_grad(total, has_aux=True)(hidden)
+        (_, found), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
         assert np.isfinite(np.asarray(gradient)).all()
 

@@ -44,6 +44,7 @@ def test_a_directional_derivative_is_the_difference(problem):
         np.testing.assert_allclose([again, jax.jit(linear)(along)], [value, found], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_hessian_vector_product_is_the_difference_of_gradients(problem):
     loss, at, along = problem
     step = 1e-5

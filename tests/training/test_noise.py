@@ -45,9 +45,14 @@ def params():
     return jit_init(CONFIG, jax.random.key(0))
 
 
-def noise(params, batch, alpha=ALPHA):
+@partial(jax.jit, static_argnums=2)
+def noise_in_embedding(params, batch, alpha):
     rows = shift(batch)
-    return np.asarray(noisy(params, rows, alpha).embedding.look_up(rows.tokens) - params.embedding[rows.tokens])
+    return noisy(params, rows, alpha).embedding.look_up(rows.tokens) - params.embedding[rows.tokens]
+
+
+def noise(params, batch, alpha=ALPHA):
+    return np.asarray(noise_in_embedding(params, batch, alpha))
 
 
 def test_its_law(params):
@@ -87,11 +92,16 @@ def test_the_loss_reads_the_noise_and_predicts_without(params):
     options = loss_options(chunk=8, neftune=ALPHA)
     found = jax.jit(partial(total_loss, CONFIG, options=options))(params, BATCH)
     rows = shift(BATCH)
-    read = noisy(params, rows, ALPHA)
-    hidden, _ = forward(CONFIG, read, rows.tokens, places=Places(positions=rows.positions, segment_ids=rows.segment_ids))
-    logprobs = jax.nn.log_softmax(hidden.astype(jnp.float32) @ params.embedding.T)
-    chosen = jnp.take_along_axis(logprobs, rows.targets[..., None], axis=-1)[..., 0]
-    np.testing.assert_allclose(found.nll, -jnp.sum(jnp.where(rows.weights, chosen, 0)), rtol=1e-5)
+
+    @jax.jit
+    def definition(params):
+        places = Places(positions=rows.positions, segment_ids=rows.segment_ids)
+        hidden, _ = forward(CONFIG, noisy(params, rows, ALPHA), rows.tokens, places=places)
+        logprobs = jax.nn.log_softmax(hidden.astype(jnp.float32) @ params.embedding.T)
+        chosen = jnp.take_along_axis(logprobs, rows.targets[..., None], axis=-1)[..., 0]
+        return -jnp.sum(jnp.where(rows.weights, chosen, 0))
+
+    np.testing.assert_allclose(found.nll, definition(params), rtol=1e-5)
     without = jax.jit(partial(total_loss, CONFIG, options=loss_options(chunk=8)))(params, BATCH)
     assert abs(float(found.nll - without.nll)) > 1e-2
 

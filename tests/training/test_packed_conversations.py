@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import as_float64
@@ -52,8 +51,8 @@ def test_loss_and_gradients_are_those_of_rows_of_their_own(models, kind):
     with jax.enable_x64(True):
         measured = jax.jit(jax.value_and_grad(partial(next_token_loss, config, options=loss_options())))
         params = as_float64(params)
-        loss, gradients = measured(params, batch=jax.tree.map(jnp.asarray, packed))
-        expected, wanted = measured(params, batch=jax.tree.map(jnp.asarray, alone))
+        loss, gradients = measured(params, batch=jax.tree.map(jax.device_put, packed))
+        expected, wanted = measured(params, batch=jax.tree.map(jax.device_put, alone))
         np.testing.assert_allclose(loss, expected, rtol=1e-9)
         # The rotary angles are float32 on both sides, and the same ones.
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9), gradients, wanted)
