@@ -17,6 +17,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from conftest import sharp
 
 import llama_jax
 from llama_jax import Sampling
@@ -33,9 +34,8 @@ SMALL = EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smal
 
 @pytest.fixture(scope="module")
 def model():
-    config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    config = replace(llama_jax.preset("stories-260k"), n_layers=1)
+    return config, sharp(config, jax.random.key(1))
 
 
 def numpys(tree):
