@@ -141,7 +141,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         ]
         same(run(draft=told(plain, 512, 0.2)), plain)
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_while_the_cache_grows(self, model, force, monkeypatch):
         monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
         monkeypatch.setattr("llama_jax.inference.generate.SMALLEST_CACHE", 16)

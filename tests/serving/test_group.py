@@ -184,7 +184,7 @@ def test_two_processes_serve_what_generate_gives():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_when_one_dies_the_others_end(killed):
     with group() as (running, address):
         assert complete(address, BODIES[0])
