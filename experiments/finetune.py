@@ -91,7 +91,7 @@ class Size:
     grpo_steps: int = 150
 
 
-SIZES = {"full": Size(), "small": Size(stories=480, held=32, asked=32, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
+SIZES = {"full": Size(), "small": Size(stories=240, held=16, asked=16, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
 
 
 @dataclass(frozen=True)

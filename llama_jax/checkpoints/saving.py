@@ -223,6 +223,10 @@ def _check_leaves(params: Llama) -> None:
             )
 
 
+# One program for a shape, and not one for each operation.
+_largest = jax.jit(lambda array: jnp.maximum(array.max(), -array.min()))
+
+
 def _checked(params: Llama, dtype: Kind | None) -> Llama:
     """The parameters in a type, finite in it: what the other formats see to tensor by tensor."""
 
@@ -230,7 +234,7 @@ def _checked(params: Llama, dtype: Kind | None) -> Llama:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):
             return array  # planes of a quantised weight, whose factors are looked at
         target = array.dtype if dtype is None else FLOATS[KINDS[dtype]]
-        largest = float(jnp.maximum(array.max(), -array.min()))
+        largest = float(_largest(array))
         if not math.isfinite(largest):
             raise CheckpointError(f"array {store.name_of(path)!r} holds NaN or infinity; give parameters that are finite")
         if largest > float(jnp.finfo(target).max):

@@ -33,6 +33,9 @@ from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.writing import cannot_write
 
+# One program for a shape and not one for each operation, nor a second array.
+_all_finite = jax.jit(lambda array: jnp.isfinite(array).all())
+
 Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that are given for it
 
 
@@ -294,7 +297,7 @@ def load_params(
     if stored.stacked:
         params = jax.tree.map(jax.device_put, unstack(params), places)
     for path, array in jax.tree.leaves_with_path(params):
-        if jnp.issubdtype(array.dtype, jnp.floating) and not bool(jnp.isfinite(array).all()):
+        if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
             name = name_of(path)
             raise CheckpointError(
                 f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the training went wrong, or {target} is"

@@ -77,6 +77,7 @@ def test_for_an_accelerator_16_bit_numbers_stay_so():
     assert (narrow.parameters, narrow.optimizer) == (widened.parameters, widened.optimizer)
 
 
+@pytest.mark.slow
 def test_rematerialisation_saves_memory(train):
     (program,) = train_programs(CONFIG, make_mesh(parse_mesh("data=1")), 8, 64, remat="none")
     assert program.memory().total > 1.2 * train["data=1"].total
@@ -100,7 +101,8 @@ def test_generating_by_its_parts(decoding):
         assert found["prefill"].scratch in (0, scores)
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "int4" else pytest.param(kind, marks=pytest.mark.slow) for kind in MADE])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MADE)
 def test_quantised_weights_count_as_they_lie_in_memory(kind):
     """Planes of every kind, on one device and on two that divide rows; what is planned for is what `quantize` makes."""
     config = replace(

@@ -93,6 +93,7 @@ def test_generate_beyond_the_context(run, stories_folder):
     assert "must be none, or KIND:FACTOR as in yarn:4" in refused.stderr
 
 
+@pytest.mark.slow
 def test_generate_as_json(run, stories_folder):
     arguments = ["generate", "Once", "--model", stories_folder / "stories260K.bin", "--max-new-tokens", 9, "--json"]
     done = run(*arguments, "--seed", 3, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--repetition-penalty", 1.1)

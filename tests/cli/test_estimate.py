@@ -287,7 +287,7 @@ def test_every_mesh_of_the_report_has_as_many_devices_as_it_says():
     [
         pytest.param(check_estimate.CASES[0], marks=pytest.mark.nightly),
         check_estimate.CASES[12],
-        replace(check_estimate.CASES[7], preset="stories-15m", length=256),
+        pytest.param(replace(check_estimate.CASES[7], preset="stories-15m", length=256), marks=pytest.mark.nightly),
         pytest.param(check_estimate.CASES[4], marks=pytest.mark.nightly),
     ],
     ids=lambda case: f"{case.program} {case.mesh}",

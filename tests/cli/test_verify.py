@@ -136,6 +136,7 @@ def test_a_quantised_model_beside_itself_as_json(run, tmp_path, stories):
     assert all(0 < error["relative"] < 0.02 for error in found["matrices"])
 
 
+@pytest.mark.slow
 def test_a_quantised_model_beside_an_oracle(run, oracle, folder):
     """Float32 would be told apart; a rounding of int8 explains it, but no exchanged rows."""
     code, out, _ = run(folder, "--quantize", "int8", "--oracle", oracle)

@@ -141,7 +141,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         ]
         same(run(draft=told(plain, 512, 0.2)), plain)
 
-    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_while_the_cache_grows(self, model, force, monkeypatch):
         monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
         monkeypatch.setattr("llama_jax.inference.generate.SMALLEST_CACHE", 16)
@@ -163,7 +163,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
         for piece in pieces:  # no gaps
             assert (np.diff(piece.valid.astype(int), axis=1) <= 0).all()
 
-    @pytest.mark.parametrize("text", ["data=2,tensor=2", "tensor=4"])
+    @pytest.mark.parametrize("text", [pytest.param("data=2,tensor=2", marks=pytest.mark.nightly), "tensor=4"])
     @pytest.mark.slow
     def test_on_a_mesh(self, text, tmp_path, force):
         layers = 2 if text == "tensor=4" else 1

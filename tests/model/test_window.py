@@ -77,7 +77,7 @@ def tokens(model):
     return jax.device_put(np.asarray(np.random.default_rng(0).integers(0, model[0].vocab_size, (2, LENGTH)), np.int32))
 
 
-@pytest.mark.parametrize("sinks", [0, SINKS])
+@pytest.mark.parametrize("sinks", [pytest.param(0, marks=pytest.mark.slow), SINKS])
 @pytest.mark.parametrize(
     "pieces", [pytest.param([1] * LENGTH, marks=pytest.mark.slow), [5] * 6, [5, 5, 5, 1, 5, 1, 1, 1, 1, 5]]
 )

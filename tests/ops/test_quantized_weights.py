@@ -450,7 +450,7 @@ def test_no_dense_copy_is_made(kind, by_xla):
     assert compiled.memory_analysis().temp_size_in_bytes < limit
 
 
-CONFIG = replace(llama_jax.preset("stories-110m"), n_layers=2, vocab_size=1024, max_seq_len=128)  # rows of 768 and 2,048
+CONFIG = replace(llama_jax.preset("stories-110m"), n_layers=1, vocab_size=1024, max_seq_len=128)  # rows of 768 and 2,048
 
 
 @pytest.fixture(scope="module")

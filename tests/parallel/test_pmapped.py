@@ -84,6 +84,7 @@ def test_the_rows_are_uneven():
     assert len(set(labels.tolist())) >= 5
 
 
+@pytest.mark.slow
 def test_ten_steps_follow_jit(alone, on_all):
     one, all_ = start(), replicate(start(), jax.devices())
     for seed in range(STEPS):

@@ -223,7 +223,7 @@ def test_every_device_holds_its_share_and_no_more(load):
     assert dict(held) == dict.fromkeys(range(8), 4 * (norms + (whole - norms) // 8))
 
 
-@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c", "orbax"])
+@pytest.mark.parametrize("format", ["safetensors", "gguf", "llama2c", pytest.param("orbax", marks=slow)])
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=slow)])
 def test_every_format_is_read_into_its_shares(tmp_path, params, format, tied):
     config = replace(CONFIG, tie_embeddings=tied)
@@ -356,6 +356,7 @@ def test_pmap_generates_what_one_device_does(on_all, alone):
     same(run(params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)
 
 
+@pytest.mark.slow
 def test_pmap_stops_each_row_at_its_own_end(on_all, params, alone):
     run, everywhere = on_all
     stop = [alone[0].tokens[4], alone[2].tokens[7], 3]

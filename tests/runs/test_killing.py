@@ -123,7 +123,7 @@ def test_killed_five_times_and_the_same_to_the_bit(live, whole, tmp_path, device
     check_the_same(tmp_path, whole[devices])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_and_resumed_on_other_devices(live, whole, tmp_path):
     """From 8 devices to 1 to 2 to 8: the same data in the same order, and the loss to 1e-5."""
     for devices, lines in ((8, 14), (1, 15), (2, 16)):

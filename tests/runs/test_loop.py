@@ -293,6 +293,7 @@ def test_a_run_keeps_its_rope_scaling(text, tmp_path):
     assert llama_jax.load(tmp_path).config == model
 
 
+@pytest.mark.slow
 def test_going_on_from_weights(whole, text, tmp_path):
     """Fine-tuning: the first loss is that of the model, whose shape and tokenizer replace the recipe's."""
     recipe = dataclasses.replace(

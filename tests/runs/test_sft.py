@@ -24,7 +24,7 @@ from llama_jax.runs.recipes import find
 from llama_jax.tokenizers.making import byte_tokenizer
 
 RECIPE = replace(
-    recipe(), steps=120, length=40, chats=ChatReading(), evaluate_every=60, save_every=60, log_every=10, ema_decay=0.0
+    recipe(), steps=80, length=40, chats=ChatReading(), evaluate_every=40, save_every=40, log_every=10, ema_decay=0.0
 )
 ANSWER = " yes, so it is."
 

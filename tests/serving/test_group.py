@@ -18,6 +18,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from conftest import sharp
 
 import llama_jax
 from llama_jax import Sampling
@@ -35,9 +36,8 @@ SMALL = EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smal
 
 @pytest.fixture(scope="module")
 def model():
-    config = replace(llama_jax.preset("stories-260k"), n_layers=2)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(1)))
-    return config, jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, params)
+    config = replace(llama_jax.preset("stories-260k"), n_layers=1)
+    return config, sharp(config, jax.random.key(1))
 
 
 def numpys(tree):
@@ -198,7 +198,7 @@ def test_two_processes_serve_what_generate_gives():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_when_one_dies_the_others_end(killed):
     with group() as (running, address):
         assert complete(address, BODIES[0])

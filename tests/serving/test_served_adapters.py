@@ -50,13 +50,12 @@ def tabled(model):
 
 
 @pytest.fixture(scope="module")
-def alone(model):
-    """What `generate` gives a request with its adapter alone, in no table."""
-    config, params, adapters = model
-    each = [*(adapted(params, *one) for one in adapters), params]
+def alone(tabled):
+    """What `generate` gives a request alone; that a row of the table is its adapter in none, `test_adapter_table` tests."""
+    config, params = tabled
 
     def generate(request, **options):
-        return generated_alone((config, each[request.adapter]), request, **options)
+        return generated_alone((config, choose_adapters(params, [request.adapter])), request, **options)
 
     return generate
 
@@ -100,15 +99,15 @@ def test_batch(tabled, alone):
     assert [found[i].tokens for i in range(5)] == [row.tokens for row in wanted]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [0, 1])
 def test_among_others_that_come_and_go(tabled, alone, seed):
     rng = random.Random(seed)
     wanted = [some_request(rng) | {"adapter": rng.randrange(-1, 3)} for _ in range(24)]
     come_and_go(Engine(*tabled, SMALL), wanted, rng, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nothing_is_compiled_once_it_is_warm_with_drafts_too(tabled, alone, monkeypatch):
     from llama_jax.serving.drafting import LookupDrafting
 

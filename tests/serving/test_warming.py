@@ -29,6 +29,7 @@ def model():
     return config, jit_unstack(jit_init(config, jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_is_what_is_run(model, monkeypatch):
     ahead, running, told = CompileCount(), CompileCount(), []
 

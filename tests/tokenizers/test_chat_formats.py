@@ -58,7 +58,7 @@ def all_kinds(tmp_path_factory):
     }
 
 
-@settings(max_examples=4)  # each template is rendered by a process of its own
+@settings(max_examples=2)  # each template is rendered by a process of its own
 @given(chat=chats())
 def test_the_formats_are_those_of_the_templates(all_kinds, chat):
     for format, tokenizer in all_kinds.items():
@@ -113,7 +113,7 @@ def special_in_plain(all_kinds):
     }
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(text=TEXTS)
 def test_special_tokens_in_a_message_are_text(all_kinds, special_in_plain, text):
     """Their number is the format's own, and the message comes out as it went in."""

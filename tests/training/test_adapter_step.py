@@ -84,6 +84,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed(base, options):
     assert all(set(matmuls(text)) & sizes for sizes in GRADIENTS)  # or they were looked for in vain
 
 
+@pytest.mark.slow
 def test_nothing_of_the_base_is_kept_or_changed(base):
     lora = Lora(rank=3, targets=("q_proj", "v_proj", "down_proj"))
     state = init_state(OPTIMIZER, init_adapters(CONFIG, lora, jax.random.key(1)), ema=True)

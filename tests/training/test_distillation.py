@@ -110,6 +110,7 @@ def test_equal_distributions_and_ties_are_finite():
             np.testing.assert_allclose(gradient, 0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_of_the_vocabulary_has_no_probability():
     (hidden, head), (theirs, their_head) = drawn_float32()
     padded = [np.concatenate([one, np.full((8, one.shape[1]), 3.0, np.float32)]) for one in (head, their_head)]
