@@ -185,7 +185,7 @@ def send_nowhere(descriptor: int) -> None:
     os.close(null)
 
 
-def cannot_write(path: Path, error: BaseException) -> str:
+def cannot_write(path: os.PathLike[str], error: BaseException) -> str:
     """That a path cannot be written, why, and what to do."""
     reason = (error.strerror if isinstance(error, OSError) else None) or reason_of(error, 200)
     return f"{path} cannot be written ({reason}){remedy_for(error)}"

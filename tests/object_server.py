@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 import pytest
 
@@ -41,6 +41,9 @@ class ObjectServer(ThreadingHTTPServer):
     Attributes:
       fault: given the key and how often it was asked for before, what is wrong with the answer to a GET: a status, "reset",
         "cut" (the connection ends within the body), "short" (a smaller range than was asked for) or None.
+      write_fault: given the key and how many changes there were before, what is wrong with the answer to a PUT: a status, or
+        "lost" (the object is written, and the connection ends before the answer).
+      changes: what was written and removed, in its order.
     """
 
     daemon_threads = True
@@ -51,6 +54,9 @@ class ObjectServer(ThreadingHTTPServer):
         self.answers: list[Answer] = []
         self.fault: Callable[[str, int], int | str | None] = lambda key, before: None
         self.asked: dict[str, int] = {}
+        self.write_fault: Callable[[str, int], int | str | None] = lambda key, changes: None
+        self.changes: list[tuple[str, str]] = []
+        self.parts: dict[str, dict[int, bytes]] = {}
         self.lock = threading.Lock()
 
     @property
@@ -105,9 +111,39 @@ class _Handler(BaseHTTPRequestHandler):
             return self._error(404, "NoSuchKey", "The specified key does not exist.")
         return self._send(key, fault)
 
+    def do_POST(self) -> None:
+        key, query, body = self._written()
+        if "delete" in query:
+            keys = [unescape(each) for each in re.findall("<Key>([^<]*)</Key>", body.decode())]
+            for each in keys:
+                self.server.objects.pop(each, None)
+            self.server.changes += [("DELETE", each) for each in keys]
+            deleted = "".join(f"<Deleted><Key>{escape(each)}</Key></Deleted>" for each in keys)
+            return self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+        if "uploads" in query:
+            self.server.parts[key] = {}
+            return self._answer(
+                200, b"<InitiateMultipartUploadResult><UploadId>1</UploadId></InitiateMultipartUploadResult>"
+            )
+        whole = b"".join(part for _, part in sorted(self.server.parts.pop(key).items()))
+        self.server.objects[key] = whole
+        self.server.changes.append(("PARTS", key))
+        page = f"<CompleteMultipartUploadResult><ETag>{escape(etag(whole))}</ETag></CompleteMultipartUploadResult>"
+        return self._answer(200, page.encode())
+
+    def do_DELETE(self) -> None:
+        key, _, _ = self._written()
+        self.server.parts.pop(key, None)
+        self._answer(204, b"")
+
     def do_PUT(self) -> None:
-        key = unquote(urlsplit(self.path).path).removeprefix(f"/{BUCKET}/")
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        key, query, body = self._written()
+        fault = self.server.write_fault(key, len(self.server.changes))
+        if fault is not None and fault != "lost":
+            return self._error(fault, "InternalError", "It is not for you to know")
+        if "partNumber" in query:
+            self.server.parts[key][int(query["partNumber"][0])] = body
+            return self._answer(200, b"", ETag=etag(body))
         with self.server.lock:
             there = self.server.objects.get(key)
             if there is not None and (
@@ -117,7 +153,17 @@ class _Handler(BaseHTTPRequestHandler):
                     412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
                 )
             self.server.objects[key] = body
+            self.server.changes.append(("PUT", key))
+        if fault == "lost":
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
         return self._answer(200, b"", ETag=etag(body))
+
+    def _written(self) -> tuple[str, dict[str, list[str]], bytes]:
+        url = urlsplit(self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        key = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
+        return key, parse_qs(url.query, keep_blank_values=True), body
 
     def _send(self, key: str, fault: int | str | None) -> None:
         content = self.server.objects[key]

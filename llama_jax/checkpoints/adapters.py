@@ -145,10 +145,10 @@ def save_adapter(
       CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp has not.
     """
     if Path(path).suffix.lower() == ".gguf":
-        with appearing(Path(path), folder=False, overwrite=overwrite) as file:
+        with appearing(locate(path), folder=False, overwrite=overwrite) as file:
             gguf_adapter.write(file, config, adapters, lora, base)
         return
-    with appearing(Path(path), folder=True, overwrite=overwrite) as folder:
+    with appearing(locate(path), folder=True, overwrite=overwrite) as folder:
         peft.write_folder(folder, config, adapters, lora, base)
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 from llama_jax import writing
 from llama_jax.checkpoints.beside import SETTINGS, VOCABULARIES
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, reading
+from llama_jax.storage import Location, StoredPath
+from llama_jax.storage.uploading import uploading
 
 # What a folder of a model may hold: one that holds anything else is never replaced.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|params")
+LAST = ("config.json", "adapter_config.json")  # without which no reader takes a folder for a model, or an adapter
 OTHERS = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VOCABULARIES, *SETTINGS}
 
 
 @contextmanager
-def appearing(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[Path] = ()) -> Iterator[Path]:
-    """What `writing.appearing` gives, an empty file or folder that becomes `path`.
+def appearing(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> Iterator[Path]:
+    """What `writing.appearing` gives, an empty file or folder that becomes `path`; for a store what `uploading` gives.
 
     Args:
       folder: whether a folder is written; only an empty one, or with `overwrite` one that holds nothing but a model, makes
@@ -33,14 +37,30 @@ def appearing(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[Pa
     path = path.resolve()
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
     again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
+    if isinstance(path, StoredPath):
+        try:
+            with uploading(path, folder=folder, last=LAST, check=again) as target:
+                yield target
+        except OSError as error:
+            named = str(error.filename or path)
+            if not named.startswith((str(path), tempfile.gettempdir())):
+                raise  # of something that was read meanwhile
+            raise CheckpointError(writing.cannot_write(path, error)) from None
+        return
     with writing.appearing(path, folder=folder, check=again, raises=CheckpointError) as target:
         yield target
 
 
-def check_room(path: Path, *, folder: bool, overwrite: bool, sources: Iterable[Path] = ()) -> None:
+def check_room(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> None:
     """Raise as `appearing` would, without writing anything."""
-    path = path.resolve()
-    for source in map(Path.resolve, sources):
+    if isinstance(path, StoredPath) and path.view.root.startswith("hf://"):
+        raise CheckpointError(f"{path} is on the hub: write to a path of this machine, and upload that with `hf upload`")
+    with reading(path, CheckpointError) if isinstance(path, StoredPath) else nullcontext():
+        _check_room(path.resolve(), folder, overwrite, sources)
+
+
+def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable[Location]) -> None:
+    for source in [source.resolve() for source in sources]:
         if path == source or path in source.parents or source in path.parents:
             raise CheckpointError(f"{path} is, contains or is inside the model that is read ({source}); write elsewhere")
     if not path.exists():

@@ -26,7 +26,7 @@ from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.fit import unfit
-from llama_jax.storage import StoredPath, locate
+from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.writing import remove
 
@@ -76,7 +76,7 @@ def save(
     _check_leaves(params)
     params = unfit(config, params)
     if format != "orbax":
-        _write(Path(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
+        _write(locate(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
         return
     with appearing(Path(path), folder=True, overwrite=overwrite) as target:
         store.save(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
@@ -127,9 +127,9 @@ def convert(
     check_quantize(quantize)
     opened = open_checkpoint(source)
     if not isinstance(opened, store.Stored) and format != "orbax":
-        _write(Path(path), opened, format, dtype, overwrite, progress, _on_disk(source, opened.path))
+        _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
-    check_room(Path(path), folder=format in FOLDERS, overwrite=overwrite, sources=_on_disk(source, opened.path))
+    check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
     config, params, tokenizer = load(source, quantize=quantize)
     save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
 
@@ -147,7 +147,8 @@ def _convert_adapter(
     if config is None and base is None and (said is None or not where.exists()):
         whom = "says nothing of its base" if said is None else f"was trained on {shown(said)}, which is not here"
         raise CheckpointError(f"{source} {whom}; give the base's folder or file as base (--base)")
-    check_room(Path(path), folder=Path(path).suffix.lower() != ".gguf", overwrite=overwrite, sources=_on_disk(source, where))
+    folder = Path(path).suffix.lower() != ".gguf"
+    check_room(locate(path), folder=folder, overwrite=overwrite, sources=[locate(source), where])
     config = open_checkpoint(where).config if config is None else config
     adapter = load_adapter(source, config, jnp.float32 if dtype is None else FLOATS[KINDS[dtype]])
     save_adapter(path, config, adapter.params, adapter.lora, base=said or os.fspath(where), overwrite=overwrite)
@@ -160,18 +161,18 @@ def format_of(path: str | os.PathLike[str]) -> Format:
 
 
 def _write(
-    path: Path,
+    path: Location,
     opened: Opened,
     format: Format,
     dtype: Kind | None,
     overwrite: bool,
     progress: WritingProgress | None,
-    sources: Iterable[Path] = (),
+    sources: Iterable[Location] = (),
 ) -> None:
     kind = None if dtype is None else KINDS[dtype]
     tokenizer = opened.tokenizer()
     beside = {}
-    if format == "llama2c" and tokenizer is not None:
+    if format == "llama2c" and tokenizer is not None and isinstance(path, Path):
         beside = files_beside(tokenizer, path, opened.config.vocab_size)
     written: list[Path] = []
     try:
@@ -190,19 +191,14 @@ def _write(
         raise
 
 
-def _on_disk(*paths: str | os.PathLike[str]) -> list[Path]:
-    """Those of this machine: what is written cannot be inside of another."""
-    return [path for path in map(locate, paths) if isinstance(path, Path)]
-
-
 def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:
     if format not in get_args(Format):
         raise CheckpointError(f"format={format!r} is not one of {', '.join(get_args(Format))}")
     if dtype is not None and dtype not in KINDS:
         raise CheckpointError(f"dtype={dtype!r} is not one of {', '.join(KINDS)}")
     name = os.fspath(path)
-    if isinstance(locate(path), StoredPath):
-        raise CheckpointError(f"{name} is in a store; models are written to a path of this machine: copy it there from here")
+    if isinstance(locate(path), StoredPath) and format not in ("safetensors", "gguf"):
+        raise CheckpointError(f"{name} is in a store; {format} is written to a path of this machine")
     if format in FOLDERS and Path(name).suffix in (".gguf", ".bin", ".safetensors", ".pth", ".pt"):
         raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
     if format not in FOLDERS and name.endswith(os.sep):

@@ -6,13 +6,12 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from llama_jax.cli.options import QUANTIZE
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Convert:
 
     source: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="SOURCE")]]
     """A model's folder or file, of any format that is read, or an adapter's."""
-    destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DESTINATION")]]
+    destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="DESTINATION")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
     format: FORMATS | None = None
     """What to write; by default what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
@@ -64,6 +63,5 @@ class Convert:
                 overwrite=self.overwrite,
                 progress=bar,
             )
-        files = self.destination.rglob("*") if self.destination.is_dir() else [self.destination]
-        size = sum(path.stat().st_size for path in files if path.is_file())
+        size = bytes_at(self.destination)
         print(f"{self.destination}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

@@ -6,13 +6,12 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from llama_jax.cli.convert import FORMATS
-from llama_jax.cli.paths import ModelPath
+from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ class Merge:
     """The model that the adapter was trained on, of any format that is read."""
     adapter: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="ADAPTER")]]
     """A folder of PEFT's, or of a run that trains one."""
-    destination: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
     format: FORMATS | None = None
     """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
@@ -50,7 +49,7 @@ class Merge:
         use_compilation_cache()
         start_backend()
         folder = (self.format or format_of(self.destination)) in FOLDERS
-        sources = [each for each in (self.base, self.adapter) if isinstance(each, Path)]
+        sources = [self.base, self.adapter]
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         adapter = load_adapter(self.adapter, open_checkpoint(self.base).config)  # before minutes go into loading
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
@@ -69,6 +68,5 @@ class Merge:
                 overwrite=self.overwrite,
                 progress=bar,
             )
-        files = self.destination.rglob("*") if self.destination.is_dir() else [self.destination]
-        size = sum(path.stat().st_size for path in files if path.is_file())
+        size = bytes_at(self.destination)
         print(f"{self.destination}: {size / 1e6:.1f} MB in {time.perf_counter() - started:.1f} s", file=sys.stderr)

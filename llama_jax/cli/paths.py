@@ -18,3 +18,13 @@ PLACE: PrimitiveConstructorSpec[Location] = PrimitiveConstructorSpec(
     str_from_instance=lambda place: [os.fspath(place)],
 )
 ModelPath = Annotated[Location, PLACE]
+
+
+def bytes_at(place: Location) -> int:
+    """Of a file, or of all files in a folder."""
+    place = place.resolve()
+    if isinstance(place, Path):
+        files = place.rglob("*") if place.is_dir() else [place]
+        return sum(path.stat().st_size for path in files if path.is_file())
+    there = place.iterdir() if place.is_dir() else [place]
+    return sum(path.stat().st_size for path in there if path.is_file())

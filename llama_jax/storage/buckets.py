@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_jax.errors import UserError, reason_of
@@ -18,6 +19,8 @@ EXTRA = "pip install 'llama-jax[stores]'"
 # is asked where the environment names one: obstore would leave it out of the account beside these.
 CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "15m", "allow_http": True}
 STATUS = re.compile(r"status code: (\d{3})")
+# A large object goes in parts, of which a store takes 10,000; each is in memory once.
+LEAST_PART, MOST_PARTS = 16 << 20, 9_000
 WAITING = {408, 425, 429}  # of the answers 4xx, those that are not final
 SAID = re.compile(r"<(Code|Message)>([^<]*)<")
 NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
@@ -80,6 +83,23 @@ class ObjectBucket:
         options: Any = {"range": (start, stop)} | ({"if_match": version} if version else {})
         return self._asked(key, lambda: memoryview(obstore.get(self._bucket, key, options=options).bytes()))
 
+    def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        size = len(content) if isinstance(content, bytes) else content.stat().st_size
+        part = max(LEAST_PART, -(-size // MOST_PARTS))
+        mode: Any = "create" if only_new else "overwrite"
+        try:
+            self._asked(key, lambda: obstore.put(self._bucket, key, content, mode=mode, chunk_size=part))
+        except AlreadyExistsError:
+            raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        self._asked(key, lambda: obstore.delete(self._bucket, key))
+
     def _asked(self, key: str, ask: Callable[[], Given]) -> Given:
         """What obstore gives; what it raises as a PassingError, or an OSError that names the object and the cause."""
         from obstore import exceptions
@@ -89,6 +109,8 @@ class ObjectBucket:
             return ask()
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, f"the store does not allow it ({_said(error)})", url) from None
+        except exceptions.AlreadyExistsError:
+            raise
         except exceptions.PreconditionError:
             raise OSError(errno.ESTALE, "it was replaced while it was read; read it again", url) from None
         except (OSError, exceptions.BaseError) as error:

@@ -72,6 +72,12 @@ class Repository:
 
         return memoryview(_asked(self._url(key), ask))
 
+    def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
+        raise OSError(errno.EROFS, "nothing is written to the hub; upload it with `hf upload`", self._url(key))
+
+    def delete(self, key: str) -> None:
+        raise OSError(errno.EROFS, "nothing is removed from the hub", self._url(key))
+
     def _in_cache(self, key: str) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
 

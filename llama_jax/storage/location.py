@@ -72,6 +72,16 @@ class StoredPath(os.PathLike[str]):
     def with_name(self, name: str) -> StoredPath:
         return self.parent / name
 
+    @property
+    def parents(self) -> tuple[StoredPath, ...]:
+        """The folders that it lies in, down to the whole store."""
+        parts = self.key.split("/") if self.key else []
+        return tuple(StoredPath(self.view, "/".join(parts[:count])) for count in reversed(range(len(parts))))
+
+    def resolve(self) -> StoredPath:
+        """The same place in the store as it is now."""
+        return StoredPath(self.view.again(), self.key)
+
     def exists(self) -> bool:
         return self.view.look(self.key) is not None
 

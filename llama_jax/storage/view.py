@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 # Seconds before a request is made again, a minute in all; each is shortened at random, so that not all hosts come at once.
@@ -50,6 +51,18 @@ class Store(Protocol):
 
     def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
         """Bytes [start, stop) of an object, or fewer where the answer was cut off."""
+        ...
+
+    def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
+        """Put a file or bytes under a key, where readers see all of it at once.
+
+        Args:
+          only_new: raise FileExistsError where something is there; for little bytes.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object."""
         ...
 
 
@@ -125,6 +138,46 @@ class StoreView:
             last = min(first + MOST_OPEN, stop)
             whole[first - start : last - start] = trying(url, partial(ask, first, last))
         return whole
+
+    def write(self, key: str, file: Path) -> None:
+        """Put a file of this machine under a key: all of it at once, in the place of what is there.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        trying(self.url(key), lambda: self.store().write(key, file))
+
+    def create(self, key: str, content: bytes) -> None:
+        """Put a few bytes under a key where nothing is.
+
+        Raises:
+          FileExistsError: something is.
+          OSError: it cannot be written.
+        """
+        tries = 0
+
+        def ask() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                self.store().write(key, content, only_new=True)
+            except FileExistsError:
+                if tries == 1 or bytes(self.store().read(key, 0, len(content) + 1, None)) != content:
+                    raise  # and not what a try before has written, whose answer was lost
+
+        trying(self.url(key), ask)
+
+    def delete(self, key: str) -> None:
+        """Remove an object.
+
+        Raises:
+          OSError: it cannot be.
+        """
+        trying(self.url(key), lambda: self.store().delete(key))
+
+    def again(self) -> StoreView:
+        """The same store as it is now."""
+        return StoreView(self.root, self.store)
 
     def store(self) -> Store:
         """The store itself."""

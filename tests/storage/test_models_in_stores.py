@@ -203,12 +203,6 @@ def test_orbax_is_read_from_a_disk(store):
             llama_jax.load(url)
 
 
-def test_models_are_written_to_a_disk(models):
-    config, params = models["gqa"]
-    with pytest.raises(CheckpointError, match=r"s3://bucket/out is in a store; models are written to a path"):
-        llama_jax.save("s3://bucket/out", config, params)
-
-
 def test_commands(tmp_path, store):
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "model")

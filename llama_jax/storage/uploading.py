@@ -1,0 +1,68 @@
+"""Files and folders that are put into a store: made on this machine, and there as a whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from llama_jax.storage.location import StoredPath
+
+
+@contextmanager
+def uploading(path: StoredPath, *, folder: bool, last: Collection[str], check: Callable[[], None]) -> Iterator[Path]:
+    """A file, or an empty folder, of this machine (in TMPDIR), of which all is in the store in the end.
+
+    An object appears there whole or not at all. Of a folder the file that is named in `last`, without which nobody takes it
+    for a model, comes after all others; of one that is replaced it goes before them, and what the new one has not is removed
+    in the end. When something fails, what was written is removed. There is no lock: of two that write under one name at a
+    time one is told so at that file, which is created where none is; of single files the later stays.
+
+    Args:
+      check: called before anything is written; what it raises stops that.
+
+    Raises:
+      OSError: with the URL of an object that cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="llama_jax-") as scratch:
+        target = Path(scratch) / "model"
+        if folder:
+            target.mkdir()
+        else:
+            target.touch()
+        yield target
+        check()
+        if folder:
+            _put_folder(target, path.resolve(), last)
+        else:
+            path.view.write(path.key, target)
+
+
+def _put_folder(folder: Path, path: StoredPath, names_of_last: Collection[str]) -> None:
+    files = {os.fspath(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    (last,) = files.keys() & set(names_of_last)
+    before = set(path.view.names(path.key))
+    for name in before & set(names_of_last):
+        path.view.delete((path / name).key)
+    before -= set(names_of_last)
+    written: list[str] = []
+    try:
+        for name in sorted(files.keys() - {last}):
+            key = (path / name).key
+            path.view.write(key, files[name])
+            written.append(key)
+        try:
+            path.view.create((path / last).key, files[last].read_bytes())
+        except FileExistsError:
+            written.clear()  # some of it may be the other's
+            raise OSError(errno.EEXIST, "another has written there meanwhile; look at it", str(path)) from None
+    except BaseException:
+        for key in written:
+            with suppress(OSError):
+                path.view.delete(key)
+        raise
+    for name in before - files.keys():
+        path.view.delete((path / name).key)
