@@ -29,6 +29,7 @@ from llama_jax.data.units import Unit, spans_of, units_of
 from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.data.workers import Progress, Workers, cores, working
 from llama_jax.errors import shown
+from llama_jax.storage import on_disk
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.writing import appearing, cannot_write, hold, sign
 
@@ -90,7 +91,7 @@ def build(
       DataError: files that cannot be read, that changed or in which there is no document; a folder that holds something
         else, was begun otherwise, or in which another process builds.
     """
-    files, folder = find_files(paths), Path(out).resolve()
+    files, folder = find_files(paths), on_disk(out, "the folder of a build").resolve()
     for file in files:
         if kind_of(file) in (".bin", ".array_record"):
             raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")

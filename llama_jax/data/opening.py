@@ -21,6 +21,7 @@ from llama_jax.data.manifest import builds_of, check_built, check_contents, chec
 from llama_jax.data.pieces import DocumentPart, read_pieces
 from llama_jax.data.sources import Paths, Source, describe, find_files, unchanged, untouched
 from llama_jax.data.vocabulary import Vocabulary, examine
+from llama_jax.storage import on_disk
 from llama_jax.tokenizers import Tokenizer
 
 MEGABYTE = 1 << 20
@@ -54,7 +55,7 @@ def open_corpus(
       DataError: an empty, damaged or binary file, a token outside the vocabulary, or a file that changes meanwhile; shards
         of `data.building` that are not all there, or that another tokenizer made.
     """
-    given = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    given = [on_disk(path, "data") for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     for build in builds_of(given):
         check_finished(build)  # before there is a shard in it, too
     files = find_files(paths)

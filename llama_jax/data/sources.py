@@ -16,6 +16,7 @@ from llama_jax.data.errors import DataError
 from llama_jax.data.hub import data_files
 from llama_jax.data.mixture import shares
 from llama_jax.errors import shown
+from llama_jax.storage import on_disk
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -94,7 +95,7 @@ def find_files(paths: Paths) -> list[Path]:
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        given = Path(path).resolve()
+        given = on_disk(path, "data").resolve()
         if not given.exists():
             raise DataError(f"{path} does not exist; give files of text, or a folder of them")
         if given.is_dir():

@@ -37,6 +37,7 @@ from llama_jax.runs.tasks.choose import kind_of
 from llama_jax.runs.tasks.task import Beginning, Feed, Finding, Given, Task
 from llama_jax.runs.trackers import Track, Tracking, check_trackers
 from llama_jax.runs.vocabulary import choose_tokenizer
+from llama_jax.storage import on_disk
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
 from llama_jax.training.optimizer import learning_rates
@@ -118,7 +119,7 @@ def train(
     if isinstance(recipe, str):
         check_weights(recipe, given=weights is not None)
         recipe = find(recipe)
-    folder = Path(workdir)
+    folder = on_disk(workdir, "the folder of a run")
     opened = open_checkpoint(weights) if weights is not None else None
     if opened is not None:
         model = recipe.model if preparing.is_extended(recipe.model, opened.config) else opened.config

@@ -15,6 +15,7 @@ from llama_jax.errors import UserError, shown
 from llama_jax.storage.view import FOLDER, Store, StoreView
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
 EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANISATION/NAME"}
 READ_AHEAD = 1 << 12  # bytes, of what is read through a buffer: the first of a file, to see what it is
 
@@ -180,6 +181,21 @@ def locate(path: str | os.PathLike[str]) -> Location:
         raise UserError(f"{shown(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
     root = f"{scheme}://{'/'.join(names[:first])}"
     return StoredPath(StoreView(root, partial(_open, scheme, root)), "/".join(names[first:]))
+
+
+def on_disk(path: str | os.PathLike[str], what: str) -> Path:
+    """The path of what is read and written on this machine alone, so far.
+
+    Args:
+      what: it is, for the message.
+
+    Raises:
+      UserError: a URL.
+    """
+    text = os.fspath(path)
+    if LOOKS_STORED.match(text):  # also as a `Path`, which has one of the two slashes
+        raise UserError(f"{shown(text, 100)}: {what} must be on this machine; in stores there are models alone so far")
+    return Path(text)
 
 
 def _open(scheme: str, root: str) -> Store:

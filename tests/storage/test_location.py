@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from llama_jax.data import open_corpus
+from llama_jax.data.building import build
+from llama_jax.data.sources import find_files
 from llama_jax.errors import UserError
-from llama_jax.storage import StoredPath, locate, location, view
+from llama_jax.runs.loop import train
+from llama_jax.storage import StoredPath, locate, location, on_disk, view
 from llama_jax.storage.view import FOLDER, Listed, PassingError, StoreView
+from llama_jax.tokenizers.making import byte_tokenizer
 
 OBJECTS = {"models/a/config.json": b"{}", "models/a/model.bin": bytes(range(100)), "models/b.gguf": b"GGUF", "top": b"t"}
 
@@ -207,3 +212,19 @@ def test_without_its_library_a_url_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match="hf://a/b is read by huggingface_hub"):
         location.locate("hf://a/b").exists()
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run"), "hf://one/two"])
+def test_what_is_on_disks_alone_says_so(path, tmp_path, monkeypatch):
+    """And does not become a folder called s3:."""
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: train("tiny", path, "text.txt"),
+        lambda: find_files(path),
+        lambda: open_corpus(path, byte_tokenizer()),
+        lambda: build(__file__, path, "tokenizer.json"),
+    ):
+        with pytest.raises(UserError, match=r"bucket/run|one/two.* must be on this machine"):
+            call()
+    assert not list(tmp_path.iterdir())
+    assert on_disk(Path("s3"), "data") == Path("s3")
