@@ -48,7 +48,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-sizes = st.sampled_from([1, 2, 5])  # few shapes: each compiles
+sizes = st.sampled_from([1, 5])  # few shapes: each compiles
 seeds = st.integers(0, 10_000)
 
 
@@ -56,7 +56,7 @@ class TestLinear:
     @given(sizes, sizes, sizes, seeds)
     def test_is_a_product_with_each_row(self, batch, time, out, seed):
         x, w = normal(seed, batch, time, 6), normal(seed + 1, out, 2, 6)
-        np.testing.assert_allclose(ops.project(x, w), np.einsum("btd,ocd->btoc", x, w), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(jax.jit(ops.project)(x, w), np.einsum("btd,ocd->btoc", x, w), rtol=1e-5, atol=1e-5)
 
     def test_accumulates_in_float32(self):
         x = jnp.full((1, 4096), 1 / 64, jnp.bfloat16)
@@ -138,9 +138,10 @@ class TestNorm:
         np.testing.assert_allclose(np.asarray(got, np.float32), 1.0, rtol=0.01)
 
 
+@partial(jax.jit, static_argnums=2)
 def rotate(x, positions, theta=100.0):
-    cos, sin = ops.rotary_table(jnp.asarray(positions), ops.inverse_frequencies(x.shape[-1], theta))
-    return ops.apply_rotary(jnp.asarray(x), cos, sin)
+    cos, sin = ops.rotary_table(positions, ops.inverse_frequencies(x.shape[-1], theta))
+    return ops.apply_rotary(x, cos, sin)
 
 
 def test_cosines_are_computed_once_for_all_layers():
@@ -262,7 +263,7 @@ class TestAttention:
         got = half_scaled(q[None, :, :, None], k[None], v[None], jnp.arange(time)[None])
         np.testing.assert_allclose(got[0, :, :, 0], want, rtol=1e-4, atol=1e-5)
 
-    @given(st.integers(1, 3), st.integers(1, 4), seeds)
+    @given(st.sampled_from([1, 3]), st.sampled_from([1, 4]), seeds)
     def test_a_group_equals_repeated_keys_and_values(self, heads, group, seed):
         q, k, v = normal(seed, 1, heads, 5, group, 4), normal(seed + 1, 1, heads, 5, 4), normal(seed + 2, 1, heads, 5, 4)
         positions = jnp.arange(5)[None]
@@ -349,7 +350,7 @@ class TestFeedForward:
         )
         g = (x @ gate.T).astype(np.float64)
         want = (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
-        got = ops.feed_forward(x, gate, up, down)
+        got = jax.jit(ops.feed_forward)(x, gate, up, down)
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize(("dtype", "share"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.03)])

@@ -44,7 +44,7 @@ def defined(models):
         ("gqa", 4, "full", False),
         pytest.param("tied", 100, "full", True, marks=pytest.mark.slow),
         pytest.param("gqa", 11, "dots", True, marks=pytest.mark.slow),
-        ("tied", 5, "offload", True),
+        pytest.param("tied", 5, "offload", True, marks=pytest.mark.slow),
     ],
 )
 def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, remat, stacked):

@@ -203,7 +203,7 @@ def test_what_is_not_there_has_no_loss_and_no_gradient(options):
     )
     lengths = there[:, None] * np.full((2, 2, 2), 3.0)
     loss = lambda logprobs: jnp.sum(preferred(AnswerSums(logprobs, lengths), batch, options).losses)
-    found, gradients = jax.value_and_grad(loss)(logprobs)
+    found, gradients = jax.jit(jax.value_and_grad(loss))(logprobs)
     assert np.isfinite(found)
     assert found > 0
     np.testing.assert_array_equal(np.asarray(gradients)[~np.broadcast_to(there[:, None], (2, 2, 2))], 0)

@@ -86,7 +86,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(options):
     def mean(policy):
         return jnp.mean(losses_of(options, policy, reference, lengths, mismatched).losses)
 
-    gradients = jax.grad(mean)(Pair(*map(jnp.asarray, policy)))
+    gradients = jax.jit(jax.grad(mean))(Pair(*map(jnp.asarray, policy)))
     for side, gradient in enumerate(gradients):
         for row in range(ROWS):
             ends = []
@@ -178,6 +178,6 @@ def test_losses_and_gradients_are_trls(case):
             losses = losses + policy.chosen / lengths.chosen
         return jnp.mean(losses)
 
-    loss, gradients = jax.value_and_grad(mean)(Pair(*map(jnp.asarray, policy)))
+    loss, gradients = jax.jit(jax.value_and_grad(mean))(Pair(*map(jnp.asarray, policy)))
     np.testing.assert_allclose(loss, goldens[f"{case} loss"], rtol=1e-6)
     np.testing.assert_allclose(np.stack(gradients), goldens[f"{case} gradients"], rtol=1e-6, atol=1e-12)
