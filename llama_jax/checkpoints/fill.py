@@ -7,7 +7,6 @@ beyond the arrays themselves is a few runs, whatever the size of the model.
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ import numpy as np
 from llama_jax.checkpoints.tensors import BFLOAT16, Tensor
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
-from llama_jax.ops.weights.planes import INT4
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
 RUN = 1 << 20  # bytes read at a time
@@ -112,8 +110,6 @@ def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows) 
     for target, there, keys, held in zip(targets, places, distinct, shards(array, wanted, rows), strict=True):
         memory = dict(zip(keys, held, strict=True))
         pieces = [jax.device_put(memory[_key(place)], device, may_alias=True) for device, place in there.items()]
-        if target.dtype == INT4:  # of which JAX packs two into a byte later, so that several matrices would wait in bytes
-            jax.block_until_ready(pieces)
         if target.sharding is None:
             found += pieces
         else:
@@ -170,8 +166,6 @@ def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callab
 
 def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     size = math.prod(shape) * dtype.itemsize
-    if dtype == INT4 and size:  # no array's for long, see `fill_targets`: pages that go back to the system at once
-        return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)

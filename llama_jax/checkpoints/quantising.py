@@ -87,12 +87,12 @@ def _encoded(matrix: np.ndarray, form: Kind) -> Sequence[np.ndarray]:
     """The planes of float32[*out, D], few rows at a time: encoding makes several arrays as large as what is given to it."""
     assert form.encode is not None  # `check_quantize` refuses the others
     rows = matrix.reshape(-1, matrix.shape[-1])
-    planes = [np.empty(plane.shape(rows.shape), plane.dtype) for plane in form.planes]
+    planes = [np.empty(*plane.packed(rows.shape)) for plane in form.planes]
     step = max(1, AT_ONCE // rows.shape[-1])
     for start in range(0, len(rows), step):
         for plane, found in zip(planes, form.encode(rows[start : start + step]), strict=True):
             plane[start : start + step] = found
-    return [found.reshape(plane.shape(matrix.shape)) for found, plane in zip(planes, form.planes, strict=True)]
+    return [found.reshape(plane.packed(matrix.shape)[0]) for found, plane in zip(planes, form.planes, strict=True)]
 
 
 def _width(part: Part) -> int:
@@ -120,10 +120,7 @@ def _fill_planes(
     array: ArrayParts, form: Kind, dtype: np.dtype, sharding: Any, rows: Callable[[int, int], Sequence[np.ndarray]]
 ) -> QuantizedWeight:
     places = shardings_of_planes(form, sharding, len(array.shape))
-    targets = [
-        ArrayToFill(plane.shape(array.shape), np.dtype(plane.dtype), place)
-        for plane, place in zip(form.planes, places, strict=True)
-    ]
+    targets = [ArrayToFill(*plane.packed(array.shape), place) for plane, place in zip(form.planes, places, strict=True)]
 
     def write(start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
         found = rows(start, stop)
@@ -143,7 +140,7 @@ def _reading_blocks(array: ArrayParts, kept: Kind, form: Kind) -> Callable[[int,
 
     def rows(start: int, stop: int) -> Sequence[np.ndarray]:
         shape = (stop - start, *array.shape[1:])
-        out = [np.empty(plane.shape(shape), plane.dtype) for plane in form.planes]
+        out = [np.empty(*plane.packed(shape)) for plane in form.planes]
         for part in array.parts:
             per_entry = part.tensor.shape[0] // array.shape[0]
             blocks = blocks_of(part.tensor)

@@ -21,7 +21,6 @@ from llama_jax.checkpoints.quantized_config import Scheme
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Tensor, read_bytes, read_strips
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.weights import Kind, nf4
-from llama_jax.ops.weights.planes import INT4
 
 RAW = FLOATS | {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -80,6 +79,10 @@ class QuantizedTensor(ABC):
         """Rows of one of its tensors."""
         return read_rows(self.parts[end], start, stop)
 
+    def grouped(self, values: np.ndarray) -> np.ndarray:
+        """Integers of 4 bits plus 8, uint8[rows, columns / 2], as those of the kind, see `planes.packed`."""
+        return (values ^ 0x88).reshape(len(values), -1, self.form.block // 2)
+
     def spread(self, found: np.ndarray, dtype: Any) -> np.ndarray:
         """What the groups of the file share, [rows, groups], for each group of the kind: [rows, columns / block]."""
         columns = self.shape[1]
@@ -115,9 +118,8 @@ class Packed(QuantizedTensor):
     """compressed-tensors, "pack-quantized": eight integers of 4 bits of a row in a word, the first lowest, all plus 8."""
 
     def planes(self, start: int, stop: int) -> tuple[np.ndarray, ...]:
-        values = _nibbles(self.part(".weight_packed", start, stop))
+        values = self.grouped(self.part(".weight_packed", start, stop).view(np.uint8))
         scales = self.spread(self.part(".weight_scale", start, stop), np.float32)
-        values = (values.view(np.int8) - 8).astype(INT4).reshape(len(values), -1, self.form.block)
         if self.scheme.symmetric:
             return values, scales
         first = start // PER_WORD
@@ -151,8 +153,8 @@ class ColumnMajor(QuantizedTensor):
     rows_at_once = ROWS_OF_TURNED
 
     def in_groups(self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> tuple[np.ndarray, ...]:
-        """uint8[rows, columns] with scales and zeros [groups, rows] of the file."""
-        values = (values.view(np.int8) - 8).astype(INT4).reshape(len(values), -1, self.form.block)
+        """uint8[rows, columns / 2] with scales and zeros [groups, rows] of the file."""
+        values = self.grouped(values)
         scales = self.spread(scales.T, np.float32)
         if self.scheme.symmetric:
             if (zeros != 8).any():
@@ -177,7 +179,7 @@ class Gptq(ColumnMajor):
         return self.in_groups(values, scales, zeros)
 
     def _integers(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """uint8[rows, columns], and scales and zeros [groups, rows]."""
+        """uint8[rows, columns / 2], and scales and zeros [groups, rows]."""
         words = _columns(self.parts[".qweight"], start, stop)
         first, last = start // PER_WORD, -(-stop // PER_WORD)
         packed = _columns(self.parts[".qzeros"], first, last).view(np.uint32)
@@ -185,7 +187,7 @@ class Gptq(ColumnMajor):
             packed = packed + np.uint32(0x11111111)
         zeros = _nibbles(packed)[:, start - first * PER_WORD : stop - first * PER_WORD]
         scales = _columns(self.parts[".scales"], start, stop)
-        return _nibbles(np.ascontiguousarray(words.T)), scales, np.ascontiguousarray(zeros)
+        return np.ascontiguousarray(words.T).view(np.uint8), scales, np.ascontiguousarray(zeros)
 
 
 class Reordered(Gptq):
@@ -197,7 +199,7 @@ class Reordered(Gptq):
         if group.min() < 0 or group.max() >= len(scales):
             raise CheckpointError(f"{self.name} has a column of group {int(group.max())}, and {len(scales)} groups")
         with np.errstate(all="ignore"):
-            offset = values.T.astype(np.float32) - zeros[group].astype(np.float32)
+            offset = _nibbles(values).T.astype(np.float32) - zeros[group].astype(np.float32)
             return np.ascontiguousarray((scales[group].astype(np.float32) * offset).T)
 
     @property
@@ -213,6 +215,7 @@ class Awq(ColumnMajor):
         some = slice(start - first * PER_WORD, stop - first * PER_WORD)
         values, zeros = (self._outputs(end, first, last)[:, some] for end in (".qweight", ".qzeros"))
         scales = _columns(self.parts[".scales"], start, stop)
+        values = values[::2] | (values[1::2] << 4)
         return self.in_groups(np.ascontiguousarray(values.T), scales, np.ascontiguousarray(zeros))
 
     def _outputs(self, end: str, first: int, last: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from llama_jax.files import read_object
 from llama_jax.model.params import Llama, row_at
 from llama_jax.ops.weights import KINDS, JoinedWeight, Plane, QuantizedWeight, shardings_of_planes
 from llama_jax.ops.weights.order import arranged
-from llama_jax.ops.weights.planes import FP8, INT4
+from llama_jax.ops.weights.planes import FP8, INT4, packed
 from llama_jax.ops.weights.weight import columns_on_each
 
 FILE = "quantized.json"
@@ -115,7 +115,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
         form = KINDS[kind]
         if shape[-1] % form.block:
             raise CheckpointError(f"{where / FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks")
-        return QuantizedWeight(tuple(_stored(plane, plane.shape(shape)) for plane in form.planes), kind, "float32")
+        return QuantizedWeight(tuple(_stored(plane, shape) for plane in form.planes), kind, "float32")
 
     found = jax.tree_util.tree_map_with_path(change, shapes)
     if left:
@@ -124,9 +124,8 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
 
 
 def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    if plane.dtype == INT4:
-        return jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 2), np.dtype(np.uint8))
-    return jax.ShapeDtypeStruct(shape, np.dtype(np.uint8) if plane.dtype == FP8 else np.dtype(plane.dtype))
+    found, dtype = plane.packed(shape)
+    return jax.ShapeDtypeStruct(found, np.dtype(np.uint8) if dtype == FP8 else dtype)
 
 
 def placed(shape: Any, target: np.dtype, place: Any, where: Path) -> Any:
@@ -180,26 +179,13 @@ def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
 def _to_bytes(array: Any, plane: Plane) -> Any:
     if plane.dtype == FP8:
         return lax.bitcast_convert_type(array, jnp.uint8)
-    if plane.dtype != INT4:
-        return array
-
-    def packed(array: jax.Array) -> jax.Array:
-        pairs = (array.astype(jnp.int8).astype(jnp.uint8) & 15).reshape(*array.shape[:-1], -1, 2)
-        return pairs[..., 0] | (pairs[..., 1] << 4)
-
-    return jax.jit(packed)(array)
+    return jax.jit(packed)(array) if array.dtype == INT4 else array
 
 
 def _from_bytes(array: jax.Array, plane: Plane) -> jax.Array:
     if plane.dtype == FP8:
         return arranged(plane, lax.bitcast_convert_type(array, FP8))
-    if plane.dtype != INT4:
-        return array
-
-    def unpacked(array: jax.Array) -> jax.Array:
-        pairs = jnp.stack([array & 15, array >> 4], axis=-1).astype(jnp.int8)
-        return ((pairs ^ 8) - 8).reshape(*array.shape[:-1], -1).astype(INT4)
-
-    found = jax.block_until_ready(jax.jit(unpacked, out_shardings=array.sharding)(array))
-    array.delete()
-    return arranged(plane, found)
+    found = arranged(plane, array)
+    if found is not array:
+        array.delete()
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from llama_jax.checkpoints import load
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
-from llama_jax.ops.weights import Kept
-from llama_jax.ops.weights.planes import INT4
+from llama_jax.ops.weights import Kept, QuantizedWeight
+from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.serving import param_shardings
 from llama_jax.runs.errors import TrainingError
@@ -100,18 +101,24 @@ def _stacked(params: Llama) -> Llama:
 def digest(params: Any) -> str:
     """A number that tells trees of arrays apart: a sum over all bits of each array, weighted by their places in it.
 
-    Sums of integers do not depend on their order: it is the same however the arrays lie over devices. It finds what was
-    mistaken for something else, not what was forged.
+    Sums of integers do not depend on their order: it is the same however the arrays lie over devices, and of integers of 4
+    bits whether they are `planes.packed` or not. It finds what was mistaken for something else, not what was forged.
     """
-    sums = {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {int(_sum_of_bits(leaf))}"
-        for path, leaf in jax.tree.leaves_with_path(params)
-    }
+    sums = {}
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
+        kinds = [plane.dtype for plane in leaf.form.planes] if isinstance(leaf, QuantizedWeight) else [None]
+        for (rest, array), dtype in zip(jax.tree.leaves_with_path(leaf), kinds, strict=True):
+            is_packed = dtype == INT4 and array.dtype != INT4
+            shape = (*array.shape[:-1], 2 * array.shape[-1]) if is_packed else array.shape
+            found = int(_sum_of_bits(array, is_packed))
+            sums[jax.tree_util.keystr((*path, *rest))] = f"{INT4 if is_packed else array.dtype}{list(shape)} {found}"
     return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
 
 
-@jax.jit
-def _sum_of_bits(array: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=1)
+def _sum_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
+    if is_packed:
+        array = unpacked(array)
     if array.dtype == INT4:
         array = array.astype(jnp.int8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(array.dtype.itemsize, 4)]

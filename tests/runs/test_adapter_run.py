@@ -17,6 +17,8 @@ from llama_jax.checkpoints import load_adapter
 from llama_jax.errors import CheckpointError
 from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
 from llama_jax.model.trees import quantize
+from llama_jax.ops.weights import quantized
+from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.base import digest
 from llama_jax.runs.errors import TrainingError
@@ -190,6 +192,10 @@ def test_a_digest_sees_every_bit_and_no_device():
     ):
         assert digest(params.replace(embedding=other)) != found
     assert digest(quantize(params, "int8")) != found
+    packed = quantized(jax.random.normal(jax.random.key(1), (4, 128)), "int4")
+    values, scales = packed.planes
+    there = packed.replace(planes=(jax.numpy.asarray(unpacked(np.asarray(values)), INT4), scales))
+    assert digest({"gate": there}) == digest({"gate": packed})
 
 
 @pytest.mark.slow

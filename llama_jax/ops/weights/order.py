@@ -1,6 +1,8 @@
-"""In which order a device holds the planes of a weight, and how rows are taken out of a table that lies so.
+"""How a device holds the planes of a weight, and how rows are taken out of a table that lies so.
 
 The axes of a plane are always the same; where a device holds it in another order, only the layout of the array says it.
+Integers of 4 bits have their own type on accelerators, whose compilers read it. XLA for CPU does not: it would write each of
+them as a byte before the loop over tokens, and JAX would need them so to make an array; so a CPU has them `packed`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from jax import lax
 from jax.experimental.layout import Format, Layout
 
 from llama_jax.ops.platform import is_divided, lowering_platform
-from llama_jax.ops.weights.planes import INT4, Kind, Plane, bits_of
+from llama_jax.ops.weights.planes import INT4, Kind, Plane, bits_of, packed, unpacked
 
 LANES = 128  # numbers that lie together in a TPU's memory
 TILES = {8: 32, 4: 64}  # and rows of them, by the bits of a number
@@ -34,19 +36,41 @@ def storage_order(plane: Plane, ndim: int, platform: str) -> tuple[int, ...] | N
 
 
 def arranged(plane: Plane, array: Any) -> Any:
-    """A plane in the order in which its devices are to hold it; of a `jax.ShapeDtypeStruct` the same, with that layout.
+    """A plane as its devices are to hold it, of integers of 4 bits that are `packed` or not; of a `jax.ShapeDtypeStruct` the
+    same, with that layout.
 
     What is on no device, and what is traced, is given back as it is.
     """
     if isinstance(array, jax.core.Tracer) or getattr(array, "sharding", None) is None:
         return array
-    order = storage_order(plane, array.ndim, next(iter(array.sharding.device_set)).platform)
+    platform = platform_of(array.sharding)
+    if plane.dtype == INT4 and (array.dtype == INT4) == (platform == "cpu"):
+        array = _as_the_other(array)
+    order = storage_order(plane, array.ndim, platform)
     if order is None:
         return array
     form = Format(Layout(order), array.sharding)
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=form)
     return jax.block_until_ready(jax.device_put(array, form))  # waited for, since each is there twice meanwhile
+
+
+def platform_of(sharding: Any) -> str:
+    """Of the devices that hold what lies so."""
+    return next(iter(sharding.device_set)).platform
+
+
+def _as_the_other(array: Any) -> Any:
+    """Integers of 4 bits `packed`, and what is packed as such integers."""
+    change = packed if array.dtype == INT4 else _out_of_bytes
+    if isinstance(array, jax.ShapeDtypeStruct):
+        found = jax.eval_shape(change, array)
+        return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=array.sharding)
+    return jax.block_until_ready(jax.jit(change, out_shardings=array.sharding)(array))  # for the same reason as above
+
+
+def _out_of_bytes(array: jax.Array) -> jax.Array:
+    return unpacked(array).astype(INT4)
 
 
 def take(form: Kind, tables: tuple[jax.Array, ...], rows: jax.Array) -> tuple[jax.Array, ...]:

@@ -18,6 +18,7 @@ import numpy as np
 
 Array = Any  # numpy.ndarray or jax.Array
 
+# Integers of 4 bits: two in a byte in a GPU's and a TPU's memory. Files, NumPy and CPUs have them `packed`, see `order`.
 INT4 = np.dtype(ml_dtypes.int4)
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -53,6 +54,11 @@ class Plane:
             return (columns // self.numbers, self.entries)
         return (columns * self.entries // self.numbers,)
 
+    def packed(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of the plane of a matrix where integers of 4 bits are `packed`; of others as they are."""
+        *out, entries = found = self.shape(shape)
+        return ((*out, entries // 2), np.dtype(np.uint8)) if self.dtype == INT4 else (found, np.dtype(self.dtype))
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -63,7 +69,8 @@ class Kind:
       block: a row's length must be a multiple of it.
       planes: the arrays, in the order of the leaf, and, of GGUF's kinds, of the bytes of a block.
       decode: the planes as float32[*out, D].
-      encode: a matrix float32[*out, D] of NumPy as planes; None for kinds that are only read from files.
+      encode: a matrix float32[*out, D] of NumPy as planes, of which those of 4 bits are `packed`; None for kinds that are
+        only read from files.
       of_gguf: whether a GGUF holds such blocks.
     """
 
@@ -86,10 +93,10 @@ class Kind:
 
     def bytes_of_row(self, columns: int) -> int:
         """Of a row in the bytes that `from_rows` reads."""
-        return sum(math.prod(plane.end(columns)) * np.dtype(plane.dtype).itemsize for plane in self.planes)
+        return sum(math.prod(plane.end(columns)) * bits_of(plane.dtype) // 8 for plane in self.planes)
 
     def to_rows(self, planes: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Planes of a matrix [rows, D] as the bytes of each row: uint8[rows, bytes]. Integers of 4 bits take a byte each."""
+        """Planes of a matrix [rows, D] as the bytes of each row: uint8[rows, bytes]."""
         rows = [np.ascontiguousarray(plane).reshape(len(plane), -1) for plane in planes]
         return np.concatenate([each.view(np.uint8) for each in rows], axis=1)
 
@@ -99,9 +106,9 @@ class Kind:
             return split(raw.reshape(*raw.shape[:-1], columns // self.block, -1), self.planes)
         found, at = [], 0
         for plane in self.planes:
-            size = math.prod(plane.end(columns)) * np.dtype(plane.dtype).itemsize
-            part = np.ascontiguousarray(raw[..., at : at + size]).view(plane.dtype)
-            found.append(part.reshape(*raw.shape[:-1], *plane.end(columns)))
+            shape, dtype = plane.packed((*raw.shape[:-1], columns))
+            size = math.prod(shape[raw.ndim - 1 :]) * dtype.itemsize
+            found.append(np.ascontiguousarray(raw[..., at : at + size]).view(dtype).reshape(shape))
             at += size
         return tuple(found)
 
@@ -110,7 +117,7 @@ def in_smaller_groups(planes: tuple[np.ndarray, ...], kind: Kind, smaller: Kind)
     """Planes of a kind as those of one that differs in its groups alone: what a group shares is repeated."""
     times = kind.block // smaller.block
     return tuple(
-        array.reshape(*array.shape[:-2], -1, smaller.block) if plane.grouped else np.repeat(array, times, axis=-1)
+        array.reshape(*array.shape[:-2], -1, array.shape[-1] // times) if plane.grouped else np.repeat(array, times, axis=-1)
         for array, plane in zip(planes, kind.planes, strict=True)
     )
 
@@ -118,6 +125,27 @@ def in_smaller_groups(planes: tuple[np.ndarray, ...], kind: Kind, smaller: Kind)
 def bits_of(dtype: Any) -> int:
     """In memory: of the integers of 4 bits JAX's arrays hold two in a byte, whatever their `nbytes` says."""
     return 4 if np.dtype(dtype) == INT4 else 8 * np.dtype(dtype).itemsize
+
+
+def packed(x: Array) -> Array:
+    """Integers of 4 bits, INT4[..., n], `in_bytes`: uint8[..., n / 2]; others as they are."""
+    return in_bytes(x.astype(np.int8).view(np.uint8) & 15) if x.dtype == INT4 else x
+
+
+def in_bytes(x: Array) -> Array:
+    """Numbers of 4 bits, uint8[..., n], two in a byte, the first in the low half: uint8[..., n / 2]."""
+    pairs = groups_of(x, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def halves(x: Array) -> tuple[Array, Array]:
+    """Of what `packed` gave, uint8[..., n / 2], every other number from the first and the second on: int8[..., n / 2]."""
+    return (x << 4).view(np.int8) >> 4, x.view(np.int8) >> 4
+
+
+def unpacked(x: Array) -> Array:
+    """What `packed` gave, uint8[..., n / 2], as int8[..., n]; others as they are."""
+    return rows_of(joined([groups_of(half, 1) for half in halves(x)])) if x.dtype == np.uint8 else x
 
 
 def groups_of(x: Array, size: int) -> Array:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from llama_jax.ops.weights.planes import FP8, INT4, Array, Kind, Plane, groups_of, rows_of, wide
+from llama_jax.ops.weights.planes import FP8, INT4, Array, Kind, Plane, groups_of, in_bytes, rows_of, unpacked, wide
 
 GROUPS = (128, 64, 32)  # numbers that may share a factor, the most first
 LARGEST_FP8 = np.float32(448)
@@ -17,11 +17,11 @@ def _decode_rows(values: Array, scales: Array) -> Array:
 
 
 def _decode_groups(values: Array, scales: Array) -> Array:
-    return rows_of(wide(values) * scales[..., None])
+    return rows_of(wide(unpacked(values)) * scales[..., None])
 
 
 def _decode_with_zeros(values: Array, scales: Array, zeros: Array) -> Array:
-    return rows_of((wide(values) - wide(zeros)[..., None]) * scales[..., None])
+    return rows_of((wide(unpacked(values)) - wide(zeros)[..., None]) * scales[..., None])
 
 
 def _encode_int8(x: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -42,8 +42,8 @@ def _encode_int4(group: int) -> Callable[[np.ndarray], tuple[np.ndarray, ...]]:
         groups = groups_of(x, group)
         scales = _signed_largest(groups) / np.float32(-8)
         inverse = np.where(scales == 0, 0, 1 / np.where(scales == 0, 1, scales))
-        values = np.clip(np.trunc(groups * inverse[..., None] + np.float32(8.5)), 0, 15) - 8
-        return values.astype(np.int8).astype(INT4), scales.astype(np.float32)
+        values = np.clip(np.trunc(groups * inverse[..., None] + np.float32(8.5)), 0, 15)
+        return in_bytes(values.astype(np.uint8) ^ 8), scales.astype(np.float32)  # 8 less, of 4 bits
 
     return encode
 
