@@ -131,6 +131,7 @@ def test_rows_go_through_bytes(kind):
     planes, form = random_planes(kind, 6, 512), KINDS[kind]
     raw = join(planes, form).reshape(6, -1) if form.of_gguf else form.to_rows(planes)
     assert form.of_gguf or raw.shape == (6, form.bytes_of_row(512))
+    assert raw.shape[1] <= form.bits / 8 * 512 + 8  # and two factors of the row at most: 4 bits are never a byte
     for plane, again in zip(planes, form.from_rows(raw, 512), strict=True):
         np.testing.assert_array_equal(plane, again)
 
@@ -171,6 +172,14 @@ def test_accelerators_multiply_with_the_same_numbers(kind, tokens, monkeypatch):
         found = jax.jit(lambda x: ops.project(x, weight))(x)
     dense = numbers(weight)
     np.testing.assert_allclose(found, np.asarray(x) @ dense.T, atol=1e-5 * np.abs(dense).max() * 512)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(192, 6), (128, 4), (37, 4)])
+def test_parts_of_a_weight_are_whole_tiles_where_they_can_be(rows, parts, monkeypatch):
+    """192 rows are 4 times 48, of which a TPU would write all first: 32 lie together there."""
+    monkeypatch.setattr(room, "CHUNK", rows * 128 // 4)
+    weight = weight_of("q4_0", rows=rows, columns=128)
+    assert room._Chunks.of(weight.form, weight.planes).parts == parts
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.nightly), 40])

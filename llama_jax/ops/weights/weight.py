@@ -20,7 +20,7 @@ from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.layers import PRODUCT, project
 from llama_jax.ops.platform import is_divided, lowering_device_kind, lowering_platform
 from llama_jax.ops.weights.kinds import KINDS, fitting
-from llama_jax.ops.weights.order import arranged, in_runs, take
+from llama_jax.ops.weights.order import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.planes import FP8, INT4, Kind, Plane, halves, unpacked
 
 FEW_ROWS = 16  # of so many tokens at most, sums of groups are made apart and weighted afterwards
@@ -322,7 +322,9 @@ class _Chunks(NamedTuple):
         columns = QuantizedWeight(planes, form.name, "float32").shape[-1]
         total = len(planes[0])
         least = -(-total * columns // decoded_at_once())
-        count = next((n for n in range(least, min(2 * least, total) + 1) if total % n == 0), least)
+        counts = [n for n in range(least, min(2 * least, total) + 1) if total % n == 0] or [least]
+        # Of whole tiles, where it can be: a TPU would write the whole weight otherwise, 263 MB of 128,256 rows of `q4_0`.
+        count = next((n for n in counts if total // n % TILES[8] == 0), counts[0])
         chunks = cls(form, planes, columns, -(-total // count), count, is_divided())
         return chunks._replace(planes=tuple(chunks.divide(_as_bits(plane)) for plane in planes))
 
