@@ -105,13 +105,19 @@ class DraftModel(Drafter, struct.PyTreeNode):
         """See `Drafter.propose`."""
         last = state.cache.length
         two = jax.vmap(lambda row, last: lax.dynamic_slice_in_dim(row, last - 1, 2))(history, last)
-        return self.propose_after(memory, state, two, count)
+        return self.propose_after(memory, state, two, count, jnp.any((memory.length < last) & ~state.done))
 
-    def propose_after(self, memory: KVCache, state: State, two: jax.Array, count: int) -> tuple[jax.Array, KVCache]:
+    def propose_after(
+        self, memory: KVCache, state: State, two: jax.Array, count: int, behind: jax.Array | None = None
+    ) -> tuple[jax.Array, KVCache]:
         """`propose`, told of each row its last two tokens, int32[B, 2], of which the model has read one.
 
         After a pass of which all drafts were accepted the draft has not read the last of them. All rows then read their last
         two tokens: where the first of them has been read, its slot is written with what it holds.
+
+        Args:
+          behind: bool[], whether some row is like that; None to read two in any case: XLA for CPU copies a cache that comes
+            out of a branch.
         """
         request, vocab = state.request, min(state.seen.shape[-1], self._rows())
         last = state.cache.length
@@ -132,7 +138,10 @@ class DraftModel(Drafter, struct.PyTreeNode):
         def after_one(cache: KVCache) -> Any:
             return draw(cache.replace(length=last), state.token[:, None], state.seen[:, :vocab], state.count)
 
-        cache, seen, first = lax.cond(jnp.any((memory.length < last) & ~state.done), after_two, after_one, memory)
+        if behind is None:
+            cache, seen, first = after_two(memory)
+        else:
+            cache, seen, first = lax.cond(behind, after_two, after_one, memory)
 
         def next_one(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
             cache, seen, token = carry
