@@ -15,10 +15,13 @@ sft    All parameters learn to write the story after the request. Measured: how 
 dpo    The fine-tuned model answers requests, and learns to prefer an answer that has the words to one, to another request,
        that has none of them. Measured: how often it prefers so in pairs of held-out requests.
 grpo   The fine-tuned model answers, and `told` judges: the share of the words, and 0 where the last sentence is not whole.
-       Measured: the mean reward at the beginning and at the end, also of held-out requests; and the same with rewards that
-       are dealt out at random among the answers (`shuffled`), from which nothing can be learnt.
+       Measured: the mean reward of held-out requests before and after, and in training at the beginning and at the end; and
+       the same, with the same settings, where the rewards are dealt out at random among the answers (`shuffled`), from
+       which nothing can be learnt.
 
-Every stage is a run of `llama_jax.train`, as the command line would do it; the folder of one is the weights of the next.
+Every stage is a run of `llama_jax.train`, as the command line would do it; the folder of one is the weights of the next. A
+stage that is done is not done again, and one that SIGTERM ended goes on where it was when the same command is started again,
+as long as this file is the same.
 Writes ``experiments/results/finetune_cpu.json``, a table in ``.md`` and a picture in ``.png``.
 """
 
@@ -61,6 +64,7 @@ ANSWER = 32  # tokens at most, the one that ends it included
 RARE = 4  # stories that a word is in at least
 MODELS = ("base", "sft", "dpo", "grpo", "shuffled")
 REWARDED = ("grpo", "shuffled")
+FLAT = 0.1  # that a mean reward may change by where nothing can be learnt
 GROUP = 8  # answers to a request
 SENTENCES = re.compile(r".*[.!?][\"”]?(?=\s|$)", re.DOTALL)
 LETTERS = re.compile(r"[a-z]{3,}")
@@ -394,12 +398,36 @@ def as_table(report: dict[str, Any]) -> str:
     for run in report["runs"]:
         curve = run["dpo"]["curve"]
         cells = [f"{run['dpo']['held_pairs']}", f"{curve['accuracy'][-1]:.3f}", f"{curve['margin'][-1]:.2f}"]
-        for name in REWARDED:
-            reward = run[name]["curve"]["reward"]
-            cells.append(f"{mean(reward[:10]):.3f} to {mean(reward[-10:]):.3f}")
+        cells += ["{:.3f} to {:.3f}".format(*in_training(run[name])) for name in REWARDED]
         minutes = sum(run[name]["seconds"] for name in ("data", *MODELS)) / 60
         lines.append(f"| {run['seed']} | " + " | ".join([*cells, f"{minutes:.1f}"]) + " |")
+    lines += ["", "Was it learnt?", "", "| seed | what | found | bar | |", "|---|---|---:|---:|---|"]
+    for run in report["runs"]:
+        for what, found, bar, met in verdicts(run):
+            lines.append(f"| {run['seed']} | {what} | {found} | {bar} | {'yes' if met else 'no'} |")
     return "\n".join(lines) + "\n"
+
+
+def in_training(found: dict[str, Any]) -> tuple[float, float]:
+    """The mean reward of the first and of the last ten steps of a run by rewards."""
+    reward = found["curve"]["reward"]
+    return mean(reward[:10]), mean(reward[-10:])
+
+
+def verdicts(run: dict[str, Any]) -> list[tuple[str, str, str, bool]]:
+    """What was to be shown of a seed: what, what was found, the bar, and whether it is met."""
+    more = run["sft"]["words"] / run["base"]["words"]
+    right = run["dpo"]["curve"]["accuracy"][-1]
+    found = [
+        ("sft: words included, over the base", f"{more:.1f}", "at least 3", more >= 3),
+        ("dpo: accuracy on held-out pairs", f"{right:.3f}", "at least 0.9", right >= 0.9),
+    ]
+    for name in REWARDED:
+        before, after = in_training(run[name])
+        for where, change in (("in training", after - before), ("held out", run[name]["reward"] - run["sft"]["reward"])):
+            bar, met = ("at least +0.3", change >= 0.3) if name == "grpo" else (f"within {FLAT}", abs(change) <= FLAT)
+            found.append((f"{name}: change of the reward, {where}", f"{change:+.3f}", bar, met))
+    return found
 
 
 def draw(report: dict[str, Any]) -> Figure:

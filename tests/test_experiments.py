@@ -375,6 +375,23 @@ def test_of_a_pair_each_is_preferred_after_its_own_request():
     assert (found["words"], found["ended"], found["success"]) == (5 / 7, 6 / 7, 4 / 7)
 
 
+def test_a_seed_of_fine_tuning_is_held_against_the_bars():
+    reward = {"grpo": [0.4] * 10 + [0.9] * 20 + [0.71] * 10, "shuffled": [0.45] * 10 + [0.36] * 10}
+    run = {name: {"curve": {"reward": each}, "reward": each[-1]} for name, each in reward.items()}
+    run |= {"base": {"words": 0.1}, "sft": {"words": 0.29, "reward": 0.42}, "dpo": {"curve": {"accuracy": [0.5, 0.9]}}}
+    found = {what: (value, met) for what, value, _, met in finetune.verdicts(run)}
+    assert found == {
+        "sft: words included, over the base": ("2.9", False),
+        "dpo: accuracy on held-out pairs": ("0.900", True),
+        "grpo: change of the reward, in training": ("+0.310", True),
+        "grpo: change of the reward, held out": ("+0.290", False),
+        "shuffled: change of the reward, in training": ("-0.090", True),
+        "shuffled: change of the reward, held out": ("-0.060", True),
+    }
+    run["shuffled"]["reward"] = 0.53
+    assert not finetune.verdicts(run)[-1][-1]  # flat is neither up nor down
+
+
 @pytest.mark.slow
 def test_finetune(tmp_path, capsys):
     arguments = finetune.Arguments((3,), "small", tmp_path / "runs", tmp_path / "found.json")
@@ -387,7 +404,9 @@ def test_finetune(tmp_path, capsys):
         assert run[name]["curve"]["step"] == [1, 2, 3]
     first = [run[name]["curve"]["reward"][0] for name in finetune.REWARDED]
     assert first[0] == pytest.approx(first[1], rel=1e-12)  # the same answers, of the same model, in another order
-    assert "| 3 | grpo |" in arguments.output.with_suffix(".md").read_text()
+    table = arguments.output.with_suffix(".md").read_text()
+    assert "| 3 | grpo |" in table
+    assert table.count("| no |") >= 2  # three steps teach nothing
     assert arguments.output.with_suffix(".png").stat().st_size > 10_000
     assert "shuffled" in capsys.readouterr().out
     before = arguments.output.read_text()
