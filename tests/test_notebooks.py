@@ -70,6 +70,24 @@ SMALLER = {
     },
     "05_long_context": {"range(24)": "range(8)", "]] * 24": "]] * 8", "T = 2048": "T = 1024", "=800": "=520"},
     "06_quantisation": {"range(16)": "range(4)", "]] * 16": "]] * 4", "=127": "=63"},
+    "07_finetuning": {
+        "ROWS, ANSWER = 256, 32": "ROWS, ANSWER = 32, 20",
+        "range(0, 3072, ROWS)": "range(0, 128, ROWS)",
+        "4 <= count <= len(stories) / 32": "2 <= count <= len(stories) / 16",
+        "[-160:]": "[-20:]",
+        "[:128]": "[:4]",
+        "steps=240": "steps=4",
+        "warmup_steps=15": "warmup_steps=2",
+        "length=512": "length=128",
+        "evaluate_every=80": "evaluate_every=4",
+        "// 384][:384]": "// 4][:4]",
+        '["words"]) == 1]': '["words"]) >= 0]',
+        "steps=24": "steps=3",
+        "evaluate_every=6": "evaluate_every=3",
+        "steps=40": "steps=2",
+        "batch=64": "batch=16",
+        "evaluate_every=20": "evaluate_every=2",
+    },
 }
 # Only some look for weights; the others need not run a second time, and of these one does in every run.
 RARELY = {("01_forward_pass", "found"), ("02_kv_cache", "absent")}
