@@ -74,9 +74,20 @@ FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first: the first process begins at the front, others take from the end."""
+TURNS = 3
+"""A run with LLAMA_JAX_TURN=N has every so manieth of the tests marked `rotating`, another part for every other N."""
+
+
+@pytest.hookimpl(trylast=True)  # after those of another mark were left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest first: the first process begins at the front, others take from the end. Of rotating ones a part."""
     items.sort(key=lambda item: item.path.name not in FIRST)
+    turn = os.environ.get("LLAMA_JAX_TURN", "")
+    if turn:
+        rotating = [item for item in items if item.get_closest_marker("rotating")]
+        left_out = {item for number, item in enumerate(rotating) if (number + int(turn)) % TURNS}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 def pytest_collection_finish() -> None:

@@ -91,6 +91,7 @@ def test_text_is_not_read_twice(text, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_scaling(text, tmp_path, capsys):
     other = tmp_path / "other.txt"  # of documents that are in both nothing is trained on
     other.write_text(text.read_text().replace("<|endoftext|>", " Again.<|endoftext|>") + " Again.")
@@ -166,6 +167,7 @@ def test_the_verdicts_are_those_of_the_numbers():
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_context_extension(text, tmp_path, capsys):
     arguments = context_extension.Arguments("test", text, workdir=tmp_path / "runs", output=tmp_path / "found.json")
     context_extension.main(arguments)
@@ -189,6 +191,7 @@ def test_context_extension(text, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_shakespeare(text, tmp_path, capsys):
     changes = ("steps=12", "optimizer.warmup_steps=2", "model.n_layers=1", "evaluate_tokens=2000", "log_every=4")
     arguments = shakespeare.Arguments(changes, text, tmp_path / "runs", tmp_path / "found.json")
@@ -205,6 +208,7 @@ def test_shakespeare(text, tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_stories(text, tmp_path, capsys):
     arguments = stories.Arguments(
         "smoke",
@@ -240,6 +244,7 @@ def test_capped_attention_is_attention_where_scores_are_small(window):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_an_attention_of_ones_own_is_trained_sampled_and_evaluated(capsys):
     found = soft_cap.main(soft_cap.Arguments(steps=25, new_tokens=6))
     assert found["after"] < found["before"] - 1
@@ -247,6 +252,7 @@ def test_an_attention_of_ones_own_is_trained_sampled_and_evaluated(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_an_attention_of_ones_own_is_the_one_that_is_used():
     config, prompt, compute = llama_jax.preset("stories-260k"), [1, 7, 300], llama_jax.Compute(attend=soft_cap.capped)
     params = llama_jax.init(config, jax.random.key(1))
@@ -265,6 +271,7 @@ def test_an_attention_of_ones_own_is_the_one_that_is_used():
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_three_ways_to_spread_a_step_take_the_same_steps(tmp_path, capsys):
     arguments = three_ways.Arguments(steps=3, length=8, rows=1, output=tmp_path / "ways.json")
     three_ways.main(arguments)
@@ -297,6 +304,7 @@ def test_kinds_that_are_compared():
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("data", [pytest.param("beside", marks=pytest.mark.nightly), "absent"])
 def test_quantisation(data, stories_folder, tmp_path, monkeypatch, capsys):
     """By both stages, one after the other; without the shared data with the bundled model and its own stories."""
@@ -328,6 +336,7 @@ def test_quantisation(data, stories_folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_a_server_stands_what_comes(tmp_path, monkeypatch):
     """`experiments/soak_serve.py`, small: every answer is what `generate` gives, whoever else leaves or sends nonsense."""
     few = {"requests": 60, "cancelled": 20, "overload_seconds": 1.0, "soak_minutes": 0.05, "clients": 16, "rows": 4}
@@ -398,6 +407,7 @@ def test_a_seed_of_fine_tuning_is_held_against_the_bars():
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_finetune(tmp_path, capsys):
     arguments = finetune.Arguments((3,), "small", tmp_path / "runs", tmp_path / "found.json")
     finetune.main(arguments)

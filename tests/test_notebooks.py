@@ -100,6 +100,7 @@ RUNS = [
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize(("path", "weights"), RUNS)
 def test_runs(path, weights, tmp_path, monkeypatch):
     if weights == "absent":  # from a folder where no weights lie; another model then takes their place

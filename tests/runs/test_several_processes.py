@@ -285,6 +285,7 @@ def base(started, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 @pytest.mark.parametrize("kind", ["preferences", "teacher", "rewards"])
 def test_other_kinds_of_training_are_the_same_in_two_processes(started, base, text, tmp_path, kind):
     """A reference of preferences is computed once by all, a teacher read by all together, and answers are sampled so."""
