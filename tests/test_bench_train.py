@@ -6,6 +6,7 @@ import pytest
 
 
 @pytest.mark.parity
+@pytest.mark.rotating
 def test_the_benchmark_runs_and_writes_its_figures(tmp_path, capsys):
     output = tmp_path / "results" / "bench.json"
     arguments = bench_train.Arguments(
@@ -31,6 +32,7 @@ def test_the_benchmark_runs_and_writes_its_figures(tmp_path, capsys):
 
 
 @pytest.mark.parity
+@pytest.mark.rotating
 def test_the_benchmark_of_adapters_runs_and_writes_its_figures(tmp_path):
     output = tmp_path / "bench.json"
     peers = ("lora", "full", "peft eager")
