@@ -87,7 +87,7 @@ class Size:
     least: float = 1.0
     sft_steps: int = 400
     dpo_steps: int = 60
-    grpo_steps: int = 250
+    grpo_steps: int = 300
 
 
 SIZES = {"full": Size(), "small": Size(stories=240, held=16, asked=16, least=0.1, sft_steps=10, dpo_steps=3, grpo_steps=3)}
@@ -292,7 +292,7 @@ def grpo(size: Size, seed: int, reward: str) -> Recipe:
         steps=size.grpo_steps,
         batch=64,
         length=ANSWER + ROOM,
-        optimizer=decaying("adamw", 1.1e-3, size.grpo_steps),
+        optimizer=decaying("adamw", 9e-4, size.grpo_steps),
         dtype="float32",  # with adapters a step is a third shorter than in bfloat16 on a CPU
         remat="none",
         rewards=RewardSettings(
