@@ -241,11 +241,15 @@ def quantize_file(source: Path, target: Path, kind: str) -> None:
     """By llama.cpp's own quantiser, every matrix to this kind."""
     import llama_cpp
 
+    from llama_cpp import _logger
+
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, None)  # else a line for every tensor
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.pure = FILE_KINDS[kind], True
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options):
+    failed = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options)
+    llama_cpp.llama_log_set(_logger.llama_log_callback, None)  # `silent` is freed when this function returns
+    if failed:
         raise SystemExit(f"llama.cpp could not quantise to {kind}; its kinds want rows of a multiple of 256 numbers")
 
 
