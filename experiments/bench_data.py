@@ -1,14 +1,19 @@
 """How fast text becomes shards, beside the tokenizer libraries' own encoding of many texts, in one interleaved run.
 
     pip install -e ".[data]"
-    python experiments/bench_data.py [--megabytes 1000] [--data TEXT] [--repeats 3]
+    python experiments/bench_data.py [--megabytes 1000] [--data TEXT ...] [--repeats 3]
 
 A text of that size is made of a smaller one, whose documents are repeated with other words here and there. For each kind of
-vocabulary it is then tokenised in turns: by the library alone, from memory and without writing anything, in 1, 2 ...
-processes of one thread, each of which has its share of the documents; and by `data build`, from the file to the finished
-manifest, in as many. The clock of the library runs while it encodes; that of the build from its call on, the start of its
-processes included; the processor's time is that of all its processes from their very beginning. Peak memory is that of the
-largest process. Writes ``experiments/results/bench_data_cpu.json`` and prints a table of medians.
+vocabulary it is then tokenised in turns: by the library's own `encode_batch`, from memory and without writing anything,
+with 1, 2 ... threads; and by `data build`, from the file to the finished manifest, in as many processes. The clock of the
+library runs while it encodes; that of the build from its call on, the start of its processes included; the processor's time
+is that of all its processes from their very beginning. A turn takes so much of the text as the library encodes in some
+seconds with one thread.
+
+At last all of the text is built once, by as many processes as there are cores, and a quarter of it. The peak of memory is
+that of the first process and of the largest other one: it is flat where it is the same for both. Writes
+``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of those of each turn. With
+--megabytes 200 it takes about 7 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import tyro
-from measuring import cpu_name, settings, text_of, versions, write_report
+from measuring import machine, settings, text_of, versions, write_report
 
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.data.workers import cores
@@ -37,7 +42,9 @@ from llama_jax.data.workers import cores
 RESULTS = Path(__file__).parent / "results"
 SEPARATOR = "\n<|endoftext|>\n"
 CHANGED = 0.03  # of the words
+AT_ONCE = 4000  # documents that the library is given: some megabytes, so that its threads seldom wait for one another
 CLOCK, PROCESSOR = "megabytes_per_second", "megabytes_per_processor_second"
+PEAKS = ("first_process_peak_mb", "largest_worker_peak_mb")
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,9 @@ class Arguments:
     processes: tuple[int, ...] = field(default_factory=lambda: tuple(sorted({1, cores()})))
     """How many to measure with."""
     repeats: int = 3
-    """Of each case, in turns."""
+    """Turns of each case."""
+    turn_seconds: float = 15
+    """What the library takes for the text of a turn, with one thread."""
     near_duplicates: bool = False
     """Measure the search for near duplicates, too."""
     out: Path = RESULTS / "bench_data_cpu.json"
@@ -100,46 +109,40 @@ def learn(path: Path, out: Path) -> None:
     library.save(str(out))
 
 
-def encoder(kind: str, tokenizer: Path) -> Callable[[list[str]], Any]:
-    """The library's own way to encode many texts, with one thread."""
+def encoder(kind: str, tokenizer: Path, threads: int = 1) -> Callable[[list[str]], Any]:
+    """The library's own way to encode many texts; tokenizers takes the number of threads from RAYON_NUM_THREADS."""
     if kind == "sentencepiece":
         import sentencepiece
 
         processor = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer / "tokenizer.model"))
-        return lambda texts: processor.Encode(texts, num_threads=1)
+        return lambda texts: processor.Encode(texts, num_threads=threads)
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(tokenizer))
     return lambda texts: [encoding.ids for encoding in library.encode_batch(texts, add_special_tokens=False)]
 
 
-def encode_share(kind: str, tokenizer: str, path: str, share: int, of: int, barrier: Any, found: Any) -> None:
-    """Encode every `of`-th document; the seconds it took, and those of the processor."""
-    texts = Path(path).read_text("utf-8").split(SEPARATOR)[share::of]
-    encode = encoder(kind, Path(tokenizer))
+def encode_all(kind: str, tokenizer: str, path: str, threads: int, found: Any) -> None:
+    """Encode every document; the seconds it took, and those of the processor in all threads."""
+    texts = Path(path).read_text("utf-8").split(SEPARATOR)
+    encode = encoder(kind, Path(tokenizer), threads)
     encode(texts[:100])
-    barrier.wait()
     start, busy = time.perf_counter(), time.process_time()
-    for at in range(0, len(texts), 1000):
-        encode(texts[at : at + 1000])
+    for at in range(0, len(texts), AT_ONCE):
+        encode(texts[at : at + AT_ONCE])
     found.put((time.perf_counter() - start, time.process_time() - busy))
 
 
-def by_library(kind: str, tokenizer: Path, path: Path, processes: int) -> dict[str, float]:
-    """Megabytes a second of the library in processes that begin at the same moment."""
-    os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
+def by_library(kind: str, tokenizer: Path, path: Path, threads: int) -> dict[str, float]:
+    """Megabytes a second of the library, in a process of its own: its threads are started once, when it first encodes."""
+    os.environ.update(TOKENIZERS_PARALLELISM=str(threads > 1).lower(), RAYON_NUM_THREADS=str(threads))
     context = multiprocessing.get_context("spawn")
-    barrier, found = context.Barrier(processes), context.Queue()
-    started = [
-        context.Process(target=encode_share, args=(kind, str(tokenizer), str(path), share, processes, barrier, found))
-        for share in range(processes)
-    ]
-    for process in started:
-        process.start()
-    taken = [found.get() for _ in started]
-    for process in started:
-        process.join()
-    return speeds(path, max(seconds for seconds, _ in taken), sum(busy for _, busy in taken))
+    found = context.Queue()
+    process = context.Process(target=encode_all, args=(kind, str(tokenizer), str(path), threads, found))
+    process.start()
+    seconds, busy = found.get()
+    process.join()
+    return speeds(path, seconds, busy)
 
 
 def speeds(path: Path, seconds: float, busy: float) -> dict[str, float]:
@@ -181,6 +184,29 @@ def by_build(tokenizer: Path, path: Path, processes: int, folder: Path, near: fl
     }
 
 
+def write(path: Path, texts: list[str], megabytes: float) -> None:
+    """A text of that size."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(text + SEPARATOR for text in documents(texts, int(megabytes * 1e6)))
+
+
+def compared(measured: dict[tuple[str, int], list[dict[str, float]]]) -> Iterator[dict[str, Any]]:
+    """A row for each case: medians, and of its ratios to the library with as many threads and to the fewest processes."""
+    fewest = min(processes for _, processes in measured)
+    for (what, processes), found in measured.items():
+        row: dict[str, Any] = {"what": what, "processes": processes}
+        row |= {name: round(statistics.median(one[name] for one in found), 2) for name in found[0]}
+        beside = (
+            ("of_fewest", CLOCK, measured[what, fewest]),
+            ("of_library", CLOCK, measured["library", processes]),
+            ("of_library_by_processor", PROCESSOR, measured["library", processes]),
+        )
+        for key, name, others in beside:
+            pairs = zip(found, others, strict=True)
+            row[key] = round(statistics.median(one[name] / other[name] for one, other in pairs), 3)
+        yield {**row, "runs": found}
+
+
 def main(arguments: Arguments) -> dict[str, Any]:
     """Measure, write the report and print the table."""
     given = arguments.data or tuple(sorted(Path(__file__).resolve().parents[1].rglob("*.md")))
@@ -188,46 +214,57 @@ def main(arguments: Arguments) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        path = folder / "text.txt"
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(text + SEPARATOR for text in documents(texts, int(arguments.megabytes * 1e6)))
+        path, quarter, turn = (folder / f"{name}.txt" for name in ("text", "quarter", "turn"))
+        write(path, texts, arguments.megabytes)
+        write(quarter, texts, arguments.megabytes / 4)
         for kind in arguments.kinds:
             tokenizer = bundled() if kind == "sentencepiece" else folder / "tokenizer.json"
             if kind == "tokenizers":
                 learn(path, tokenizer)
+            write(turn, texts, min(2, arguments.megabytes))
+            speed = by_library(kind, tokenizer, turn, 1)[CLOCK]
+            write(turn, texts, min(speed * arguments.turn_seconds, arguments.megabytes))
             measured: dict[tuple[str, int], list[dict[str, float]]] = {}
             for _ in range(arguments.repeats):
                 for processes in arguments.processes:
-                    measured.setdefault(("library", processes), []).append(by_library(kind, tokenizer, path, processes))
-                    measured.setdefault(("build", processes), []).append(by_build(tokenizer, path, processes, folder))
+                    measured.setdefault(("library", processes), []).append(by_library(kind, tokenizer, turn, processes))
+                    measured.setdefault(("build", processes), []).append(by_build(tokenizer, turn, processes, folder))
                     if arguments.near_duplicates:
-                        found = by_build(tokenizer, path, processes, folder, near=0.8)
+                        found = by_build(tokenizer, turn, processes, folder, near=0.8)
                         measured.setdefault(("build, near duplicates", processes), []).append(found)
-            for (what, processes), found in measured.items():
-                median = {name: round(statistics.median(one[name] for one in found), 2) for name in found[0]}
-                row: dict[str, Any] = {"vocabulary": kind, "what": what, "processes": processes, **median}
-                for name, key in ((CLOCK, "of_library"), (PROCESSOR, "of_library_by_processor")):
-                    pairs = zip(found, measured["library", processes], strict=True)
-                    row[key] = round(statistics.median(one[name] / other[name] for one, other in pairs), 3)
-                rows.append({**row, "runs": found})
+            about = {"vocabulary": kind, "megabytes": round(turn.stat().st_size / 1e6, 1)}
+            rows += [about | row for row in compared(measured)]
+            most = max(arguments.processes)
+            whole = by_build(tokenizer, path, most, folder)
+            library = measured["library", most]
+            rows.append(
+                {
+                    **{"vocabulary": kind, "megabytes": arguments.megabytes, "what": "build of all", "processes": most},
+                    **whole,
+                    "of_library": whole[CLOCK] / statistics.median(one[CLOCK] for one in library),
+                    "of_library_by_processor": whole[PROCESSOR] / statistics.median(one[PROCESSOR] for one in library),
+                    "of_a_quarter": by_build(tokenizer, quarter, most, folder),
+                }
+            )
     report = {
         "settings": settings(arguments) | {"data": [one.name for one in given], "out": arguments.out.name},
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
+        "machine": machine(),
         "versions": versions("sentencepiece", "tokenizers", "array-record", "numpy", "rensa"),
         "rows": rows,
     }
     write_report(arguments.out, report)
     print(
-        "| vocabulary | | processes | MB/s | of the library's | by processor | peak of the first process, MB | of a worker |"
+        "| vocabulary | | MB | processes or threads | MB/s | of the fewest | of the library's | by processor | peaks, MB |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
-        peaks = [
-            f"{row[name]:,.0f}" if row.get(name) else "" for name in ("first_process_peak_mb", "largest_worker_peak_mb")
-        ]
-        numbers = f"{row[CLOCK]:.2f} | {row['of_library']:.2f} | {row['of_library_by_processor']:.2f}"
-        print(f"| {row['vocabulary']} | {row['what']} | {row['processes']} | {numbers} | {' | '.join(peaks)} |")
+        ratios = (row.get(name) for name in (CLOCK, "of_fewest", "of_library", "of_library_by_processor"))
+        numbers = " | ".join("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        peaks = ", ".join(f"{row[name]:,.0f}" for name in PEAKS if row.get(name))
+        if "of_a_quarter" in row:
+            peaks += "; of a quarter " + ", ".join(f"{row['of_a_quarter'][name]:,.0f}" for name in PEAKS)
+        about = f"{row['vocabulary']} | {row['what']} | {row['megabytes']:,.0f} | {row['processes']}"
+        print(f"| {about} | {numbers} | {peaks} |")
     return report
 
 

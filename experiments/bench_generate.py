@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import statistics
 import tempfile
 import time
@@ -31,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from measuring import cpu_name, settings, versions, write_report
+from measuring import machine, settings, versions, write_report
 
 Measure = Callable[[], float]
 THREADS = os.cpu_count() or 1
@@ -291,12 +290,9 @@ def measure(shape: str, arguments: Arguments) -> dict[str, dict[str, list[float]
 
 
 def main(arguments: Arguments) -> None:
-    import jax
-
     report = {
-        "machine": {"cpu": cpu_name(), "cores": THREADS, "platform": platform.platform()},
+        "machine": machine(),
         "versions": versions("jax", "jaxlib", "torch", "transformers", "llama-cpp-python", "numpy"),
-        "jax": jax.__version__,
         "settings": settings(arguments),
         "tokens_per_second": {},
     }

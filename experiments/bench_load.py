@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from measuring import write_report
+from measuring import machine, versions, write_report
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -148,8 +147,8 @@ def main(arguments: Arguments) -> None:
             f"{dtype:9} {peer:13} {medians['load']:7.2f} {medians['touched']:10.2f} {fastest:8.2f}"
             f" {medians['peak'] / 1e9:8.2f} {medians['held'] / 1e9:8.2f}"
         )
-    device = dict(machine=platform.processor() or platform.machine(), cores=os.cpu_count(), python=platform.python_version())
-    report = dict(bytes=size, repeats=arguments.repeats, device=device, results=results)
+    about = {"machine": machine(), "versions": versions("jax", "jaxlib", "numpy")}
+    report = about | {"bytes": size, "repeats": arguments.repeats, "results": results}
     write_report(RESULTS / "bench_load_cpu.json", report)
 
 

@@ -16,8 +16,6 @@ machine that others use. Parameters are random: nothing here depends on them. Wr
 
 from __future__ import annotations
 
-import os
-import platform
 import resource
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -31,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from measuring import write_report
+from measuring import machine, versions, write_report
 
 from llama_jax import (
     Batch,
@@ -250,9 +248,8 @@ def _filled(state: states.State, length: int) -> states.State:
 def main(arguments: Arguments) -> None:
     report: dict[str, Any] = {
         "device": jax.devices()[0].device_kind,
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
+        "machine": machine(),
+        "versions": versions("jax", "jaxlib"),
         "shape": arguments.shape,
     }
     if "step" in arguments.sections:  # first: the peak is that of the process

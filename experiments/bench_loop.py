@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import io
 import os
-import platform
 import tempfile
 import time
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import tyro
-from measuring import write_report
+from measuring import machine, versions, write_report
 
 from llama_jax.data import Batch, DocumentFormat, open_corpus, training_batches
 from llama_jax.parallel.mesh import MeshSizes
@@ -164,8 +163,7 @@ def main(arguments: Arguments) -> None:
         for clock in CLOCKS:
             numbers = list(found[clock].values())[: len(names)]
             print(f"{name:12} {clock:10}" + "".join(f"{number:10.3f}" for number in numbers), flush=True)
-    device = dict(machine=platform.processor() or platform.machine(), cores=os.cpu_count(), jax=jax.__version__)
-    write_report(arguments.output, {"device": device, "results": results})
+    write_report(arguments.output, {"machine": machine(), "versions": versions("jax", "jaxlib"), "results": results})
 
 
 if __name__ == "__main__":

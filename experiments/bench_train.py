@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import tyro
-from measuring import cpu_name, settings, versions, write_report
+from measuring import machine, settings, versions, write_report
 
 Steps = Callable[[int], None]
 Peer = Callable[[Any, str], Steps]  # made of the arguments and the dtype of the computation
@@ -201,7 +200,7 @@ def measure(peers: dict[str, Peer], dtype: str, arguments: Any) -> dict[str, dic
 def compare(peers: dict[str, Peer], own: str, arguments: Any, packages: tuple[str, ...]) -> None:
     """Measure, print a table and write the report; `own` is the peer whose speed is divided by the others'."""
     report = {
-        "machine": {"cpu": cpu_name(), "cores": THREADS, "platform": platform.platform()},
+        "machine": machine(),
         "versions": versions("jax", "jaxlib", "optax", "torch", "transformers", "numpy", *packages),
         "settings": settings(arguments),
         "load_average": [os.getloadavg()],

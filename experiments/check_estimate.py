@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from measuring import write_report
+from measuring import devices, versions, write_report
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,6 @@ def _status(field: str) -> int:
 
 
 def main(arguments: Arguments) -> None:
-    import jax
 
     print(f"{'program':<12}{'preset':<14}{'mesh':<24}{'batch x length':<16}{'dtype':<10}{'remat':<7}", end="")
     print(f"{'estimate MB':>12}{'held MB':>10}{'ratio':>8}{'plan alone':>12}")
@@ -156,8 +155,8 @@ def main(arguments: Arguments) -> None:
         )
         print(f"{r['remat'] if r['program'] == 'train step' else '':<7}{r['estimate_mb']:>12}{r['held_mb']:>10}", end="")
         print(f"{r['ratio']:>8}{r['ratio_of_plan_alone']:>12}", flush=True)
-    versions = {"jax": jax.__version__, "python": platform.python_version(), "libc": " ".join(platform.libc_ver())}
-    about = {"device": f"{platform.machine()} CPU, {os.cpu_count()} cores", "versions": versions}
+    libc = " ".join(platform.libc_ver())  # whose malloc is part of what is measured
+    about = {"device": devices(), "versions": versions("jax", "jaxlib") | {"libc": libc}}
     write_report(arguments.output, about | {"cases": results})
 
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from measuring import write_rows
+
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
@@ -399,8 +401,7 @@ def write(output: Path, name: str, rows: list[dict[str, Any]]) -> None:
     from llama_jax.analysis.compilers import compiler_of
 
     about = {"compiler": compiler_of(name), "jax": jax.__version__}
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    output.write_text(f'{json.dumps(about)[:-1]}, "programs": [\n  {lines}\n]}}\n')
+    write_rows(output, about, "programs", rows)
     output.with_suffix(".md").write_text(as_table(rows) + "\n")
 
 

@@ -36,8 +36,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -47,7 +45,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import tyro
-from measuring import write_report
+from measuring import devices, versions, write_report
 
 from llama_jax.config import LlamaConfig, RopeScaling
 from llama_jax.training.optimizer import OptimizerSettings
@@ -598,7 +596,6 @@ def draw(size: Size, found: list[Found]) -> Figure:
 
 
 def main(arguments: Arguments) -> None:
-    import jax
 
     size = SIZES[arguments.size]
     output = arguments.output or ROOT / "experiments" / "results" / f"context_extension_{arguments.size}.json"
@@ -609,8 +606,8 @@ def main(arguments: Arguments) -> None:
     for claim, verdict, numbers in said:
         print(f"{claim}: {verdict} ({numbers})")
     about = {
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()},
+        "device": devices(),
+        "versions": versions("jax", "numpy"),
         "text": arguments.text.name,
         "seed": arguments.seed,
         "seconds": round(time.perf_counter() - began),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,20 @@ def cpu_name() -> str:
         return next(x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x)
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def machine() -> dict[str, Any]:
+    """Of a report on speed: processor, cores and system."""
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), "platform": platform.platform()}
+
+
+def devices() -> str:
+    """Of a report on training: JAX's devices, and the machine that they are in."""
+    import jax
+
+    found = jax.devices()
+    several = f"{len(found)} x " if len(found) > 1 else ""
+    return f"{several}{found[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores"
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -48,6 +64,13 @@ def write_report(path: Path, report: Any) -> None:
     """As JSON; the file is whole whenever the process ends, so that what was measured is there to go on with."""
     with appearing(path) as target:
         target.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+
+def write_rows(path: Path, about: dict[str, Any], name: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Likewise a report of many rows, which are under a name, each in a line of its own."""
+    lines = ",\n  ".join(map(json.dumps, rows))
+    with appearing(path) as target:
+        target.write_text(f'{json.dumps(about)[:-1]}, "{name}": [\n  {lines}\n]}}\n', "utf-8")
 
 
 def text_of(path: Path) -> str:

@@ -11,7 +11,6 @@ datasheets and not predictions. Writes ``experiments/results/mesh_report.json`` 
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from measuring import write_rows
 
 RESULTS = Path(__file__).parent / "results"
 MESHES = {
@@ -119,9 +119,7 @@ def main(arguments: Arguments) -> None:
                 print(as_table(rows[-1:], arguments.hardware).splitlines()[-1], flush=True)
                 jax.clear_caches()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    steps = ",\n  ".join(json.dumps(row) for row in rows)  # one a line
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(f'{{"jax": "{jax.__version__}", "peak_resident_bytes": {peak}, "steps": [\n  {steps}\n]}}\n')
+    write_rows(arguments.output, {"jax": jax.__version__, "peak_resident_bytes": peak}, "steps", rows)
     arguments.output.with_suffix(".md").write_text(as_table(rows, arguments.hardware) + "\n")
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import httpx
 import ray
+from measuring import versions, write_report
 from ray import serve
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "serving"))
@@ -229,15 +230,15 @@ def main() -> None:
         begun = time.monotonic()
         deploy()
         started = round(time.monotonic() - begun, 1)
-        found = {"ray": ray.__version__, "clients": arguments.clients, "tokens": arguments.tokens, "started_after": started}
+        found = {"versions": versions("ray"), "clients": arguments.clients, "tokens": arguments.tokens}
+        found["started_after"] = started
         found |= asyncio.run(trial(arguments, deploy))
     finally:
         serve.shutdown()
         ray.shutdown()
-    text = json.dumps(found, indent=2)
-    print(text)
+    print(json.dumps(found, indent=1))
     if arguments.out is not None:
-        arguments.out.write_text(text + "\n")
+        write_report(arguments.out, found)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import shutil
 import time
 from collections import defaultdict
@@ -36,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tyro
-from measuring import write_report
+from measuring import devices, versions, write_report
 
 from llama_jax.config import LlamaConfig
 from llama_jax.runs.recipe import Recipe
@@ -363,7 +361,6 @@ def run_all(arguments: Arguments) -> list[Point]:
 
 
 def main(arguments: Arguments) -> None:
-    import jax
 
     arguments.workdir.mkdir(parents=True, exist_ok=True)
     points = run_all(arguments)
@@ -382,8 +379,8 @@ def main(arguments: Arguments) -> None:
             f" {check['largest_error']:+.1%} at most"
         )
     about = {
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"jax": jax.__version__, "numpy": np.__version__, "python": platform.python_version()},
+        "device": devices(),
+        "versions": versions("jax", "numpy"),
         "data": [path.name for path in arguments.data],
         "validation_data": [path.name for path in arguments.validation_data],
         "draws": len(drawn),

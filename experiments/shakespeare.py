@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
-from measuring import text_of, write_report
+from measuring import devices, text_of, versions, write_report
 
 from llama_jax.model.trees import parameter_count
 from llama_jax.runs import recipes
@@ -109,7 +107,6 @@ def run(chosen: Recipe, training: Path, validation: Path, workdir: Path) -> dict
 
 
 def main(arguments: Arguments) -> None:
-    import jax
 
     from llama_jax.runs.history import read_runs
     from llama_jax.runs.plot import draw
@@ -126,8 +123,8 @@ def main(arguments: Arguments) -> None:
     for name, loss in NANOGPT.items():
         print(f"{name:20}{'':24}{loss:>15.4f}")
     about = {
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "device": devices(),
+        "versions": versions("jax"),
         "changes": list(arguments.changes),
         "runs": found,
         "nanogpt": NANOGPT,

@@ -15,7 +15,6 @@ Tokens that differ are compared by how near the tie was: the gap of the two log-
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import struct
-from measuring import cpu_name, settings, versions, write_report
+from measuring import machine, settings, versions, write_report
 
 import llama_jax
 from llama_jax import DraftModel, PromptLookup, Sampling
@@ -230,8 +229,7 @@ def main(arguments: Arguments) -> None:
     print("|---|---|---|---|---|---|---|---|")
     cases = {"stories": stories, "copied": copied, "draft": draft}
     report: dict[str, Any] = {
-        "cpu": cpu_name(),
-        "machine": platform.machine(),
+        "machine": machine(),
         "versions": versions("jax", "jaxlib"),
         "settings": settings(arguments),
         "rows": [],

@@ -13,8 +13,6 @@ before its own.
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import tyro
-from measuring import write_report
+from measuring import devices, versions, write_report
 
 from llama_jax.config import preset
 from llama_jax.model.trees import parameter_count
@@ -137,8 +135,8 @@ def main(arguments: Arguments) -> None:
         f"{LLAMA2C.get(arguments.size, ''):>10}{row['tokens_per_second']:>12,.0f}"
     )
     about = {
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"jax": jax.__version__, "python": platform.python_version()},
+        "device": devices(),
+        "versions": versions("jax"),
         "size": arguments.size,
         "changes": list(arguments.changes),
         "llama2c_loss": LLAMA2C.get(arguments.size),

@@ -32,7 +32,7 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from measuring import settings, write_report
+from measuring import devices, settings, versions, write_report
 
 import llama_jax
 from llama_jax import Batch, Layout, OptimizerSettings, StepOptions, init_state, make_optimizer, train_step
@@ -145,8 +145,8 @@ def main(arguments: Arguments) -> None:
         jax.config.update("jax_num_cpu_devices", arguments.devices)  # of CPUs alone; other devices are what they are
     found = {way: run(way, arguments) for way in WAYS}
     report: dict[str, Any] = {
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__},
+        "device": devices(),
+        "versions": versions("jax", "jaxlib"),
         "settings": settings(arguments),
         "ways": {},
     }

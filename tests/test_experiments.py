@@ -289,6 +289,17 @@ def test_settings_name_no_path_of_a_machine(tmp_path):
     assert measuring.settings(given) == {"output": "experiments/results/x.json", "data": "text.txt", "steps": 3}
 
 
+def test_reports_are_json_of_a_row_a_line_and_say_where_they_were_made(tmp_path):
+    about = {"machine": measuring.machine(), "versions": measuring.versions("jax", "no-such-package")}
+    assert about["versions"]["jax"] == jax.__version__
+    assert about["versions"]["no-such-package"] == "not installed"
+    measuring.write_rows(tmp_path / "report.json", about, "rows", [{"a": 1}, {"a": [2]}])
+    text = (tmp_path / "report.json").read_text()
+    assert json.loads(text) == about | {"rows": [{"a": 1}, {"a": [2]}]}
+    assert text.count("\n") == 4
+    assert jax.devices()[0].device_kind in measuring.devices()
+
+
 def test_a_text_that_is_not_there_is_said_in_a_line(tmp_path):
     with pytest.raises(SystemExit, match=r"plays\.txt cannot be read \(No such file or directory\); it is no part"):
         measuring.text_of(tmp_path / "plays.txt")

@@ -10,9 +10,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import device_programs
 import jax
 import numpy as np
 import pytest
+from gpu_parts import attention, attention_one, correctness, decode, options, peer, prefill, training, training_one, weights
+from gpu_parts.plan import GOAL_SHAPE, SMALL, SMALL_GQA
+from gpu_parts.run import Run
 
 import llama_jax
 from llama_jax.analysis.hardware import find_hardware
@@ -28,7 +32,7 @@ def report(monkeypatch):
     monkeypatch.setitem(sys.modules, "gpu_report", module)  # where dataclasses look up the names in annotations
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # what the import would set, undone after the test
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "LARGE", module.SMALL)
+    monkeypatch.setattr(module, "LARGE", SMALL)
     return module
 
 
@@ -61,7 +65,7 @@ def test_every_section_measures(report, tmp_path, capsys):
     attended = [row for row in sections["attention"] if "refused" not in row]
     assert len(attended) == 2 * 2 * (5 - len(sections["attention"]) + len(attended))  # lengths, passes, backends
     assert all(row["ms"] > 0 and row["share_of_matrix"] > 0 and row["temp_mb"] >= 0 for row in attended)
-    assert all(row["ok"] for row in attended if row["tokens"] == report.SMALL.heads.lengths[0])
+    assert all(row["ok"] for row in attended if row["tokens"] == SMALL.heads.lengths[0])
     trained = sections["training"]
     assert [(row["parameters"], row["remat"]) for row in trained] == [
         ("float32", "full"),
@@ -76,25 +80,24 @@ def test_every_section_measures(report, tmp_path, capsys):
     assert all(math.isfinite(x) and x >= 0 for x in numbers)
 
 
-def test_programs_stand_beside_what_compilers_foretold_of_them(report, tmp_path):
-    beside = report.sibling("device_programs")
+def test_programs_stand_beside_what_compilers_foretold_of_them(tmp_path):
     hardware = "h100"
-    cases = {case.name: case for case in beside.cases_of(hardware)}
+    cases = {case.name: case for case in device_programs.cases_of(hardware)}
     assert {"1b-train", "8b-prefill", "8b-decode"} <= set(cases)
     assert all(case.hardware == {hardware: "data=1"} for case in cases.values())
     assert "8b-train" not in cases  # of eight devices
     row = {"program": "8b-decode", "hardware": hardware, "token": {"read_ratio": 1.004, "kernels_per_layer": 9.0}}
     row["bytes_per_device"] = {"total": 16_500_000_000, "temporaries": 2_000_000, "gradients": 0}
     (tmp_path / "compile_report_gpu.json").write_text(json.dumps({"programs": [row, row | {"flags": "off", "token": None}]}))
-    assert beside.foretold(cases["8b-decode"], hardware, tmp_path) == {
+    assert device_programs.foretold(cases["8b-decode"], hardware, tmp_path) == {
         "table_plan_gb": 16.5,
         "table_temporaries_gb": 0.002,
         "table_read_over_least": 1.004,
         "table_kernels_a_layer": 9.0,
     }
-    assert beside.foretold(cases["1b-train"], hardware, tmp_path) == {}
-    assert beside.hardware_of(SimpleNamespace(device_kind="NVIDIA H200")) == "h200"
-    assert beside.hardware_of(jax.devices("cpu")[0]) is None
+    assert device_programs.foretold(cases["1b-train"], hardware, tmp_path) == {}
+    assert device_programs.hardware_of(SimpleNamespace(device_kind="NVIDIA H200")) == "h200"
+    assert device_programs.hardware_of(jax.devices("cpu")[0]) is None
 
 
 def test_failures_are_rows_and_the_rest_goes_on(report, monkeypatch, tmp_path, capsys):
@@ -157,15 +160,15 @@ def test_no_time_left_skips_everything(report, tmp_path):
     assert len(found["sections"]["decode"]) == 8
 
 
-def test_measurement_that_may_not_fit_is_not_started(report):
-    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100)
+def test_measurement_that_may_not_fit_is_not_started():
+    run = Run(jax.devices()[0], SMALL, time_limit=100)
     run.longest = 200.0
     assert run.attempt({"a": 1}, lambda: pytest.fail("started")) == {"a": 1, "skipped": "time limit"}
 
 
 def test_goal_is_judged_by_unrolled_batch_1(report, monkeypatch, tmp_path, capsys):
     rows = [
-        {"shape": report.GOAL_SHAPE, "layers": layers, "batch": 1, "share_of_copy": share}
+        {"shape": GOAL_SHAPE, "layers": layers, "batch": 1, "share_of_copy": share}
         for layers, share in (("scanned", 0.5), ("unrolled", 0.9))
     ]
     monkeypatch.setattr(report, "SECTIONS", {"decode": lambda run: rows})
@@ -173,28 +176,28 @@ def test_goal_is_judged_by_unrolled_batch_1(report, monkeypatch, tmp_path, capsy
     assert "goal reached" in capsys.readouterr().out
 
 
-def test_refused_compiler_option_is_a_finding(report, monkeypatch):
+def test_refused_compiler_option_is_a_finding(monkeypatch):
     def compile_something(*_, compiler_options):
         return {"compiled": str(jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=compiler_options))}
 
-    monkeypatch.setattr(report, "COMPILER_OPTIONS", ({}, {"xla_no_such_option": True}))
-    monkeypatch.setattr(report, "measure_decode", compile_something)
-    monkeypatch.setattr(report.Weights, "for_layers", lambda self, driver: None)
-    run = report.Run(SimpleNamespace(platform="gpu"), report.SMALL, time_limit=100)
-    usual, refused = report.compiler_options(run)
+    monkeypatch.setattr(options, "COMPILER_OPTIONS", ({}, {"xla_no_such_option": True}))
+    monkeypatch.setattr(options, "measure_decode", compile_something)
+    monkeypatch.setattr(weights.Weights, "for_layers", lambda self, driver: None)
+    run = Run(SimpleNamespace(platform="gpu"), SMALL, time_limit=100)
+    usual, refused = options.compiler_options(run)
     assert "compiled" in usual
     assert "xla_no_such_option" in refused["refused"]
     assert "error" not in refused
 
 
-def attentions(report, monkeypatch, measure, **given):
+def attentions(monkeypatch, measure, **given):
     """The rows of the section when `measure(backend, tokens, direction)` stands for every measurement."""
-    monkeypatch.setattr(report, "measure_attention", lambda run, *case: measure(*case))
-    run = report.Run(jax.devices()[0], report.SMALL, **{"time_limit": 100, **given})
-    return list(report.attention(run))
+    monkeypatch.setattr(attention, "measure_attention", lambda run, *case: measure(*case))
+    run = Run(jax.devices()[0], SMALL, **{"time_limit": 100, **given})
+    return list(attention.attention(run))
 
 
-def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(report, monkeypatch):
+def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(monkeypatch):
     def measure(backend, tokens, direction):
         if backend == "splash":
             return {"refused": "no TPU"}
@@ -204,7 +207,7 @@ def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(report, monkey
             return {"does_not_fit": "the plan is 99 GB"}
         return {"ms": 1.0}
 
-    rows = attentions(report, monkeypatch, measure)
+    rows = attentions(monkeypatch, measure)
     assert [row for row in rows if row["backend"] == "splash"] == [{"backend": "splash", "refused": "no TPU"}]
     assert [row["tokens"] for row in rows if "tokens" in row] == [64] * 8 + [96] * 8
     reference = [row for row in rows if row["backend"] == "reference"]
@@ -214,39 +217,40 @@ def test_attention_that_does_not_fit_or_is_not_there_is_a_finding(report, monkey
     assert not any("error" in row for row in rows)
 
 
-def test_attention_has_its_share_of_the_time(report, monkeypatch):
-    assert all(row["skipped"] == "time limit" for row in attentions(report, monkeypatch, pytest.fail, time_limit=0))
+def test_attention_has_its_share_of_the_time(monkeypatch):
+    assert all(row["skipped"] == "time limit" for row in attentions(monkeypatch, pytest.fail, time_limit=0))
     clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    rows = attentions(report, monkeypatch, lambda *_: {"ms": 1.0}, start=0)
+    for module in (attention, sys.modules["gpu_parts.run"]):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rows = attentions(monkeypatch, lambda *_: {"ms": 1.0}, start=0)
     assert 0 < sum("ms" in row for row in rows) < sum("skipped" in row for row in rows)
 
 
-def test_attention_is_measured_and_compared(report):
-    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100)
-    row = report.measure_attention(run, "rows", 64, "forward and backward")
+def test_attention_is_measured_and_compared():
+    run = Run(jax.devices()[0], SMALL, time_limit=100)
+    row = attention_one.measure_attention(run, "rows", 64, "forward and backward")
     assert row["ok"]
-    assert 0 < row["max_diff"] < report.ATTENTION_TOLERANCE
+    assert 0 < row["max_diff"] < attention_one.ATTENTION_TOLERANCE
     assert row["ms"] > 0
     assert row["temp_mb"] >= 0
     forward = 2 * (2 * 4 * 16) * 64 * 64 // 2  # two products, a multiply and an add each, halved by causality
-    assert report.attention_flop(run.plan.heads, 64, "forward") == forward
+    assert attention_one.attention_flop(run.plan.heads, 64, "forward") == forward
     assert row["attention_tflop"] * 1e12 == pytest.approx(3.5 * forward)
     if jax.default_backend() == "cpu":
-        assert "needs an NVIDIA GPU" in report.measure_attention(run, "cudnn", 64, "forward")["refused"]
+        assert "needs an NVIDIA GPU" in attention_one.measure_attention(run, "cudnn", 64, "forward")["refused"]
 
 
-def test_attention_that_is_wrong_is_a_failure(report):
-    arrays = report.attention_arrays([jax.ShapeDtypeStruct((1, 1, 8, 1, 4), "bfloat16")] * 1) + report.attention_arrays(
-        [jax.ShapeDtypeStruct((1, 1, 8, 4), "bfloat16")] * 2
-    )
-    right = report.attend("reference", 4, *arrays)
-    assert not report.against_reference(right * 1.1, arrays, 4)["ok"]
-    broken = report.against_reference(right * np.float32("nan"), arrays, 4)
+def test_attention_that_is_wrong_is_a_failure():
+    shapes = ([(1, 1, 8, 1, 4)], [(1, 1, 8, 4)] * 2)
+    given = [[jax.ShapeDtypeStruct(shape, "bfloat16") for shape in some] for some in shapes]
+    arrays = [array for some in given for array in attention_one.attention_arrays(some)]
+    right = attention_one.attend("reference", 4, *arrays)
+    assert not attention_one.against_reference(right * 1.1, arrays, 4)["ok"]
+    broken = attention_one.against_reference(right * np.float32("nan"), arrays, 4)
     assert (broken["ok"], broken["max_diff"]) == (False, "nan")
 
 
-def trainings(report, monkeypatch, alone: bool, **ended) -> tuple[list[dict], list[dict]]:
+def trainings(monkeypatch, alone: bool, **ended) -> tuple[list[dict], list[dict]]:
     """The rows of the section when every worker ends in the same way, and what the workers were asked for."""
     asked = []
 
@@ -256,36 +260,36 @@ def trainings(report, monkeypatch, alone: bool, **ended) -> tuple[list[dict], li
             raise ended["raises"]
         return subprocess.CompletedProcess(command, **ended)
 
-    monkeypatch.setattr(report.subprocess, "run", worker)
-    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100, alone=alone)
-    return list(report.training(run)), asked
+    monkeypatch.setattr(training.subprocess, "run", worker)
+    run = Run(jax.devices()[0], SMALL, time_limit=100, alone=alone)
+    return list(training.training(run)), asked
 
 
-def test_a_training_worker_that_dies_keeps_its_rows(report, monkeypatch):
+def test_a_training_worker_that_dies_keeps_its_rows(monkeypatch):
     printed = 'a warning\n{"remat": "full", "mfu": 0.4}\n{"remat": "do'
-    rows, asked = trainings(report, monkeypatch, True, returncode=-9, stdout=printed, stderr="Killed")
+    rows, asked = trainings(monkeypatch, True, returncode=-9, stdout=printed, stderr="Killed")
     assert len(asked) == 2
     assert rows[0] == rows[2] == {"remat": "full", "mfu": 0.4}
     assert rows[1]["error"] == "the worker ended with -9: Killed"
     assert (rows[3]["parameters"], "error" in rows[3]) == ("bfloat16", True)
 
 
-def test_a_training_worker_that_is_late_keeps_its_rows(report, monkeypatch):
+def test_a_training_worker_that_is_late_keeps_its_rows(monkeypatch):
     late = subprocess.TimeoutExpired("worker", 50, output=b'{"remat": "full"}\n{"remat"')
-    rows, _ = trainings(report, monkeypatch, True, raises=late)
+    rows, _ = trainings(monkeypatch, True, raises=late)
     assert rows[0] == {"remat": "full"}
     assert rows[1]["skipped"] == "time limit"
 
 
 @pytest.mark.parametrize(("alone", "share"), [(True, 1.0), (False, 0.4)])
-def test_training_has_its_share_of_the_time(report, monkeypatch, alone, share):
-    _, asked = trainings(report, monkeypatch, alone, returncode=0, stdout="", stderr="")
+def test_training_has_its_share_of_the_time(monkeypatch, alone, share):
+    _, asked = trainings(monkeypatch, alone, returncode=0, stdout="", stderr="")
     # What the first shape leaves, which here is all, is the second's.
     assert [request["time_limit"] for request in asked] == pytest.approx([50 * share, 100 * share], rel=0.05)
 
 
 @pytest.mark.slow
-def test_after_a_candidate_that_does_not_fit_none_is_tried(report, monkeypatch):
+def test_after_a_candidate_that_does_not_fit_none_is_tried(monkeypatch):
     def measure(config, parameters, length, remat, batch, repetitions, rate):
         if remat == "broken":
             raise ValueError("no such policy")
@@ -293,12 +297,12 @@ def test_after_a_candidate_that_does_not_fit_none_is_tried(report, monkeypatch):
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return {"mfu": 0.1 * batch}
 
-    monkeypatch.setattr(report, "measure_training", measure)
-    monkeypatch.setattr(report, "matrix_rate", lambda size, repetitions: 1.0)
+    monkeypatch.setattr(training_one, "measure_training", measure)
+    monkeypatch.setattr(training_one, "matrix_rate", lambda size, repetitions: 1.0)
     row = {"shape": "small-gqa", "parameters": "float32", "length": 8}
     candidates = [("full", 1), ("broken", 1), ("full", 2), ("full", 4), ("full", 8)]
-    settings = report.config_to_dict(report.SMALL_GQA)
-    rows = list(report.training_worker(settings, row, candidates, repetitions=1, matrix_size=8, time_limit=100))
+    settings = training.config_to_dict(SMALL_GQA)
+    rows = list(training_one.training_worker(settings, row, candidates, repetitions=1, matrix_size=8, time_limit=100))
     assert rows[0] == row | {"remat": "full", "batch": 1, "mfu": 0.1}
     assert rows[1]["error"] == "ValueError: no such policy"
     assert rows[2]["mfu"] == 0.2
@@ -308,7 +312,7 @@ def test_after_a_candidate_that_does_not_fit_none_is_tried(report, monkeypatch):
 
 
 def test_training_is_judged_by_the_best_candidate(report, monkeypatch, tmp_path, capsys):
-    (case, *_) = report.SMALL.trainings
+    (case, *_) = SMALL.trainings
     row = {"shape": case.shape, "parameters": case.parameters, "length": case.length, "remat": "full"}
     found = [row | {"batch": batch, "mfu": mfu} for batch, mfu in ((1, 0.4), (2, 0.6), (4, 0.5))]
     no_peak = row | {"parameters": "bfloat16", "batch": 1, "mfu": None}
@@ -317,21 +321,21 @@ def test_training_is_judged_by_the_best_candidate(report, monkeypatch, tmp_path,
     assert f"goal reached: {case.shape} (float32, remat full, 2 rows) trains at 60.0% MFU" in capsys.readouterr().out
 
 
-def test_transformers_is_optional(report, monkeypatch):
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
-    run = report.Run(jax.devices()[0], report.SMALL, time_limit=100)
-    assert list(report.transformers(run)) == [{"skipped": "torch is not installed"}]
+def test_transformers_is_optional(monkeypatch):
+    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: None)
+    run = Run(jax.devices()[0], SMALL, time_limit=100)
+    assert list(peer.transformers(run)) == [{"skipped": "torch is not installed"}]
 
 
-def test_logits_that_differ_or_are_not_finite_fail(report):
+def test_logits_that_differ_or_are_not_finite_fail():
     expected = np.linspace(-1, 1, 12, dtype=np.float32).reshape(1, 2, 6)
-    assert report.compared(expected + 1e-5, expected, 1e-4)["ok"]
-    assert not report.compared(expected + 1e-3, expected, 1e-4)["ok"]
-    broken = report.compared(expected * np.float32("nan"), expected, 1e-4)
+    assert correctness.compared(expected + 1e-5, expected, 1e-4)["ok"]
+    assert not correctness.compared(expected + 1e-3, expected, 1e-4)["ok"]
+    broken = correctness.compared(expected * np.float32("nan"), expected, 1e-4)
     assert (broken["ok"], broken["max_abs_diff"]) == (False, "nan")
 
 
-def test_bytes_and_operations_counted_by_hand(report):
+def test_bytes_and_operations_counted_by_hand():
     config = llama_jax.LlamaConfig(
         vocab_size=10,
         dim=4,
@@ -346,6 +350,6 @@ def test_bytes_and_operations_counted_by_hand(report):
     )
     layer = 4 * (2 + 2 * 1) * 2 + 4 * 4 + 3 * 4 * 6 + 2 * 4  # qkv, output, feed-forward, two normalisations
     cache = 2 * 2 * 3 * 1 * 5 * 2  # keys and values, layers, rows, heads, slots, features
-    assert report.step_bytes(config, 3, 5) == 2 * (2 * layer + 4 + 10 * 4) + 2 * cache
+    assert decode.step_bytes(config, 3, 5) == 2 * (2 * layer + 4 + 10 * 4) + 2 * cache
     attention = 2 * 2 * (2 * 3 * 2 * 2) * 5 * 5 // 2  # two products, a multiply and an add each, halved by causality
-    assert report.prefill_flop(config, 3, 5) == 2 * (2 * layer + 4) * 15 + attention
+    assert prefill.prefill_flop(config, 3, 5) == 2 * (2 * layer + 4) * 15 + attention

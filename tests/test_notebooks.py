@@ -1,9 +1,10 @@
-"""The notebooks run from first cell to last, with trained weights and without, and are committed with their pictures."""
+"""The notebooks run from first cell to last, and are committed with their pictures, which the gallery shows."""
 
 import ast
 import sys
 from pathlib import Path
 
+import gallery
 import pytest
 
 nbformat = pytest.importorskip("nbformat")
@@ -35,6 +36,21 @@ def test_is_committed_with_its_outputs(path):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), "not executed in order, in one go"
     assert not [output for output in outputs if output.output_type == "error"]
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+@each_notebook
+def test_ends_with_exercises(path):
+    _, exercises = _read(path).cells[-1].source.split("## Exercises\n")
+    assert "\n2. " in exercises
+
+
+def test_the_gallery_shows_what_the_notebooks_drew():
+    page = (gallery.FOLDER.parent / "gallery.md").read_text("utf-8")
+    assert {path.stem for path in gallery.FOLDER.iterdir()} == gallery.PICTURES.keys()
+    for name, where in gallery.PICTURES.items():
+        assert (gallery.FOLDER / f"{name}.png").read_bytes() == gallery.picture(*where), "run experiments/gallery.py"
+        assert f"(gallery/{name}.png)" in page
+    assert {notebook for notebook, _ in gallery.PICTURES.values()} == {path.stem for path in NOTEBOOKS}
 
 
 @each_notebook
@@ -88,34 +104,31 @@ SMALLER = {
         "batch=64": "batch=16",
         "evaluate_every=20": "evaluate_every=2",
     },
+    "08_data": {
+        "ROWS, COPIES, EDITED = 128, 16, 128": "ROWS, COPIES, EDITED = 64, 8, 48",
+        "max_new_tokens=256": "max_new_tokens=127",
+        "in (0.1, 0.3, 0.5, 0.7, 0.9):": "in (0.1, 0.3, 0.5, 0.9):",
+        "steps=80": "steps=4",
+        "evaluate_every=20": "evaluate_every=2",
+        "warmup_steps=10": "warmup_steps=2",
+    },
 }
-# Only some look for weights; the others need not run a second time, and of these one does in every run.
-RARELY = {("01_forward_pass", "found"), ("02_kv_cache", "absent")}
-RUNS = [
-    pytest.param(path, weights, id=f"{path.stem}-{weights}", marks=[pytest.mark.nightly] * ((path.stem, weights) in RARELY))
-    for path in NOTEBOOKS
-    for weights in ("absent", "found")
-    if weights == "absent" or "LLAMA_JAX_MODEL" in path.read_text()
-]
 
 
 @pytest.mark.slow
 @pytest.mark.rotating
-@pytest.mark.parametrize(("path", "weights"), RUNS)
-def test_runs(path, weights, tmp_path, monkeypatch):
-    if weights == "absent":  # from a folder where no weights lie; another model then takes their place
-        monkeypatch.delenv("LLAMA_JAX_MODEL", raising=False)
-    folder = FOLDER if weights == "found" else tmp_path
+@each_notebook
+def test_runs(path, tmp_path):
     notebook = _read(path)
     for was, smaller in SMALLER.get(path.stem, {}).items():
         assert any(was in cell.source for cell in _code_cells(notebook)), was
         for cell in _code_cells(notebook):
             cell.source = cell.source.replace(was, smaller)
     client = nbclient.NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
     client.create_kernel_manager()
     assert client.km.format_kernel_cmd()[0] == sys.executable, "the kernel is not that of the running interpreter"
     executed = client.execute()  # a cell that fails raises CellExecutionError with its traceback
     printed = "".join(output.get("text", "") for cell in _code_cells(executed) for output in cell.outputs)
-    assert weights == "found" or "random parameters" in printed or "that comes with llama_jax" in printed
+    assert "random parameters" in printed or "that comes with llama_jax" in printed

@@ -1,0 +1,61 @@
+"""The pictures of docs/gallery.md, taken out of the notebooks as they are committed.
+
+python experiments/gallery.py
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "gallery"
+# A notebook, and what the code that draws the picture contains.
+PICTURES = {
+    "heads": ("01_forward_pass", "fig.suptitle(f"),
+    "causality": ("01_forward_pass", "Influence of s on t"),
+    "recompute": ("02_kv_cache", "One more token, Llama 2 7B"),
+    "rows": ("02_kv_cache", "Which request each row"),
+    "packed": ("03_training", "which keys a query sees"),
+    "surprise": ("03_training", "starts = [min("),
+    "mesh": ("04_sharding", "devices_indices_map"),
+    "strategies": ("04_sharding", "GB that a device sends"),
+    "context": ("05_long_context", "What a longer context costs"),
+    "zigzag": ("05_long_context", "scores of each device"),
+    "kept": ("06_quantisation", "the beginning of a row"),
+    "divergence": ("06_quantisation", "Divergence from float32"),
+    "finetuning": ("07_finetuning", "GRPO: mean reward"),
+    "near": ("08_data", "Edited stories and their originals"),
+    "mixture": ("08_data", "Smallest and largest share"),
+    "sources": ("08_data", "Validation loss of each source"),
+}
+
+
+def picture(notebook: str, code: str) -> bytes:
+    """The PNG that a cell of a notebook drew.
+
+    Raises:
+      ValueError: not one cell contains the code, or it drew no picture.
+    """
+    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text("utf-8"))["cells"]
+    found = [
+        output["data"]["image/png"]
+        for cell in cells
+        if cell["cell_type"] == "code" and code in "".join(cell["source"])
+        for output in cell["outputs"]
+        if "image/png" in output.get("data", {})
+    ]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} pictures of {notebook} are drawn by {code!r}; name the code of one")
+    return base64.b64decode("".join(found[0]))
+
+
+def main() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for name, where in PICTURES.items():
+        (FOLDER / f"{name}.png").write_bytes(picture(*where))
+
+
+if __name__ == "__main__":
+    main()

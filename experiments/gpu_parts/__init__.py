@@ -1,0 +1,1 @@
+"""The sections of `gpu_report`, one a file, and what they share: `plan`, `run` and `timing`."""

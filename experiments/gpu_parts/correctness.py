@@ -1,0 +1,98 @@
+"""A small model against the CPU, and generation against repeated `logits`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import llama_jax
+from gpu_parts.plan import SMALL_GQA
+from gpu_parts.run import Row, Run, number
+
+CHECK_TOKENS = (4, 48)
+FLOAT32_TOLERANCE = 1e-4  # of the largest logit
+# bfloat16 rounds every product to 8 bits, about 0.4 %: four layers of that stay within a few percent of the largest logit.
+BFLOAT16_TOLERANCE = 0.05
+BFLOAT16_AGREEMENT = 0.9  # of the positions; random weights have many near ties
+
+
+def correctness(run: Run) -> Iterator[Row]:
+    """Both ways to run the layers on this device against scanned layers on the CPU, and `generate` against `logits`.
+
+    Where the device is the CPU this still compares unrolled with scanned layers and bfloat16 with float32.
+    """
+    cpu, config = jax.devices("cpu")[0], SMALL_GQA
+
+    @functools.cache  # made by the first check and not before: with no time left nothing is
+    def params(dtype: jnp.dtype) -> llama_jax.Llama:
+        with jax.default_device(cpu):
+            return jax.jit(llama_jax.init, static_argnums=(0, 2))(config, jax.random.key(0), dtype)
+
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, CHECK_TOKENS, dtype=np.int32)
+    program = jax.jit(llama_jax.logits, static_argnums=0)
+
+    def on(device: jax.Device, params: llama_jax.Llama) -> np.ndarray:
+        return np.asarray(program(config, jax.device_put(params, device), jax.device_put(tokens, device)))
+
+    def float32(driver: str) -> Row:
+        # A GPU would otherwise multiply float32 matrices in TensorFloat-32.
+        with jax.default_matmul_precision("highest"):
+            expected, got = on(cpu, params(jnp.float32)), on(run.device, arranged(params(jnp.float32), driver))
+        return compared(got, expected, FLOAT32_TOLERANCE)
+
+    def bfloat16(driver: str) -> Row:
+        with jax.default_matmul_precision("highest"):
+            expected = on(cpu, jax.tree.map(lambda x: x.astype(jnp.float32), params(jnp.bfloat16)))
+        row = compared(on(run.device, arranged(params(jnp.bfloat16), driver)), expected, BFLOAT16_TOLERANCE)
+        row["ok"] = row["ok"] and row["top1_agreement"] >= BFLOAT16_AGREEMENT
+        theirs = compared(on(cpu, params(jnp.bfloat16)), expected, BFLOAT16_TOLERANCE)
+        return row | {"cpu_max_abs_diff": theirs["max_abs_diff"]}
+
+    def greedy(driver: str) -> Row:
+        with jax.default_matmul_precision("highest"):
+            here = jax.device_put(arranged(params(jnp.float32), driver), run.device)
+            return greedy_agreement(config, here, [tokens[0, :5].tolist(), tokens[1, :11].tolist()])
+
+    for check, name in ((float32, "float32 logits"), (bfloat16, "bfloat16 logits"), (greedy, "float32 greedy tokens")):
+        for driver in ("scanned", "unrolled"):
+            yield run.attempt({"check": name, "layers": driver}, lambda check=check, driver=driver: check(driver))
+
+
+def arranged(params: llama_jax.Llama, driver: str) -> llama_jax.Llama:
+    """The parameters in the form that makes `forward` scan over the layers, or unroll them."""
+    return llama_jax.unstack(params) if driver == "unrolled" else llama_jax.stack(params)
+
+
+def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:
+    """How far two sets of logits [B, T, V] are apart; `tolerance` is a share of the largest expected one."""
+    difference, scale = np.abs(got - expected).max(), np.abs(expected).max()
+    return {
+        "ok": bool(difference <= tolerance * scale),
+        "max_abs_diff": number(difference),
+        "allowed": number(tolerance * scale),
+        "max_abs_logit": number(scale),
+        "top1_agreement": float((got.argmax(-1) == expected.argmax(-1)).mean()),
+    }
+
+
+def greedy_agreement(
+    config: llama_jax.LlamaConfig, params: llama_jax.Llama, prompts: list[list[int]], new_tokens: int = 16
+) -> Row:
+    """Whether `generate` gives the tokens that the argmax of `logits` over the growing sequence gives."""
+    program = jax.jit(llama_jax.logits, static_argnums=0)
+    # Padded to one length, so that there is one program: what follows a position cannot change it.
+    padded = np.zeros((len(prompts), max(map(len, prompts)) + new_tokens), np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    rows, ends = np.arange(len(prompts)), np.array([len(prompt) for prompt in prompts])
+    for step in range(new_tokens):
+        best = np.asarray(program(config, params, padded)).argmax(-1)
+        padded[rows, ends + step] = best[rows, ends + step - 1]
+    expected = [padded[i, end : end + new_tokens].tolist() for i, end in enumerate(ends)]
+    got = [row.tokens for row in llama_jax.generate(config, params, prompts, max_new_tokens=new_tokens)]
+    same = [a == b for mine, theirs in zip(got, expected, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    return {"ok": all(same), "top1_agreement": sum(same) / len(same)}

@@ -1,0 +1,92 @@
+"""Greedy tokens/s of the library's own decode loop, and the bytes that a step has to read."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import llama_jax
+from gpu_parts.plan import Plan
+from gpu_parts.run import Row, Run
+from gpu_parts.timing import spread, temporary_memory
+from gpu_parts.weights import for_every_shape
+from llama_jax.inference import generate as library
+from llama_jax.inference.state import CHUNK, Request, State
+
+
+def decode(run: Run) -> Iterator[Row]:
+    cases = [{"batch": batch} for batch in run.plan.decode_batches]
+    yield from for_every_shape(run, cases, measure_decode)
+
+
+def measure_decode(
+    run: Run,
+    config: llama_jax.LlamaConfig,
+    params: llama_jax.Llama,
+    batch: int,
+    compiler_options: dict[str, Any] | None = None,
+) -> Row:
+    """Time `new_tokens` steps of the library's own decode loop."""
+    plan = run.plan
+    state = decode_state(plan, config, params, batch)
+    most = plan.new_tokens // CHUNK
+    lowered = library._decode_for(jax.default_backend()).lower(config, params, state, np.int32(most), most)
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=compiler_options or {})
+    compile_seconds = time.perf_counter() - start
+
+    times = []
+    for _ in range(plan.repetitions + 1):
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, packed = jax.block_until_ready(compiled(params, state, np.int32(most)))
+        times.append((time.perf_counter() - start) / plan.new_tokens)
+        _, _, taken = library.unpack(packed)
+        assert taken == most, "the decode loop ended early"
+        state = state.replace(cache=state.cache.replace(length=jnp.full(batch, plan.prompt_tokens, jnp.int32)))
+    times = times[1:]  # the first loads the program
+
+    step, read = statistics.median(times), step_bytes(config, batch, plan.capacity)
+    copy = run.found("yardsticks", "value", name="copy")
+    return {
+        "ms_per_step": 1e3 * step,
+        "tokens_per_s": batch / step,
+        "gb_per_step": read / 1e9,
+        **({} if copy is None else {"share_of_copy": read / step / 1e9 / copy}),
+        "spread": spread(times),
+        "compile_s": compile_seconds,
+        **temporary_memory(compiled),
+    }
+
+
+def decode_state(plan: Plan, config: llama_jax.LlamaConfig, params: llama_jax.Llama, batch: int) -> State:
+    """What `generate` has after a prompt, without compiling a prefill for it: the speed does not depend on the values.
+
+    The cache holds noise and not zeros, with which a chip draws less power and may clock higher.
+    """
+    stacked = not isinstance(params.blocks, tuple)
+    cache = llama_jax.init_cache(config, batch, plan.capacity, params.embedding.dtype, stacked=stacked)
+    noise = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype))
+    k, v = jax.tree.map(lambda buffer: noise(jax.random.key(0), buffer), (cache.k, cache.v))
+    limit = np.full(batch, 1 << 30, np.int32)  # never reached: every repetition does the same work
+    return State(
+        cache=cache.replace(k=k, v=v, length=jnp.full(batch, plan.prompt_tokens, jnp.int32)),
+        request=Request(llama_jax.Sampling().per_row(batch), limit, np.full((batch, 4), -1, np.int32)),
+        token=jnp.ones(batch, jnp.int32),
+        seen=jnp.zeros((batch, config.vocab_size), bool),
+        count=jnp.ones(batch, jnp.int32),
+        done=jnp.zeros(batch, bool),
+    )
+
+
+def step_bytes(config: llama_jax.LlamaConfig, batch: int, capacity: int) -> int:
+    """What one decode step has to read, in bfloat16."""
+    lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    weights = 2 * (llama_jax.parameter_count(config) - lookup_only)
+    return weights + llama_jax.cache_bytes(config, batch, capacity, jnp.bfloat16)

@@ -1,0 +1,102 @@
+"""The sizes that `gpu_report` measures with: those of an accelerator, and small ones without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import llama_jax
+
+GOAL_SHAPE = "llama-2-7b"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A shape to train, and the candidates to choose from."""
+
+    shape: str
+    length: int
+    candidates: tuple[tuple[str, int], ...]
+    """(what is rematerialised, rows), the least memory first: after one that does not fit none is tried."""
+    parameters: str = "float32"
+    """The dtype of parameters, gradients and moments: 16 bytes for each parameter in float32, 8 in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of attention, and the lengths to measure it at, the shortest first."""
+
+    lengths: tuple[int, ...]
+    queries: int
+    keys: int
+    width: int
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes to measure with."""
+
+    shapes: dict[str, llama_jax.LlamaConfig]
+    trainings: tuple[Training, ...]
+    decode_batches: tuple[int, ...]
+    prefills: tuple[tuple[int, int], ...]  # (rows, tokens of each)
+    heads: Heads  # for attention
+    peer_shapes: tuple[str, ...]  # for transformers
+    options_shape: str  # for the compiler options
+    repetitions: int
+    new_tokens: int
+    copy_bytes: int
+    matrix_size: int
+    small_programs: bool = False
+    capacity: int = 256
+    prompt_tokens: int = 64
+
+
+# The shape of the goal comes first, should the time run out.
+LARGE = Plan(
+    shapes={name: llama_jax.preset(name) for name in (GOAL_SHAPE, "tinyllama-1.1b", "llama-3-8b")},
+    decode_batches=(1, 64),
+    prefills=((1, 512), (64, 128)),
+    # In float32 the states take 18 and 108 GB. Scores of attention, [rows, heads, 2048, 2048], are the largest of the rest.
+    trainings=(
+        Training(GOAL_SHAPE, 2048, (("full", 1), ("full", 2), ("dots", 2), ("full", 4))),
+        Training("tinyllama-1.1b", 2048, (("full", 8), ("dots", 8), ("none", 2), ("dots", 16), ("full", 32))),
+        Training(GOAL_SHAPE, 2048, (("full", 4), ("dots", 4), ("full", 8)), parameters="bfloat16"),
+    ),
+    heads=Heads((2048, 4096, 8192, 16384, 32768), queries=32, keys=8, width=128),  # those of llama-3-8b
+    peer_shapes=(GOAL_SHAPE, "tinyllama-1.1b"),
+    options_shape="tinyllama-1.1b",
+    repetitions=5,
+    new_tokens=64,
+    copy_bytes=1 << 32,
+    matrix_size=8192,
+)
+SMALL_GQA = llama_jax.LlamaConfig(
+    vocab_size=1000,
+    dim=256,
+    n_layers=2,
+    n_heads=8,
+    n_kv_heads=2,
+    hidden_dim=704,
+    max_seq_len=512,
+    norm_eps=1e-5,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+)
+SMALL = Plan(
+    shapes={"stories-260k": llama_jax.preset("stories-260k"), "small-gqa": SMALL_GQA},
+    decode_batches=(1, 4),
+    prefills=((1, 64), (4, 32)),
+    trainings=(
+        Training("stories-260k", 32, (("full", 2),)),
+        Training("stories-260k", 32, (("dots", 2),), parameters="bfloat16"),
+    ),
+    heads=Heads((64, 96), queries=4, keys=2, width=16),
+    peer_shapes=("small-gqa",),
+    options_shape="small-gqa",
+    repetitions=3,
+    new_tokens=16,
+    copy_bytes=1 << 26,
+    matrix_size=512,
+    small_programs=True,
+)

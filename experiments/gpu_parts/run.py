@@ -1,0 +1,70 @@
+"""What every section of `gpu_report` is given, and the rows that it gives."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gpu_parts.plan import Plan
+
+RUNNER = Path(__file__).parents[1] / "gpu_report.py"  # which workers are started as, too
+
+Row = dict[str, Any]
+Section = Callable[["Run"], Iterable[Row]]
+
+
+@dataclass
+class Run:
+    """What every section is given: the device, the sizes, the time left and what has been found so far."""
+
+    device: jax.Device
+    plan: Plan
+    time_limit: float
+    results: dict[str, list[Row]] = field(default_factory=dict)
+    start: float = field(default_factory=time.monotonic)
+    longest: float = 0.0
+    alone: bool = False  # whether there is only one section to run
+
+    def time_left(self) -> float:
+        return self.time_limit - (time.monotonic() - self.start)
+
+    def attempt(self, row: Row, measure: Callable[[], Row]) -> Row:
+        """`row` and what `measure` gives; or why it gives nothing, so that one failure does not cost the other rows.
+
+        Nothing can be interrupted once it has started: a measurement is skipped unless the longest so far would still fit.
+        """
+        if self.time_left() <= self.longest:
+            return row | {"skipped": "time limit"}
+        start = time.monotonic()
+        try:
+            return row | measure()
+        except Exception as error:
+            return row | {"error": describe(error)}
+        finally:
+            self.longest = max(self.longest, time.monotonic() - start)
+
+    def found(self, section: str, key: str, **where: Any) -> float | None:
+        """The value of `key` in the first row of `section` that has it and matches, or None."""
+        for row in self.results.get(section, []):
+            if key in row and all(row.get(name) == value for name, value in where.items()):
+                return row[key]
+        return None
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def number(value: Any) -> float | str:
+    """A float, or its name where JSON has none for it."""
+    return float(value) if math.isfinite(value) else str(value)
+
+
+def memory_limit(device: jax.Device) -> int | None:
+    return (device.memory_stats() or {}).get("bytes_limit")
