@@ -30,14 +30,16 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
     """Continue every prompt of a .jsonl into another, one object a line as they end. What OUT has already is not done again:
     a batch that was stopped goes on where it was."""
 
-    prompts: tyro.conf.Positional[Path]
+    SHOWN_FIRST = ("prompts", "out", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "rows")
+
+    prompts: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PROMPTS")]]
     """A .jsonl whose lines are objects with a prompt, as in {"prompt": "Once"}; each is sampled from a seed one above that
     of the line before. With "adapter": NAME a line is continued by the model with that --adapter."""
-    out: tyro.conf.Positional[Path]
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
     """The .jsonl to write: the number of the prompt, its text, tokens, why it ended, and the settings."""
     max_new_tokens: int = 256
     """Tokens to generate at most for each prompt; fewer where the model's context ends."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.UseAppendAction] = ()
     """End where this text appears (it is not written); may be given several times."""
     ignore_eos: bool = False
     """Go on after the tokens that end a text, until --stop or --max-new-tokens."""

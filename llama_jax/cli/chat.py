@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
@@ -37,7 +39,9 @@ class Chat(ModelOptions):
     says. Ctrl-C stops a reply, twice it ends the program; /help lists the commands.
     """
 
-    system: str | None = None
+    SHOWN_FIRST = ("model", "system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """The system prompt, which is never dropped."""
     format: Format = "auto"
     """How messages are put together; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.

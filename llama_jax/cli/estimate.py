@@ -33,13 +33,13 @@ class Estimate:
     --hardware its own compiler is asked where it is installed (the extras compile-tpu and compile-gpu).
     """
 
-    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET_OR_PATH")]]
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET|PATH")]]
     """A preset such as llama-3.1-8b, or a model's folder or file, or its config.json; only the settings are read."""
     batch: int
     """Rows over the whole mesh."""
     length: int
     """Tokens per row: to predict when training, to keep in the cache when decoding."""
-    mesh: str = "data=1"
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
     """Ways to split, as data=2,fsdp=4,context=2,tensor=8: the batch; the batch and the parameters; each row's tokens, where
     rows are read whole, and the parameters; heads and features."""
     mode: Literal["train", "decode"] = "decode"
@@ -55,13 +55,13 @@ class Estimate:
     Of that no least exchanges and no least time are given."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
-    packed: bool = True
-    """When training, rows are filled with several documents each, as `train` does, and not with one."""
+    packed: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """When training, put a single document into each row. By default rows are packed with several, as `train` does."""
     accumulate: int = 1
     """When training, parts of the batch that are read one after the other."""
     attention: ATTENTION = "auto"
     """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
-    hardware: str | None = None
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Such as h200 or tpu-v5p: plan for it instead of for CPUs, see whether it fits, and bound the time by its figures."""
     json: bool = False
     """Print one JSON object, sizes in bytes."""

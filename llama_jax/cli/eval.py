@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -44,6 +44,8 @@ class Eval(TextOptions, RememberOptions):
     --sinks say how the model remembers what it has read.
     """
 
+    SHOWN_FIRST = ("path", "data")
+
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
@@ -64,7 +66,7 @@ class Eval(TextOptions, RememberOptions):
     With --lengths elsewhere as many as make up 32,768 tokens."""
     attention: ATTENTION = "auto"
     """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
-    lengths: str = ""
+    lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
     """Several windows without overlap, as in 256,512,1024: does context help, and how far?
     They may go beyond the model's context."""
     max_tokens: int | None = None

@@ -36,6 +36,8 @@ BATCH = 8  # prompts that are continued at once
 class Generate(ModelOptions):
     """Continue a prompt. The text goes to stdout as it comes, statistics to stderr."""
 
+    SHOWN_FIRST = ("prompt", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "json")
+
     prompt: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[PROMPT]")]] = None
     """Text to continue; - reads it from stdin."""
     prompt_file: Path | None = None
@@ -45,7 +47,7 @@ class Generate(ModelOptions):
     """Prompts of a .jsonl that are continued at once; by default 8."""
     max_new_tokens: int | None = None
     """Tokens to generate at most; by default 256, or less where the model's context ends."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.UseAppendAction] = ()
     """End where this text appears (it is not printed); may be given several times."""
     ignore_eos: bool = False
     """Go on after the tokens that end a text, until --stop or --max-new-tokens."""

@@ -31,9 +31,11 @@ class LmEval(LoadOptions):
     tasks are downloaded by the harness. Needs the extra 'lm-eval'.
     """
 
+    SHOWN_FIRST = ("model", "tasks", "num_fewshot", "limit", "batch")
+
     model: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="PATH")]] = field()  # none by default
     """A model's folder or file, of any format that is read."""
-    tasks: str
+    tasks: Annotated[str, tyro.conf.arg(metavar="TASK,...")]
     """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""
     include_path: Path | None = None
     """A folder with .yaml files of further tasks."""
@@ -50,12 +52,12 @@ class LmEval(LoadOptions):
     """Ask as a user in a chat, in the model's own format."""
     format: Format = "auto"
     """The format of chats; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's."""
-    fewshot_as_multiturn: bool = True
-    """With --apply-chat-template: examples are turns of their own, and not all in one."""
-    system: str | None = None
+    fewshot_as_multiturn: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """With --apply-chat-template: put all examples into one turn. By default each is a turn of its own."""
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """A system prompt."""
-    bos: bool = True
-    """Begin texts with the begin-of-sequence token, where the vocabulary has one."""
+    bos: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """Leave out the begin-of-sequence token, with which texts begin by default where the vocabulary has one."""
     seed: int = 0
     """Start of the random stream of tasks that sample; most are greedy."""
     output: Path | None = None

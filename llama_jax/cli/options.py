@@ -59,12 +59,12 @@ class LoadOptions:
     quantize: QUANTIZE = "none"
     """Keep the matrices in fewer bits: int8 and fp8 have a factor for each row, int4 for each 128 numbers, nf4 is that of
     QLoRA, q8_0 and q4_0 are blocks of GGUF. keep takes what a quantised file has as it is, of 4, 5, 6 or 8 bits."""
-    rope: str = ""
+    rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""
     """Another rope scaling than the model's own: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also
     lengthens the context; none leaves out the model's own."""
     attention: ATTENTION = "auto"
     """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
-    mesh: str = ""
+    mesh: Annotated[str, tyro.conf.arg(metavar="tensor=N")] = ""
     """Divide the model over devices: tensor=8. By default it is on one."""
 
     def mesh_sizes(self) -> MeshSizes | None:
@@ -127,7 +127,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(LoadOptions):
-    adapter: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    adapter: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]PATH"), tyro.conf.UseAppendAction] = ()
     """NAME=PATH, a LoRA adapter that a request may ask for by this name: a folder of PEFT's, or of a run that trains one.
     May be given several times, and costs no copy of the model. A single PATH without a name is for all requests."""
 
@@ -189,7 +189,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(LoadOptions):
-    draft: str = ""
+    draft: Annotated[str, tyro.conf.arg(metavar="prompt|PATH")] = ""
     """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
     them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
     prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
@@ -210,7 +210,7 @@ class DraftOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(DraftOptions, SamplingOptions, RememberOptions):
+class ModelOptions(DraftOptions, RememberOptions, SamplingOptions, LoadOptions):
     adapter: ModelPath | None = None
     """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
 

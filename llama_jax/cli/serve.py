@@ -50,20 +50,22 @@ class Serve(AdapterOptions, DraftOptions):
     --process-id of its own, and the first one listens.
     """
 
-    host: str = "127.0.0.1"
+    SHOWN_FIRST = ("model", "host", "port", "api_key", "name", "context")
+
+    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
     """The address to listen on; the default is this machine alone. 0.0.0.0 is every network that it has: give a key then."""
     port: int = 8000
     """0 takes a free one."""
-    name: str | None = None
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What clients call the model; by default its folder's or file's name, stories for the bundled one."""
     format: Format = "auto"
     """How the messages of a chat are put together; auto is the model's own template, else llama3 where the vocabulary is
     Llama 3's. A model with neither completes and does not chat, unless a format is given."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
     """What clients must send as their key. Better in the environment, as LLAMA_JAX_API_KEY: arguments can be seen by all."""
-    allow_host: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    allow_host: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
     """A name by which this server is reached, beside localhost, --host and addresses; * for any. May be repeated."""
-    allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL"), tyro.conf.UseAppendAction] = ()
     """A site whose pages may use the server from browsers, as https://example.org; * for any. May be repeated."""
     rows: int = 16
     """Requests that are decoded at once."""
@@ -99,7 +101,7 @@ class Serve(AdapterOptions, DraftOptions):
     """/metrics answers without the key, for Prometheus and routers, which have none."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
-    coordinator: str | None = None
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
     processes: int | None = None
     """Without --distributed: how many processes there are."""

@@ -38,8 +38,8 @@ class Train:
     preferences (see `data show`); distill, by the predictions of --teacher; grpo, by its own answers to prompts and what
     --reward says of them; or FILE.py:FUNCTION, a function that returns a Recipe."""
     changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
-    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
-    settings are those of llama_jax.Recipe."""
+    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4.
+    llama-jax train RECIPE --help lists its settings with their values; in Python they are those of llama_jax.Recipe."""
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
@@ -56,26 +56,26 @@ class Train:
     teacher: ModelPath | None = None
     """A model of the same vocabulary, of any format, whose predictions are learnt, by the recipe distill or any of text or
     chats: as the change distill.teacher=PATH."""
-    reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION"), tyro.conf.UseAppendAction] = ()
     """For the recipe grpo: FILE.py:FUNCTION, which is given the completions and, as lists, the fields of their prompts, and
     gives a number for each; several are added up. As the change rewards.functions=["FILE.py:FUNCTION"]."""
     resume: bool = False
     """Go on from the newest checkpoint in the folder, where there is one."""
     reweigh: bool = False
     """With --resume: other weights of the same sources from here on. The checkpoints tell it."""
-    mesh: str = ""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = ""
     """Devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by default one axis,
     data, over all there are."""
     backend: Literal["jit", "pmap"] = "jit"
     """How the step is spread: jit over the mesh, or pmap with a whole copy of the model on every device."""
-    trace: str = ""
+    trace: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST")] = ""
     """Steps to profile into the folder's trace/: 20:25 are five, of which step 20 is the first."""
     track: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], tyro.conf.UseAppendAction] = ()
     """Where the numbers of metrics.jsonl are shown, too: TensorBoard (the folder's tensorboard/), Weights & Biases (offline
     with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install 'llama-jax[wandb]'."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
-    coordinator: str | None = None
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
     processes: int | None = None
     """Without --distributed: how many processes there are."""
