@@ -44,10 +44,10 @@ class Chat(ModelOptions):
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """The system prompt, which is never dropped."""
     format: Format = "auto"
-    """How messages are put together; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
+    """The chat format; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
     In plain, which the bundled model has, each line begins a paragraph of one text that the model continues."""
     max_new_tokens: int | None = None
-    """Tokens of a reply at most; by default 512, or half of the context where that is less."""
+    """Most tokens of a reply; by default 512, or half of the context where that is less."""
     context: int | None = None
     """Tokens of history and reply together; by default all that the model can read."""
 

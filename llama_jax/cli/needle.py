@@ -38,7 +38,7 @@ class Needle(TextOptions):
     """Tokens of the prompts with their answers, as in 256,512,1024; they may go beyond the model's context.
     By default that context, a half and a quarter of it."""
     depths: Annotated[str, tyro.conf.arg(metavar="X,X,...")] = "0,0.25,0.5,0.75,1"
-    """Where the needle stands: 0 is the beginning of the text, 1 its end."""
+    """Where to put the needle: 0 is the beginning of the text, 1 its end."""
     trials: int = 10
     """Prompts of each length and depth; a multiple of --wrong-keys plus 1 hides each key equally often."""
     wrong_keys: int = 9
@@ -50,9 +50,9 @@ class Needle(TextOptions):
     question: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """What follows the text; ends with {key}. By default: What is the pass key? The pass key is {key}"""
     seed: int = 0
-    """Decides the keys and the pieces of the text."""
+    """Seed of the keys and of the pieces of the text."""
     batch: int | None = None
-    """Prompts that are read at once; by default 1 on a CPU and as many as make up 32,768 tokens elsewhere."""
+    """Prompts of a batch; by default 1 on a CPU and as many as make up 32,768 tokens elsewhere."""
     plot: Path | None = None
     """Draw heat maps of depth over length, as .png, .pdf or .svg. Needs the extra 'plot'."""
 
@@ -68,7 +68,7 @@ class Needle(TextOptions):
         from llama_jax.runs.needle import needle
         from llama_jax.runs.plot import draw_needle
 
-        # What is quick comes first: no mistake shall be found after minutes of loading.
+        # Quick checks come first: no mistake should be found after minutes of loading.
         subject = self.open(self.path)
         config = subject.config
         lengths = lengths or tuple(config.max_seq_len // part for part in (4, 2, 1))
