@@ -26,7 +26,7 @@ and their arguments:
   LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
                                       OptimizerSettings: by what rule parameters change
   Sampling                            how to choose tokens
-  PromptLookup, DraftModel            speculative decoding: drafts of several tokens, verified at once; the same tokens, sooner
+  PromptLookup, DraftModel            speculative decoding: drafts, verified several at once; the same tokens, sooner
   Lora                                what adapters are: rank, alpha, which matrices
   KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
