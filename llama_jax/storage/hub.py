@@ -153,7 +153,7 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
     except (errors.EntryNotFoundError, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
     except errors.OfflineModeIsEnabled:
-        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set, and what is read is not looked for offline", url) from None
+        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set; unset it, or give a copy on this machine", url) from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", 0)
         if status in (401, 403):
