@@ -21,10 +21,10 @@ def settings_page(name: str, changes: Sequence[str] = ()) -> str:
     about = (BUILT_IN[name].__doc__ or "") if name in BUILT_IN else ""
     return "\n".join(
         [
-            f"usage: llama-jax train {name} [KEY=VALUE ...] --data PATH --workdir FOLDER [OPTIONS]",
+            f"usage: llama-jax train {name} [KEY=VALUE ...] --data PATH --workdir PATH [OPTIONS]",
             "",
             *([filled(about), ""] if about else []),
-            "The settings, each of which KEY=VALUE changes; llama-jax train --help lists the options.",
+            "The settings, which KEY=VALUE changes. llama-jax train --help lists the options.",
             "",
             *_lines(recipe, ""),
         ]

@@ -43,7 +43,8 @@ class Recipe:
     Attributes:
       model: the shape of the model.
       steps: updates of the parameters.
-      batch, length: B rows of T predicted tokens in a step, over all devices and parts.
+      batch: B, rows of a step, over all devices and parts.
+      length: T, predicted tokens of a row.
       accumulate: parts of a batch whose gradients are accumulated one after the other, which saves memory.
       optimizer: see `OptimizerSettings`.
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learnt from the
@@ -77,7 +78,8 @@ class Recipe:
       evaluate_every: steps between evaluations, and 0 for only one, at the end.
       evaluate_tokens: whole documents up to about so many tokens are evaluated; 0 takes all.
       save_every: steps between checkpoints, beside the last one; 0 for only that.
-      keep_last, keep_best: how many of the newest and of the best checkpoints are kept.
+      keep_last: how many of the newest checkpoints are kept.
+      keep_best: how many of the checkpoints with the lowest validation loss are kept.
       log_every: steps between lines of the log.
       prompts: texts that the model continues at every evaluation.
       sample_tokens: most tokens of such a continuation.

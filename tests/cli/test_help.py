@@ -81,6 +81,7 @@ def test_the_help_of_a_recipe_lists_its_settings():
         "  distill=none\n",
     ):
         assert line in page
+    assert max(map(len, page.split("\n"))) <= 80
     for key in _keys(find("sft")):
         assert key in FUNCTIONS or key in page
     with pytest.raises(UserError, match="no recipe 'tny'"):
