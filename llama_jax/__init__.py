@@ -8,31 +8,31 @@ The public face, loaded on first use so that importing the package costs nothing
   logits(config, params, tokens)      the plain case of both
   generate(config, params, prompts)   continuations of a ragged batch;  stream(...) yields them as they come
   train_step(config, optimizer, state, batch)  -> the next TrainState and metrics, from init_state and make_optimizer
-  next_token_loss(config, params, batch)       what it makes smaller, of a Batch of rows
+  next_token_loss(config, params, batch)       the loss that it minimises, of a Batch of rows
   adapted(params, adapters, lora)     a model with LoRA adapters, from init_adapters or load_adapter; with_base(...) trains
                                       them alone, save_adapter writes them as PEFT does, merge(...) adds them to the weights
   adapter_table(config, params, [(adapters, lora), ...])  the model with several; choose_adapters(params, rows) says which
                                       of them each row of a batch uses, for `generate` and all else
   train(recipe, workdir, data)        train a Recipe into a folder;  evaluate(...) a model on a text
-  divergence(config, params, reference, corpus)  how far a quantised model's predictions are from its dense self's
+  divergence(config, params, reference, corpus)  how far a quantised model's predictions are from the dense model's
   evaluate_lengths(...), needle(...)  how far a model uses its context: loss by length and position, a sentence to find
   register_for_export()               programs of these as bytes, by `jax.export`
 
-and what they are told:
+and their arguments:
 
   LlamaConfig, RopeScaling, preset    what a Llama is
-  Compute, Places, Layout             how a pass computes (dtype, rematerialisation, an attention of one's own), where its
+  Compute, Places, Layout             how a pass computes (dtype, rematerialisation, an attention of your own), where its
                                       tokens stand, and over which devices
   LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
                                       OptimizerSettings: by what rule parameters change
   Sampling                            how to choose tokens
-  PromptLookup, DraftModel            what proposes tokens, to be verified several at once: the same tokens, sooner
+  PromptLookup, DraftModel            speculative decoding: drafts, verified several at once; the same tokens, sooner
   Lora                                what adapters are: rank, alpha, which matrices
   KVCache, init_cache, cache_bytes    the cache, an immutable tree;  CacheOptions: int8, a window with sinks
   load_tokenizer, TextStream          text to ids and back, text from a stream of tokens;  encode_chat for messages
   MeshSizes                           how a model is divided over devices: load(path, mesh=MeshSizes(tensor=8))
 
-Who serves requests as they come uses what `generate` is made of: `llama_jax.inference.requests.prepare`, and
+To serve requests as they arrive, use the parts of `generate`: `llama_jax.inference.requests.prepare`, and
 `read` and `start` of `llama_jax.inference.state`, `insert` and `step` of `llama_jax.inference.batching`: pure functions from
 one `State` to the next.
 """

@@ -33,7 +33,7 @@ from llama_jax.tokenizers.load import warn_if_small
 
 
 class Checkpoint(NamedTuple):
-    """What a path held; `tokenizer` is None where none lies beside the weights."""
+    """A model and its vocabulary; `tokenizer` is None where none lies with the weights."""
 
     config: LlamaConfig
     params: Llama
@@ -58,17 +58,17 @@ def load(
     Args:
       path: see `open_checkpoint`; None is the small stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
-      quantize: keep matrices in fewer bits, made while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
+      quantize: quantise the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
         (`ops.weights`); "keep" takes what a GGUF or a Hugging Face folder has quantised as it is. `dtype` is then that of
         the computation. None gives floats, but of an orbax checkpoint of a quantised model what was saved.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
-      adapter: a folder of PEFT's or of a run, see `load_adapter`; it is put beside the weights (`model.adapters.adapted`).
+      adapter: a folder of PEFT's or of a run, see `load_adapter`; the model then has it (`model.adapters.adapted`).
       adapters: several such folders: the parameters then have a table of them, of which each row of a batch may use one
         (`model.adapter_table.choose_adapters`, by their number here).
-      mesh: divide the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
+      mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
         only of orbax are a padded table and copied heads made on the devices, one array at a time.
-      shardings: for a layout of one's own, and the model as it is: a `Llama` of `jax.sharding.Sharding`, its `blocks` one
+      shardings: for a layout of your own, and the model as it is: a `Llama` of `jax.sharding.Sharding`, its `blocks` one
         `Block` that holds for every layer. With neither, all is put on the default device.
       progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once, and the stacked
         layers of a training run into the host's memory first).
@@ -92,7 +92,7 @@ def load(
     if adapter is not None and adapters:
         raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; give one of the two")
     if (adapter is not None or adapters) and shardings is not None:
-        raise MeshError("an adapter is laid out over a mesh, and not by shardings of one's own; give mesh in their place")
+        raise MeshError("an adapter is laid out over a mesh, and not by shardings of your own; give mesh in their place")
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(bundled() if path is None else path)
@@ -159,7 +159,7 @@ def _open(path: Location) -> Opened | store.Stored:
             raise CheckpointError(f"{path}: nothing is stored there; give a model's folder or file in the store")
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link that leads to no file; give a model's folder or file")
-        raise CheckpointError(f"{path} does not exist; give a model's folder or file (a name on a hub is not downloaded)")
+        raise CheckpointError(f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one)")
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():

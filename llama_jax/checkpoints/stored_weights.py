@@ -119,7 +119,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
 
     found = jax.tree_util.tree_map_with_path(change, shapes)
     if left:
-        raise CheckpointError(f"{where / FILE} names {shown(min(left), 60)}, which this model has not; copy it again")
+        raise CheckpointError(f"{where / FILE} names {shown(min(left), 60)}, which this model does not have; copy it again")
     return found
 
 

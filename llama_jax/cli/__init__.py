@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import io
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
-
-import tyro
+from typing import Any, NoReturn
 
 import llama_jax
-from llama_jax.cli.arguments import arranged
-from llama_jax.cli.batch import BatchPrompts
-from llama_jax.cli.chat import Chat
-from llama_jax.cli.convert import Convert
-from llama_jax.cli.data import Data
-from llama_jax.cli.estimate import Estimate
-from llama_jax.cli.eval import Eval
-from llama_jax.cli.generate import Generate
-from llama_jax.cli.inspect import Inspect
-from llama_jax.cli.lm_eval import LmEval
-from llama_jax.cli.merge import Merge
-from llama_jax.cli.needle import Needle
-from llama_jax.cli.plot import Plot
-from llama_jax.cli.quickstart import Quickstart
-from llama_jax.cli.serve import Serve
-from llama_jax.cli.train import Train
-from llama_jax.cli.verify import Verify
-from llama_jax.errors import UserError, reason_of
+from llama_jax.cli.arguments import arranged, recipe_asked_about
+from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.writing import cannot_write, remedy_for, send_nowhere
 
-Command = (
-    Annotated[Generate, tyro.conf.subcommand("generate", prefix_name=False)]
-    | Annotated[Estimate, tyro.conf.subcommand("estimate", prefix_name=False)]
-    | Annotated[Inspect, tyro.conf.subcommand("inspect", prefix_name=False)]
-    | Annotated[Verify, tyro.conf.subcommand("verify", prefix_name=False)]
-    | Annotated[BatchPrompts, tyro.conf.subcommand("batch", prefix_name=False)]
-    | Annotated[Serve, tyro.conf.subcommand("serve", prefix_name=False)]
-    | Annotated[Chat, tyro.conf.subcommand("chat", prefix_name=False)]
-    | Annotated[Convert, tyro.conf.subcommand("convert", prefix_name=False)]
-    | Annotated[Merge, tyro.conf.subcommand("merge", prefix_name=False)]
-    | Annotated[Data, tyro.conf.subcommand("data", prefix_name=False)]
-    | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
-    | Annotated[LmEval, tyro.conf.subcommand("lm-eval", prefix_name=False)]
-    | Annotated[Needle, tyro.conf.subcommand("needle", prefix_name=False)]
-    | Annotated[Plot, tyro.conf.subcommand("plot", prefix_name=False)]
-    | Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
-    | Annotated[Quickstart, tyro.conf.subcommand("quickstart", prefix_name=False)]
-)
+# By group: a command, its class in the file of the command's name, and what it does, in one line of at most 80 columns.
+COMMANDS = {
+    "Generate and serve": {
+        "generate": ("Generate", "Continue a prompt, or every prompt of a .jsonl."),
+        "chat": ("Chat", "Talk with a chat model in the terminal."),
+        "serve": ("Serve", "Serve a model over HTTP with OpenAI's API and a page."),
+        "batch": ("BatchPrompts", "Continue the prompts of a large file; it can be resumed."),
+    },
+    "Get, look at and convert models": {
+        "fetch": ("Fetch", "Download a model from the Hugging Face hub."),
+        "inspect": ("Inspect", "Show what is in a model's files."),
+        "verify": ("Verify", "Compare a model's logits and layers with a reference."),
+        "convert": ("Convert", "Write a model in another format: safetensors, GGUF, ..."),
+        "merge": ("Merge", "Add a LoRA adapter to a model's weights."),
+    },
+    "Train and evaluate": {
+        "train": ("Train", "Train, fine-tune or distil a model by a recipe."),
+        "data": ("Data", "Show training data as tokens, or tokenise it ahead."),
+        "eval": ("Eval", "Measure loss and perplexity on texts, chats, preferences."),
+        "lm-eval": ("LmEval", "Run tasks of the lm-evaluation-harness."),
+        "needle": ("Needle", "Test whether a model finds a sentence in a long text."),
+        "plot": ("Plot", "Draw the curves of training runs."),
+    },
+    "Plan and set up": {
+        "estimate": ("Estimate", "Compute memory, communication and time before a run."),
+        "quickstart": ("Quickstart", "Check the installation with a small random model."),
+        "completion": ("Completion", "Print a completion script for your shell."),
+    },
+}
+ABOUT = """\
+usage: llama-jax COMMAND [OPTIONS]
+
+Llama in JAX: load, run, train, measure and serve models. A first try, with the
+small model of the package: llama-jax generate "Once upon a time"
+"""
+MORE = """\
+  llama-jax COMMAND --help        list the options of a command
+  llama-jax train RECIPE --help   list the settings of a recipe
+  llama-jax --version             print the version
+"""
 
 
 def main() -> None:
@@ -59,11 +65,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a command
     try:
-        if sys.argv[1:] == ["--version"]:
-            print(f"llama-jax {llama_jax.__version__}")
-            return
-        about = "Llama in JAX, as pure functions. --version prints the version."
-        tyro.cli(Command, prog="llama-jax", description=about, args=arranged(sys.argv[1:])).run()
+        _run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
@@ -77,6 +79,48 @@ def main() -> None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         _end(f"the device's memory is too small ({reason_of(error, 200)}); try --dtype bfloat16")
+
+
+def overview() -> str:
+    """The help of the program: its commands by group."""
+    groups = [
+        "\n".join([group, *(f"  {name:<12}{about}" for name, (_, about) in commands.items())])
+        for group, commands in COMMANDS.items()
+    ]
+    return "\n".join([ABOUT, "\n\n".join(groups), "", MORE]).rstrip()
+
+
+def command_type(name: str) -> Any:
+    """The class of a command, from its file; UserError where there is no such command."""
+    classes = {command: kind for commands in COMMANDS.values() for command, (kind, _) in commands.items()}
+    if name not in classes:
+        near = difflib.get_close_matches(name, classes, 1)
+        meant = f"did you mean {near[0]}?" if near else "llama-jax --help lists the commands"
+        raise UserError(f"there is no command {shown(name)}; {meant}")
+    return getattr(importlib.import_module(f"llama_jax.cli.{name.replace('-', '_')}"), classes[name])
+
+
+def _run(arguments: list[str]) -> None:
+    name = arguments[0] if arguments else ""
+    if not name:
+        print(overview(), file=sys.stderr)
+        sys.exit(2)
+    if name in ("-h", "--help"):
+        print(overview())
+        return
+    if name == "--version":
+        print(f"llama-jax {llama_jax.__version__}")
+        return
+    command = command_type(name)
+    recipe = recipe_asked_about(arguments)
+    if recipe is not None:
+        from llama_jax.cli.recipe_settings import settings_page
+
+        print(settings_page(*recipe))
+        return
+    from llama_jax.cli.parsing import parsed
+
+    parsed(command, name, arranged(arguments)[1:]).run()
 
 
 def _end(said: str) -> NoReturn:

@@ -7,19 +7,16 @@ from collections.abc import Sequence
 
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options that no value follows, of the commands that `arranged` knows.
-FLAGS = (
-    "--resume",
-    "--reweigh",
-    "--no-resume",
-    "--no-reweigh",
-    "--distributed",
-    "--no-distributed",
-    "--json",
-    "--no-json",
-    "--help",
-    "-h",
-)
+HELP = ("--help", "-h")
+FLAGS = ("--resume", "--reweigh", "--distributed", "--json", *HELP)
 LISTS = ("--data", "--validation-data")
+
+
+def recipe_asked_about(arguments: Sequence[str]) -> tuple[str, list[str]] | None:
+    """The recipe and its changes, of ``train RECIPE [KEY=VALUE ...] --help``; None for all other command lines."""
+    if arguments[:1] != ["train"] or not set(HELP) & set(arguments) or arguments[1].startswith("-"):
+        return None
+    return arguments[1], [word for word in arguments[2:] if CHANGE.match(word)]
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:

@@ -27,26 +27,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
-    """Continue every prompt of a .jsonl into another, one object a line as they end. What OUT has already is not done again:
-    a batch that was stopped goes on where it was."""
+    """Continue every prompt of a .jsonl, and write one JSON object a line into another as they finish. Prompts that OUT has
+    already are skipped: after a stop the same command continues."""
 
-    prompts: tyro.conf.Positional[Path]
-    """A .jsonl whose lines are objects with a prompt, as in {"prompt": "Once"}; each is sampled from a seed one above that
-    of the line before. With "adapter": NAME a line is continued by the model with that --adapter."""
-    out: tyro.conf.Positional[Path]
-    """The .jsonl to write: the number of the prompt, its text, tokens, why it ended, and the settings."""
+    SHOWN_FIRST = ("prompts", "out", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "rows")
+
+    prompts: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PROMPTS")]]
+    """A .jsonl whose lines are objects with a prompt, as in {"prompt": "Once"}; each is sampled with the seed of the
+    line before plus one. With "adapter": NAME a line is continued by the model with that --adapter."""
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    """The .jsonl to write: for each prompt its number, text, tokens, why it ended, and the settings."""
     max_new_tokens: int = 256
-    """Tokens to generate at most for each prompt; fewer where the model's context ends."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """End where this text appears (it is not written); may be given several times."""
+    """Most tokens to generate for each prompt; fewer where the model's context ends."""
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.UseAppendAction] = ()
+    """Stop at this text, which is not written. May be repeated."""
     ignore_eos: bool = False
-    """Go on after the tokens that end a text, until --stop or --max-new-tokens."""
+    """Do not stop at the end-of-text tokens, only at --stop or --max-new-tokens."""
     rows: int = 16
-    """Prompts that are continued at once."""
+    """Prompts in a batch."""
     cache: Literal["auto", "int8"] = "auto"
-    """Keys and values are kept in the type of the weights, or as 8-bit numbers with 4 bytes more for each head."""
+    """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
     prefix_cache: int = 256
-    """Megabytes for what the beginnings of prompts share; 0 reads each prompt whole."""
+    """Megabytes for the cache of shared prompt prefixes; 0 turns it off."""
 
     def run(self) -> None:
         from llama_jax.cli.runtime import start_backend, use_compilation_cache

@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
@@ -37,13 +39,15 @@ class Chat(ModelOptions):
     says. Ctrl-C stops a reply, twice it ends the program; /help lists the commands.
     """
 
-    system: str | None = None
+    SHOWN_FIRST = ("model", "system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """The system prompt, which is never dropped."""
     format: Format = "auto"
-    """How messages are put together; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
+    """The chat format; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's.
     In plain, which the bundled model has, each line begins a paragraph of one text that the model continues."""
     max_new_tokens: int | None = None
-    """Tokens of a reply at most; by default 512, or half of the context where that is less."""
+    """Most tokens of a reply; by default 512, or half of the context where that is less."""
     context: int | None = None
     """Tokens of history and reply together; by default all that the model can read."""
 

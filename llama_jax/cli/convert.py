@@ -22,7 +22,7 @@ FORMATS = Literal["safetensors", "gguf", "llama2c", "orbax"]
 
 @dataclass(frozen=True)
 class Convert:
-    """Write a model of any readable format in another. Only orbax, read or written, needs the model to fit into memory.
+    """Write a model in another format. Only orbax, read or written, needs the model to fit into memory.
 
     An adapter is written as one: for llama.cpp where the destination ends in .gguf, else a folder for PEFT.
     """
@@ -40,7 +40,7 @@ class Convert:
     quantize: QUANTIZE = "none"
     """For orbax alone: write the matrices in fewer bits; keep takes what the files have quantised as it is."""
     base: ModelPath | None = None
-    """Of an adapter: the model that it was trained on, of which only the settings are read; by default what it says."""
+    """For an adapter: the model that it was trained on, of which only the settings are read; by default the one it names."""
     overwrite: bool = False
     """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
 

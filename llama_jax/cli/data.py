@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from llama_jax.data.conversations import ChatReading, ExampleCounts
     from llama_jax.tokenizers import Taught, Tokenizer
 
+SHOW = "Show chats and preferences as a model is taught them, token by token."
+BUILD = "Tokenise files into shards of token ids and a manifest, on all cores."
 TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowData:
-    """Show chats and preferences as a model is taught them: each token, its text, and whether it is to be predicted.
-
-    A line of FILE is a chat (messages, or ShareGPT's conversations), a prompt and a completion, an instruction and an output
-    (Alpaca), or a preference (prompt, chosen, rejected)."""
+    """Show chats and preferences as a model is taught them: each token, its text, and whether it is to be predicted."""
 
     file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
-    """A .jsonl."""
+    """A .jsonl, of which a line is a chat (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
+    and an output (Alpaca), or a preference (prompt, chosen, rejected)."""
     model: Path | None = None
     """A model's folder or file, whose vocabulary and chat template are taken; by default the bundled stories model."""
     tokenizer: Path | None = None
@@ -157,16 +157,14 @@ class ShowData:
 
 @dataclass(frozen=True, kw_only=True)
 class BuildData:
-    """Tokenise files into shards of token ids and a manifest, in as many processes as there are cores.
-
-    The bytes that come out depend on the files, the tokenizer and the settings alone. Stopped at any moment, the same
-    command goes on. The folder is then --data of train and eval."""
+    """Tokenise files into shards of token ids and a manifest."""
 
     files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]]
     """Text, JSONL, Parquet or Arrow, also text and JSONL compressed as .gz or .zst; or folders of them, also of one split
     of a Hugging Face dataset."""
     out: Path
-    """Folder of the shards."""
+    """Folder of the shards, which train and eval then take as --data. Its bytes depend on the files, the tokenizer and the
+    settings alone. After a stop the same command continues."""
     tokenizer: Path | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a folder with one; by default that of the bundled
     stories model."""
@@ -180,11 +178,11 @@ class BuildData:
     near_duplicates: float | None = None
     """From which similarity on, such as 0.8, a document is left out that is near an earlier one: of all runs of 24 bytes in
     either, the share of those in both. They are listed in near_duplicates.tsv. Likewise reads all files twice."""
-    separator: str = "<|endoftext|>"
+    separator: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "<|endoftext|>"
     """What stands between the documents of a text file."""
     longest: int = 1 << 17
     """Characters of the longest document of a text file; a longer one is cut into several."""
-    field: str = "text"
+    field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """The field or column that holds the text in JSONL, Parquet and Arrow."""
 
     def run(self) -> None:
@@ -231,10 +229,11 @@ class BuildData:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Training data: show it as a model is taught it, or tokenise many files of it once for all."""
+    """Show training data as a model is taught it, or tokenise it ahead of training."""
 
     action: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[ShowData, tyro.conf.subcommand("show")] | Annotated[BuildData, tyro.conf.subcommand("build")]
+        Annotated[ShowData, tyro.conf.subcommand("show", description=SHOW)]
+        | Annotated[BuildData, tyro.conf.subcommand("build", description=BUILD)]
     ]
     """What to do."""
 

@@ -33,13 +33,13 @@ class Estimate:
     --hardware its own compiler is asked where it is installed (the extras compile-tpu and compile-gpu).
     """
 
-    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET_OR_PATH")]]
+    model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET|PATH")]]
     """A preset such as llama-3.1-8b, or a model's folder or file, or its config.json; only the settings are read."""
     batch: int
     """Rows over the whole mesh."""
     length: int
     """Tokens per row: to predict when training, to keep in the cache when decoding."""
-    mesh: str = "data=1"
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = "data=1"
     """Ways to split, as data=2,fsdp=4,context=2,tensor=8: the batch; the batch and the parameters; each row's tokens, where
     rows are read whole, and the parameters; heads and features."""
     mode: Literal["train", "decode"] = "decode"
@@ -47,22 +47,23 @@ class Estimate:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
     cache: Literal["auto", "int8"] = "auto"
-    """When decoding, keys and values are of the dtype, or 8-bit numbers with a factor for each head and position."""
+    """When decoding, the type of the key/value cache: auto is --dtype, int8 has a scale for each head and position."""
     quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"] = "none"
-    """When decoding, and with --lora, matrices are kept in fewer bits."""
+    """When decoding, and with --lora: quantise the matrices."""
     lora: int = 0
-    """When training, the rank of adapters of all matrices, which are trained alone: the model stays as it is, in the dtype.
-    Of that no least exchanges and no least time are given."""
+    """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No least
+    communication and no least time are given for that."""
     remat: Literal["auto", "none", "dots", "full"] = "auto"
-    """What training computes twice, to keep less: nothing, all but matrix products (dots), or whole layers (full, auto)."""
-    packed: bool = True
-    """When training, rows are filled with several documents each, as `train` does, and not with one."""
+    """What training recomputes in the backward pass to save memory: nothing, all but matrix products (dots), or whole layers
+    (full, auto)."""
+    packed: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """When training, put a single document into each row. By default rows are packed with several, as `train` does."""
     accumulate: int = 1
-    """When training, parts of the batch that are read one after the other."""
+    """When training, parts of the batch whose gradients are accumulated one after the other."""
     attention: ATTENTION = "auto"
-    """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
-    hardware: str | None = None
-    """Such as h200 or tpu-v5p: plan for it instead of for CPUs, see whether it fits, and bound the time by its figures."""
+    """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
+    hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Plan for this hardware, such as h200 or tpu-v5p, instead of for CPUs: does it fit, and how fast could it be?"""
     json: bool = False
     """Print one JSON object, sizes in bytes."""
 
@@ -198,7 +199,7 @@ class Estimate:
         if self.batch % self.accumulate:
             raise ConfigError(f"batch={self.batch} rows cannot be divided into accumulate={self.accumulate} equal parts")
         if self.mode == "decode" and self.length > config.max_seq_len:
-            raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; take less")
+            raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; give at most that")
 
     def _programs(self, config: LlamaConfig, mesh: Mesh) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs

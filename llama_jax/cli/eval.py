@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -44,6 +44,8 @@ class Eval(TextOptions, RememberOptions):
     --sinks say how the model remembers what it has read.
     """
 
+    SHOWN_FIRST = ("path", "data")
+
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
     kind: Literal["auto", "text", "chats", "preferences"] = "auto"
@@ -58,17 +60,17 @@ class Eval(TextOptions, RememberOptions):
     length: int | None = None
     """Tokens of the sliding window; by default the model's context, 4096 at most."""
     stride: int | None = None
-    """Tokens from a window to the next; by default half of it. More is quicker, but leaves tokens with less context."""
+    """Tokens from one window to the next; by default half of it. A larger stride is faster and gives tokens less context."""
     batch: int | None = None
-    """Rows that are read at once; by default 1 on a CPU, whose caches more would leave, and 8 elsewhere.
-    With --lengths elsewhere as many as make up 32,768 tokens."""
+    """Rows of a batch; by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere. With --lengths: as many
+    as make up 32,768 tokens, but on a CPU."""
     attention: ATTENTION = "auto"
-    """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
-    lengths: str = ""
+    """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
+    lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
     """Several windows without overlap, as in 256,512,1024: does context help, and how far?
     They may go beyond the model's context."""
     max_tokens: int | None = None
-    """With --lengths: predict so many tokens at each, at most, in windows evenly over the text; by default all of it."""
+    """With --lengths: most tokens to predict at each, in windows spread evenly over the text; by default all of it."""
     plot: Path | None = None
     """With --lengths: draw the loss by position, a curve for each, as .png, .pdf or .svg. Needs the extra 'plot'."""
 
@@ -77,7 +79,7 @@ class Eval(TextOptions, RememberOptions):
         from llama_jax.cli.eval_answers import ExampleOptions, kind_of_lines
         from llama_jax.ops.attention import observed
 
-        # What is quick comes first: no mistake shall be found after minutes of loading.
+        # Quick checks come first: no mistake should be found after minutes of loading.
         subject = self.open(self.path)
         config = subject.config
         kind = kind_of_lines(self.data, self.field) if self.kind == "auto" else self.kind
@@ -323,7 +325,7 @@ def _of_lengths(found: Sequence[LengthLoss], config: LlamaConfig) -> dict[str, A
 
 
 def _unknown(tokenizer: Tokenizer, corpus: Corpus) -> int:
-    """Tokens that stand for characters which the vocabulary has not."""
+    """Tokens that stand for characters that the vocabulary does not have."""
     unknown = tokenizer.special_tokens.get("<unk>")
     if unknown is None:
         return 0

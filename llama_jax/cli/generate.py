@@ -34,21 +34,23 @@ BATCH = 8  # prompts that are continued at once
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(ModelOptions):
-    """Continue a prompt. The text goes to stdout as it comes, statistics to stderr."""
+    """Continue a prompt. The text is streamed to stdout, statistics go to stderr."""
+
+    SHOWN_FIRST = ("prompt", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "json")
 
     prompt: tyro.conf.Positional[Annotated[str | None, tyro.conf.arg(metavar="[PROMPT]")]] = None
     """Text to continue; - reads it from stdin."""
     prompt_file: Path | None = None
     """A file with the text, or - for stdin. Of a .jsonl each line is a prompt, as in {"prompt": "Once"}: they are continued
-    --batch at a time, each from a seed one above that of the line before, and printed as one JSON object a line."""
+    --batch at a time, each with the seed of the line before plus one, and printed as one JSON object a line."""
     batch: int | None = None
-    """Prompts of a .jsonl that are continued at once; by default 8."""
+    """Prompts of a .jsonl in a batch; by default 8."""
     max_new_tokens: int | None = None
-    """Tokens to generate at most; by default 256, or less where the model's context ends."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """End where this text appears (it is not printed); may be given several times."""
+    """Most tokens to generate; by default 256, or fewer where the model's context ends."""
+    stop: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.UseAppendAction] = ()
+    """Stop at this text, which is not printed. May be repeated."""
     ignore_eos: bool = False
-    """Go on after the tokens that end a text, until --stop or --max-new-tokens."""
+    """Do not stop at the end-of-text tokens, only at --stop or --max-new-tokens."""
     json: bool = False
     """Print one JSON object instead of text: prompt, text, token ids, logprobs, finish reason, statistics."""
 

@@ -27,9 +27,9 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
 
 @dataclass(frozen=True)
 class Inspect:
-    """Say what is in a model's files: types and bytes of the tensors, configuration, parameters, cache, vocabulary.
+    """Show what is in a model's files: types and bytes of the tensors, configuration, parameters, cache, vocabulary.
 
-    No weight is read, but for the checksums of a run's checkpoint. Exit code 2 where something is wrong with the files."""
+    No weights are read, except for the checksums of a run's checkpoint. Exit code 2 if something is wrong with the files."""
 
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""

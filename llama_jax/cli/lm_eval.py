@@ -27,37 +27,39 @@ if TYPE_CHECKING:
 class LmEval(LoadOptions):
     """Print what a model scores on tasks of the lm-evaluation-harness, through its own interface, without torch.
 
-    A task may be a file of one's own: --include-path is the folder of its .yaml, and data_files in it may be local. Other
+    A task may be a file of yours: --include-path is the folder of its .yaml, and data_files in it may be local. Other
     tasks are downloaded by the harness. Needs the extra 'lm-eval'.
     """
 
+    SHOWN_FIRST = ("model", "tasks", "num_fewshot", "limit", "batch")
+
     model: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="PATH")]] = field()  # none by default
     """A model's folder or file, of any format that is read."""
-    tasks: str
+    tasks: Annotated[str, tyro.conf.arg(metavar="TASK,...")]
     """Names of tasks or of groups of them, as in arc_easy,hellaswag; * stands for any letters."""
     include_path: Path | None = None
     """A folder with .yaml files of further tasks."""
     adapter: ModelPath | None = None
-    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
+    """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
     num_fewshot: int | None = None
     """Examples before each question; by default what the task says."""
     limit: float | None = None
-    """Only the first so many questions of each task, or below 1 a share of them: to try, not to report."""
+    """Only this many first questions of each task, or below 1 a share of them: to try, not to report."""
     batch: int | None = None
-    """Rows that are scored at once, by default 1 on a CPU, whose caches more would leave, and 8 elsewhere; and texts that
-    are continued at once, by default 16."""
+    """Rows that are scored in a batch, by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere; and
+    texts that are continued in a batch, by default 16."""
     apply_chat_template: bool = False
     """Ask as a user in a chat, in the model's own format."""
     format: Format = "auto"
     """The format of chats; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's."""
-    fewshot_as_multiturn: bool = True
-    """With --apply-chat-template: examples are turns of their own, and not all in one."""
-    system: str | None = None
+    fewshot_as_multiturn: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """With --apply-chat-template: put all examples into one turn. By default each is a turn of its own."""
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """A system prompt."""
-    bos: bool = True
-    """Begin texts with the begin-of-sequence token, where the vocabulary has one."""
+    bos: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
+    """Leave out the begin-of-sequence token, with which texts begin by default where the vocabulary has one."""
     seed: int = 0
-    """Start of the random stream of tasks that sample; most are greedy."""
+    """Seed of tasks that sample; most are greedy."""
     output: Path | None = None
     """Write all results into this file, as one JSON object."""
     samples: bool = False

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -34,25 +34,25 @@ class Needle(TextOptions):
 
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
-    lengths: str = ""
+    lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
     """Tokens of the prompts with their answers, as in 256,512,1024; they may go beyond the model's context.
     By default that context, a half and a quarter of it."""
-    depths: str = "0,0.25,0.5,0.75,1"
-    """Where the needle stands: 0 is the beginning of the text, 1 its end."""
+    depths: Annotated[str, tyro.conf.arg(metavar="X,X,...")] = "0,0.25,0.5,0.75,1"
+    """Where to put the needle: 0 is the beginning of the text, 1 its end."""
     trials: int = 10
     """Prompts of each length and depth; a multiple of --wrong-keys plus 1 hides each key equally often."""
     wrong_keys: int = 9
     """Numbers that the key is compared with."""
     digits: int = 5
     """Digits of a key."""
-    statement: str = ""
+    statement: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """The needle, with {key} in it. By default: The pass key is {key}. Remember it. {key} is the pass key."""
-    question: str = ""
+    question: Annotated[str, tyro.conf.arg(metavar="TEXT")] = ""
     """What follows the text; ends with {key}. By default: What is the pass key? The pass key is {key}"""
     seed: int = 0
-    """Decides the keys and the pieces of the text."""
+    """Seed of the keys and of the pieces of the text."""
     batch: int | None = None
-    """Prompts that are read at once; by default 1 on a CPU and as many as make up 32,768 tokens elsewhere."""
+    """Prompts of a batch; by default 1 on a CPU and as many as make up 32,768 tokens elsewhere."""
     plot: Path | None = None
     """Draw heat maps of depth over length, as .png, .pdf or .svg. Needs the extra 'plot'."""
 
@@ -68,7 +68,7 @@ class Needle(TextOptions):
         from llama_jax.runs.needle import needle
         from llama_jax.runs.plot import draw_needle
 
-        # What is quick comes first: no mistake shall be found after minutes of loading.
+        # Quick checks come first: no mistake should be found after minutes of loading.
         subject = self.open(self.path)
         config = subject.config
         lengths = lengths or tuple(config.max_seq_len // part for part in (4, 2, 1))

@@ -34,11 +34,11 @@ ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 @dataclass(frozen=True, kw_only=True)
 class RememberOptions:
     cache: Literal["auto", "int8"] = "auto"
-    """Keys and values are kept in the type of the weights, or as 8-bit numbers with 4 bytes more for each head."""
+    """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
     window: int | None = None
-    """Each token sees only this many back: the cache then never grows, and the text may become longer than the context."""
+    """Each token attends to this many tokens only: the cache stops growing, and the text may outgrow the context."""
     sinks: int = 0
-    """With --window: this many tokens from the beginning stay visible, which keeps a long text fluent; 4 are usual."""
+    """With --window: this many first tokens stay visible (attention sinks), which keeps a long text fluent; 4 are usual."""
 
     def cache_options(self) -> CacheOptions:
         """How to remember; GenerationError for an impossible value."""
@@ -55,17 +55,17 @@ class LoadOptions:
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
-    """Type of weights and cache; auto is that of the stored embedding, float32 where it is quantised."""
+    """Type of weights and cache; auto is the type of the stored embedding, or float32 where that is quantised."""
     quantize: QUANTIZE = "none"
-    """Keep the matrices in fewer bits: int8 and fp8 have a factor for each row, int4 for each 128 numbers, nf4 is that of
-    QLoRA, q8_0 and q4_0 are blocks of GGUF. keep takes what a quantised file has as it is, of 4, 5, 6 or 8 bits."""
-    rope: str = ""
-    """Another rope scaling than the model's own: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also
-    lengthens the context; none leaves out the model's own."""
+    """Quantise the matrices: int8 and fp8 with a scale for each row, int4 with one for each 128 numbers, nf4 as in QLoRA,
+    q8_0 and q4_0 as in GGUF. keep leaves a quantised file as it is, with 4, 5, 6 or 8 bits."""
+    rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""
+    """Replace the model's rope scaling: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also lengthens the
+    context; none removes it."""
     attention: ATTENTION = "auto"
-    """How attention is computed; auto takes the device's kernel where it can, and says what it took."""
-    mesh: str = ""
-    """Divide the model over devices: tensor=8. By default it is on one."""
+    """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="tensor=N")] = ""
+    """Shard the model over devices, as in tensor=8. By default it is on one device."""
 
     def mesh_sizes(self) -> MeshSizes | None:
         """The sizes of the mesh, or None; MeshError for one that divides more than the model."""
@@ -127,9 +127,9 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(LoadOptions):
-    adapter: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    adapter: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]PATH"), tyro.conf.UseAppendAction] = ()
     """NAME=PATH, a LoRA adapter that a request may ask for by this name: a folder of PEFT's, or of a run that trains one.
-    May be given several times, and costs no copy of the model. A single PATH without a name is for all requests."""
+    May be repeated, and needs no copy of the model. A single PATH without a name is for all requests."""
 
     def for_all(self) -> Location | None:
         """The adapter without a name."""
@@ -156,17 +156,17 @@ class AdapterOptions(LoadOptions):
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     temperature: float = 0.8
-    """Divides the logits; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
+    """Divide the logits by this; 0 always takes the most probable token, whatever top-k, top-p, min-p and seed are."""
     top_k: int = 0
     """Keep the k most probable tokens; 0 keeps all."""
     top_p: float = 0.95
-    """Keep the most probable tokens until their probability reaches p; 1 keeps all."""
+    """Keep the most probable tokens whose probabilities sum to p; 1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this many times as probable as the most probable; 0 keeps all."""
+    """Keep tokens with at least this fraction of the probability of the most probable one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Makes tokens that the text already has less probable; 1 is off."""
+    """Make tokens that the text already contains less probable; 1 turns it off."""
     seed: int | None = None
-    """Start of the random stream; by default taken from the clock and printed."""
+    """Seed of the sampling; by default taken from the clock and printed."""
 
     def choose_seed(self) -> int:
         return time.time_ns() % 2**32 if self.seed is None else self.seed
@@ -189,10 +189,10 @@ class SamplingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(LoadOptions):
-    draft: str = ""
-    """Propose tokens that the model then verifies several at once, which gives the same text, often sooner: prompt looks
-    them up where the last words stood before in the text; a model's path asks that smaller one, of the same vocabulary.
-    prompt:8, or PATH:4, is at most so many at once; fewer are drafted, or none, where that is faster."""
+    draft: Annotated[str, tyro.conf.arg(metavar="prompt|PATH")] = ""
+    """Speculative decoding: draft several tokens, which the model verifies at once. The text is the same, often sooner.
+    prompt looks for the last words earlier in the text; PATH is a smaller model with the same vocabulary. prompt:8 or PATH:4
+    limits the tokens of a draft; fewer are drafted, or none, where that is faster."""
 
     def drafter(self, tokenizer: Tokenizer) -> PromptLookup | DraftModel | None:
         """What proposes tokens, or None; GenerationError for a draft with another vocabulary than the model's."""
@@ -210,9 +210,9 @@ class DraftOptions(LoadOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(DraftOptions, SamplingOptions, RememberOptions):
+class ModelOptions(DraftOptions, RememberOptions, SamplingOptions, LoadOptions):
     adapter: ModelPath | None = None
-    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
+    """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
 
     def load(self) -> tuple[LlamaConfig, Llama, Tokenizer]:
         """The model and its vocabulary; GenerationError as well for a draft of another vocabulary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,20 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: st
         for row in rows
     )
     return "\n".join((indent + line).rstrip() for line in lines)
+
+
+def filled(text: str, width: int = 80, indent: int = 0) -> str:
+    """A text on lines of at most `width` characters; a path or an option stays whole."""
+    start = " " * indent
+    words = " ".join(text.split())
+    return textwrap.fill(
+        words, width, initial_indent=start, subsequent_indent=start, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def paragraphs(text: str, width: int = 80) -> str:
+    """A docstring for a terminal: its paragraphs, each filled anew."""
+    return "\n\n".join(filled(part, width) for part in text.strip().split("\n\n"))
 
 
 def as_json(facts: dict[str, Any]) -> str:

@@ -62,22 +62,22 @@ class TextOptions:
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
     dtype: DTYPES = "auto"
-    """Type of the weights and the arithmetic; auto is that of the stored embedding, float32 where it is quantised."""
+    """Type of the weights and the arithmetic; auto is that of the stored embedding, or float32 where it is quantised."""
     quantize: QUANTIZE = "none"
-    """Keep the matrices in fewer bits, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0, or keep: as its files do."""
+    """Quantise the matrices, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0, or keep, as the files are."""
     adapter: ModelPath | None = None
-    """A LoRA adapter beside the weights: a folder of PEFT's, or of a run that trains one."""
-    rope: str = ""
+    """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
+    rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""
     """Another rope scaling, to try without training: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16.
-    The context is then FACTOR times as long; 'none' leaves out the model's own."""
+    The context is then FACTOR times as long; none removes the model's own."""
     max_documents: int | None = None
     """Use only this many documents, the first ones."""
-    separator: str = "<|endoftext|>"
+    separator: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "<|endoftext|>"
     """What stands between the documents of a text file."""
     longest: int | None = None
     """Characters of the longest document of a text file; a longer one is cut into several.
     By default 131,072, or 64 for each token of the longest of --lengths where that is more."""
-    field: str = "text"
+    field: Annotated[str, tyro.conf.arg(metavar="NAME")] = "text"
     """The field or column that holds the text in .jsonl, .parquet and .arrow."""
     token_type: Literal["auto", "uint16", "uint32"] = "auto"
     """Type of the ids in .bin and .array_record; auto is uint16 where that holds the vocabulary."""

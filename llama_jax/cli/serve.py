@@ -43,70 +43,72 @@ OF_A_PROCESS = ("host", "port", "most_connections", "distributed", "coordinator"
 class Serve(AdapterOptions, DraftOptions):
     """Serve a model over HTTP, as OpenAI's API does: completions, chat, metrics, and a page for browsers.
 
-    It takes requests once all programs are compiled, which it says. SIGTERM and Ctrl-C let running requests end; a second
-    one ends at once. docs/serving describes the fields, the limits and what is safe by default.
+    It accepts requests once all programs are compiled, and says so. SIGTERM and Ctrl-C let running requests finish; a
+    second one stops at once. docs/serving describes the fields, the limits and what is safe by default.
 
     A model that one host cannot hold is served by several processes: each runs the same command, with --distributed or a
     --process-id of its own, and the first one listens.
     """
 
-    host: str = "127.0.0.1"
+    SHOWN_FIRST = ("model", "host", "port", "api_key", "name", "context")
+
+    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1"
     """The address to listen on; the default is this machine alone. 0.0.0.0 is every network that it has: give a key then."""
     port: int = 8000
-    """0 takes a free one."""
-    name: str | None = None
+    """The port to listen on; 0 takes a free one."""
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What clients call the model; by default its folder's or file's name, stories for the bundled one."""
     format: Format = "auto"
-    """How the messages of a chat are put together; auto is the model's own template, else llama3 where the vocabulary is
+    """The chat format; auto is the model's own template, else llama3 where the vocabulary is
     Llama 3's. A model with neither completes and does not chat, unless a format is given."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, tyro.conf.arg(metavar="KEY")] = None
     """What clients must send as their key. Better in the environment, as LLAMA_JAX_API_KEY: arguments can be seen by all."""
-    allow_host: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    allow_host: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction] = ()
     """A name by which this server is reached, beside localhost, --host and addresses; * for any. May be repeated."""
-    allow_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    allow_origin: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL"), tyro.conf.UseAppendAction] = ()
     """A site whose pages may use the server from browsers, as https://example.org; * for any. May be repeated."""
     rows: int = 16
-    """Requests that are decoded at once."""
+    """Requests that are decoded in one batch."""
     long_rows: int = 4
-    """The same of long ones, which are apart."""
+    """The same for long requests, which have a batch of their own."""
     short: int = 512
-    """Tokens of prompt and continuation from which on a request is long."""
+    """Most tokens of a short request, prompt and continuation together."""
     context: int | None = None
-    """Tokens that prompt and continuation may have together; by default all that the model can read."""
+    """Most tokens of prompt and continuation together; by default the model's context."""
     piece: int = 64
-    """Tokens of a prompt that are read at once; between pieces all others get a token."""
+    """Prompts are read in chunks of this many tokens; between two chunks every running request gets a token."""
     cache: Literal["auto", "int8"] = "auto"
-    """Keys and values are kept in the type of the weights, or as 8-bit numbers with 4 bytes more for each head."""
+    """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
     prefix_cache: int = 256
-    """Megabytes for what the beginnings of prompts share; 0 reads each prompt whole."""
+    """Megabytes for the cache of shared prompt prefixes; 0 turns it off."""
     most_waiting: int = 256
-    """Requests that may wait; more are answered with 429."""
+    """Most requests in the queue; further ones are answered with 429."""
     most_waiting_tokens: int = 262_144
-    """Tokens of the prompts that may wait."""
+    """Most tokens of the prompts in the queue."""
     most_choices: int = 128
-    """Continuations that one request may ask for: prompts times n."""
+    """Most continuations of one request: prompts times n."""
     most_connections: int = 1024
-    """Connections at the same time; further ones are answered with 429. 0 is as many as come."""
+    """Most connections at a time; further ones are answered with 429. 0 is no limit."""
     body_mb: float = 16.0
-    """Megabytes that the body of a request may have."""
+    """Most megabytes of the body of a request."""
     timeout: float = 0.0
-    """Seconds that a request may take, waiting included; 0 for as long as it needs."""
+    """Most seconds of a request, waiting included; 0 is no limit."""
     drain: float = 30.0
-    """Seconds that running requests get to end after SIGTERM or Ctrl-C."""
+    """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
     wedged: float = 120.0
-    """/health fails when the engine has work and ended no turn for so many seconds."""
+    """/health fails when the engine has work and has finished no step for this many seconds."""
     open_metrics: bool = False
-    """/metrics answers without the key, for Prometheus and routers, which have none."""
+    """Let /metrics answer without the key, for Prometheus and routers, which have none."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
-    coordinator: str | None = None
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
     processes: int | None = None
     """Without --distributed: how many processes there are."""
     process_id: int | None = None
     """Without --distributed: the number of this one, from 0."""
     start_timeout: float = 300.0
-    """Seconds until all processes must be there; then those that are say which are missing."""
+    """Seconds to wait for all processes; then those that have started name the missing ones."""
 
     def run(self) -> None:
         started = time.perf_counter()

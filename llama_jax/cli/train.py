@@ -30,16 +30,16 @@ REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_se
 class Train:
     """Train a model into a folder, from which generate, eval and the other commands read it at any time.
 
-    SIGTERM and Ctrl-C save and end; the same command with --resume goes on as if nothing had happened. Over several
+    SIGTERM and Ctrl-C save and stop; the same command with --resume continues as if nothing had happened. With several
     processes each runs the same command, with --distributed or a --process-id of its own; the first one speaks for all."""
 
     recipe: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RECIPE")]]
-    """tiny, shakespeare, stories15m or tinyllama; sft and dpo, which teach the model of --weights by chats and by
-    preferences (see `data show`); distill, by the predictions of --teacher; grpo, by its own answers to prompts and what
-    --reward says of them; or FILE.py:FUNCTION, a function that returns a Recipe."""
+    """tiny, shakespeare, stories15m or tinyllama train from scratch; sft, dpo and grpo fine-tune the model of --weights on
+    chats, on preferences (see `data show`), or on its own answers, which --reward judges; distill learns the predictions of
+    --teacher; FILE.py:FUNCTION is a function of yours that returns a Recipe."""
     changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
-    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4. Its
-    settings are those of llama_jax.Recipe."""
+    """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4.
+    llama-jax train RECIPE --help lists its settings with their values; in Python they are those of llama_jax.Recipe."""
     workdir: Path
     """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
@@ -51,38 +51,39 @@ class Train:
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a model's folder."""
     weights: ModelPath | None = None
-    """A model to go on training (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend it,
+    """A model to start from (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend it,
     change model.max_seq_len and model.rope_scaling.kind, .factor and what else that kind reads."""
     teacher: ModelPath | None = None
-    """A model of the same vocabulary, of any format, whose predictions are learnt, by the recipe distill or any of text or
-    chats: as the change distill.teacher=PATH."""
-    reward: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A model of the same vocabulary, of any format, whose predictions are learnt, with the recipe distill or any on text or
+    chats. The same as the change distill.teacher=PATH."""
+    reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION"), tyro.conf.UseAppendAction] = ()
     """For the recipe grpo: FILE.py:FUNCTION, which is given the completions and, as lists, the fields of their prompts, and
     gives a number for each; several are added up. As the change rewards.functions=["FILE.py:FUNCTION"]."""
     resume: bool = False
-    """Go on from the newest checkpoint in the folder, where there is one."""
+    """Continue from the newest checkpoint in the folder, if there is one."""
     reweigh: bool = False
-    """With --resume: other weights of the same sources from here on. The checkpoints tell it."""
-    mesh: str = ""
-    """Devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by default one axis,
-    data, over all there are."""
+    """With --resume: give the same sources other weights from here on, which the checkpoints record."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=N,...")] = ""
+    """The mesh of the devices of all processes: data=2,fsdp=4,tensor=1, and context=2 to divide each row's tokens; by
+    default one axis, data, over all there are."""
     backend: Literal["jit", "pmap"] = "jit"
-    """How the step is spread: jit over the mesh, or pmap with a whole copy of the model on every device."""
-    trace: str = ""
+    """How the step is distributed: jit over the mesh, or pmap with a whole copy of the model on every device."""
+    trace: Annotated[str, tyro.conf.arg(metavar="FIRST:LAST")] = ""
     """Steps to profile into the folder's trace/: 20:25 are five, of which step 20 is the first."""
     track: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], tyro.conf.UseAppendAction] = ()
-    """Where the numbers of metrics.jsonl are shown, too: TensorBoard (the folder's tensorboard/), Weights & Biases (offline
-    with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install 'llama-jax[wandb]'."""
+    """Log the numbers of metrics.jsonl elsewhere as well: to TensorBoard (the folder's tensorboard/), Weights & Biases
+    (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install
+    'llama-jax[wandb]'."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
-    coordinator: str | None = None
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Without --distributed: HOST:PORT of process 0, whose port must be free; all processes give the same."""
     processes: int | None = None
     """Without --distributed: how many processes there are."""
     process_id: int | None = None
     """Without --distributed: the number of this one, from 0."""
     start_timeout: float = 300.0
-    """Seconds until all processes must be there; then those that are say which are missing."""
+    """Seconds to wait for all processes; then those that have started name the missing ones."""
 
     def run(self) -> None:
         import jax

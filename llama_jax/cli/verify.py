@@ -35,8 +35,8 @@ LARGEST_TEXT = 1 << 20  # characters
 class Verify:
     """Compare a model with a reference: its logits and every layer. Exit code 0 where they are the same, 1 where not.
 
-    Without a reference, compare a model that is quantised with itself as it is stored, and of another check what it can show
-    of itself."""
+    Without a reference a quantised model (--quantize) is compared with itself as it is stored, and any other is checked as
+    far as that is possible alone."""
 
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
@@ -49,7 +49,7 @@ class Verify:
     text: Path | None = None
     """A text in UTF-8 to read; by default a built-in one."""
     tokens: int | None = None
-    """Tokens to read at most; by default 64. Where there is no vocabulary they are random."""
+    """Most tokens to read; by default 64. Where there is no vocabulary they are random."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "none"
@@ -71,7 +71,7 @@ class Verify:
         from llama_jax.verify.reference import check_room, read_oracle, run_transformers, write_oracle
         from llama_jax.verify.trace import trace
 
-        # What is quick comes first: no mistake shall be found after minutes of loading.
+        # Quick checks come first: no mistake should be found after minutes of loading.
         use_compilation_cache()
         start_backend()
         opened = open_checkpoint(self.path)

@@ -29,7 +29,7 @@ class ChatReading:
     """How lines of chats become tokens.
 
     Attributes:
-      format: of chats, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
+      format: the chat format, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
       too_long: what is done with an example of more tokens than a row holds: "cut" keeps its beginning, so that its last
         reply does not end, "drop" leaves it out. Both are counted.
       special: whether "<|eot_id|>" and the like are special tokens in a prompt and a completion that are texts, as in files

@@ -32,9 +32,9 @@ class DocumentFormat:
       longest: characters of the longest document of a text file. A longer one, such as a whole file without separators,
         becomes several: it is cut after the last empty line that leaves more than half of that, else after the last
         line, else after the last word. The default is about 30,000 tokens.
-      field: of each object of a JSONL file, or row of a table in Parquet or Arrow, that is the text of a document;
+      field: the field of a JSONL file, or column of a table in Parquet or Arrow, that holds the text of a document;
         taken as it is, whatever its length.
-      token_type: of the ids in ``.bin`` and ``.array_record``; None means "uint16" where that holds the vocabulary.
+      token_type: type of the ids in ``.bin`` and ``.array_record``; None means "uint16" where that holds the vocabulary.
 
     Raises:
       DataError: an empty separator, or a length that is not positive, or another type of ids.

@@ -61,21 +61,21 @@ def generate(
 ) -> list[Generation]:
     """Continue each prompt. In float32 a row of a batch gets the tokens that it would get alone.
 
-    In 16-bit types a near tie may fall otherwise: XLA sums products of different sizes in different orders.
+    In 16-bit types a near tie may be decided otherwise: XLA sums products of different sizes in different orders.
 
     Args:
       config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
         Where the parameters lie on a mesh, as `load(..., mesh=...)` puts them, the generation runs there.
       prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` gives them (it puts the
         begin-of-sequence token before them).
-      max_new_tokens: tokens to generate at most, one number for all rows or one per row.
+      max_new_tokens: most tokens to generate, one number for all rows or one per row.
       sampling: greedy unless said otherwise; fields may differ per row.
       stop_tokens: ids that end a row, such as `tokenizer.stop_ids`; with none, a row ends at `max_new_tokens`.
-      cache: how the generation remembers: in int8, or a window of what was last, after which a row may become longer than
-        the model's context.
-      compute: an attention of one's own, or a dtype; the parameters' is meant.
-      draft: what proposes tokens, several of which are then verified at once, a `PromptLookup` or a `DraftModel`. It changes
-        how fast the tokens come and, near ties apart, not which they are.
+      cache: the key/value cache: in int8, or of a window of the last tokens, with which a row may become longer than the
+        model's context.
+      compute: an attention of your own, or a dtype; by default the parameters'.
+      draft: for speculative decoding, a `PromptLookup` or a `DraftModel`: it drafts tokens, which the model verifies several
+        at once. It changes how fast the tokens come and, except for near ties, not which they are.
 
     Returns:
       One `Generation` per prompt: tokens, logprobs and why it ended.

@@ -129,7 +129,7 @@ def choose_adapters(params: Llama, rows: jax.Array | Sequence[int]) -> Llama:
 
 
 def check_choice(params: Llama, rows: Sequence[int]) -> None:
-    """Raise ConfigError for a number of an adapter that the parameters have not."""
+    """Raise ConfigError for a number of an adapter that the parameters do not have."""
     count = adapters_in(params)
     for number in rows:
         if not -1 <= number < count:

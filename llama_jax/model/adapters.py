@@ -46,15 +46,15 @@ TARGETS: dict[str, Target] = {
 
 @dataclass(frozen=True)
 class Lora:
-    """What adapters are, beside their numbers.
+    """The settings of LoRA adapters (Hu et al. 2021).
 
     Attributes:
-      rank: R, of every change.
-      alpha: a change counts alpha / R times, so that another rank needs no other learning rate.
-      targets: the matrices that are changed, by the names of `TARGETS`; all by default, as Schulman et al. 2025 ("LoRA
+      rank: R, of the matrices A [R, in] and B [out, R] of every adapter.
+      alpha: B A is scaled by alpha / R, so that another rank needs no other learning rate.
+      targets: the matrices that have adapters, by the names of `TARGETS`; all by default, as Schulman et al. 2025 ("LoRA
         without regret") recommend.
-      rslora: a change counts alpha / sqrt(R) times, so that high ranks learn as fast as low ones (Kalajdzievski 2023).
-      dora: the length of each row of a changed matrix is learnt too, apart from its direction (Liu et al. 2024).
+      rslora: B A is scaled by alpha / sqrt(R), so that high ranks learn as fast as low ones (Kalajdzievski 2023).
+      dora: also learn the length of each row of the matrix, apart from its direction (Liu et al. 2024).
 
     Raises:
       ConfigError: a value that cannot be, or a target that is no matrix of a Llama.

@@ -140,7 +140,7 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str 
 
 
 def checked_attention(attend: Attend) -> Attend:
-    """An attention of one's own, whose result is held against what it must be: axes in another order would be believed."""
+    """An attention of your own, whose result is held against what it must be: axes in another order would be believed."""
 
     def found(queries: jax.Array, view: View, seen: Seen, **options: Any) -> jax.Array:
         mixed = attend(queries, view, seen, **options)

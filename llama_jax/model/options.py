@@ -53,11 +53,11 @@ class Compute:
         between layers is saved (Chen et al. 2016, section 3); "offload", as "full", and the residual stream waits in the
         host's memory.
       attention: how attention is computed, see `ops.attend`; "auto" takes what `ops.attention.choose` says.
-      attend: an attention of one's own, with the arguments of `ops.attend`; None takes `ops.attend`, or what the layout has
+      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or what the layout has
         in its place. A cache with sinks is read by `ops.attend_with_sinks` whatever this is.
 
     Raises:
-      ConfigError: a dtype that is none of floats; an attention of one's own and a way to compute the library's; a way, or a
+      ConfigError: a dtype that is none of floats; an attention of your own and a way to compute the library's; a way, or a
         rematerialisation, that does not exist.
     """
 

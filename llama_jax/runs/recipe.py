@@ -41,10 +41,11 @@ class Recipe:
     """A run, apart from its data, its folder and its devices.
 
     Attributes:
-      model: its shape.
-      steps: updates.
-      batch, length: B rows of T predicted tokens in a step, over all devices and parts.
-      accumulate: parts of a batch that are computed one after the other, for want of memory.
+      model: the shape of the model.
+      steps: updates of the parameters.
+      batch: B, rows of a step, over all devices and parts.
+      length: T, predicted tokens of a row.
+      accumulate: parts of a batch whose gradients are accumulated one after the other, which saves memory.
       optimizer: see `OptimizerSettings`.
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learnt from the
         training text with `model.vocab_size` pieces.
@@ -52,12 +53,18 @@ class Recipe:
         None trains the model.
       quantize: with `lora`, the matrices of that model are kept in fewer bits, see `model.trees.quantize` ("nf4" is QLoRA:
         Dettmers et al. 2023); "none" keeps them in `dtype`.
-      seed: of the parameters and of the order of the data.
-      dtype: of the computation; the parameters that are trained are float32.
-      remat, attention, attend: see `Compute` of `model.options`.
-      loss: of one's own, as `training.objective.total_loss`, which None takes.
-      chunk, z_loss, neftune: see `training.objective`; noise is made of the seed and the number of the batch.
-      ema_decay: of a moving average of the parameters, which is then what is evaluated and loaded; 0 keeps none.
+      seed: seed of the initial parameters and of the order of the data.
+      dtype: type of the computation; the trained parameters are float32.
+      remat: what the backward pass recomputes to save memory; see `Compute` of `model.options`.
+      attention: the implementation of attention; "auto" takes the device's kernel where it can.
+      attend: attention of your own, see `Compute` of `model.options`.
+      loss: a loss of your own in place of `training.objective.total_loss`, which None takes.
+      chunk: positions of each row whose logits are computed at a time.
+      z_loss: weight of the squared logarithm of the softmax's denominator, see `ops.LogitOptions`; 1e-4 is usual.
+      neftune: scale of the noise that is added to the embeddings, see `training.objective`; 0 adds none. The noise depends
+        on the seed and the number of the batch.
+      ema_decay: decay of a moving average of the parameters, which is then evaluated and loaded in their place; 0 keeps
+        none.
       skip_limit: steps in a row without finite gradients after which the run gives up.
       reading: where documents end in the data.
       chats: how conversations in the data are read; the loss and the evaluation are then of what the assistant says alone,
@@ -71,9 +78,11 @@ class Recipe:
       evaluate_every: steps between evaluations, and 0 for only one, at the end.
       evaluate_tokens: whole documents up to about so many tokens are evaluated; 0 takes all.
       save_every: steps between checkpoints, beside the last one; 0 for only that.
-      keep_last, keep_best: how many of the newest and of the best checkpoints are kept.
+      keep_last: how many of the newest checkpoints are kept.
+      keep_best: how many of the checkpoints with the lowest validation loss are kept.
       log_every: steps between lines of the log.
-      prompts, sample_tokens: continued by the model at every evaluation.
+      prompts: texts that the model continues at every evaluation.
+      sample_tokens: most tokens of such a continuation.
 
     Raises:
       TrainingError, ConfigError: a value that cannot be.

@@ -1,4 +1,4 @@
-"""The built-in recipes: functions of no arguments that return a `Recipe`, as a file of one's own may hold too."""
+"""The built-in recipes: functions of no arguments that return a `Recipe`, as a file of your own may hold too."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class EngineOptions:
     Attributes:
       rows: requests that are decoded at once at most, of those that `short` tokens hold.
       long_rows: the same of longer ones, which have a pool of their own, so that nobody pays for the length of a few.
-      short: tokens of prompt and continuation from which on a request is long.
+      short: most tokens of prompt and continuation of a request that is not long.
       context: tokens that prompt and continuation may have together; None takes the model's.
       piece: tokens of a prompt that are read at once, between which others get a token each. Whole pieces are what the
         prefix cache keeps, and what makes it exact: a piece is read by a program that its place alone determines.
@@ -56,7 +56,7 @@ class EngineOptions:
       draft: proposes tokens, several of which are then verified in a turn, if that is faster: where text repeats itself, or
         by a smaller model of the same vocabulary and at least this context, which reads all prompts as well; None for none.
         It changes how fast tokens come and, near ties apart, not which they are.
-      compute: an attention of one's own, or a dtype; the parameters' is meant.
+      compute: an attention of your own, or a dtype; by default the parameters'.
 
     Raises:
       GenerationError: a value that cannot be.

@@ -1,13 +1,15 @@
 """Repositories of the Hugging Face hub, by its own library, which comes with the tokenizers.
 
-A file that the library's cache holds in this version (``hf download ORGANISATION/NAME`` puts it there) is read from there,
-others by ranges from the hub, which are not kept. Tokens are the library's business; nothing here reads them.
+A file that the library's cache holds in this version, where ``llama-jax fetch`` and ``hf download`` put it, is read from
+there, others by ranges from the hub, which are not kept. Tokens are the library's business; nothing here reads them.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+import glob
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.view import FOLDER, Listed, PassingError
 
 Given = TypeVar("Given")
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
 
 
 def open_hub(root: str) -> Repository:
@@ -59,7 +62,7 @@ class Repository:
             return None
 
     def read(self, key: str, start: int, stop: int, version: str | None) -> memoryview:
-        cached = self._in_cache(key)
+        cached = self.in_cache(key)
         if cached is not None:
             with cached.open("rb", buffering=0) as file:
                 file.seek(start)
@@ -78,7 +81,26 @@ class Repository:
     def delete(self, key: str) -> None:
         raise OSError(errno.EROFS, "nothing is removed from the hub", self._url(key))
 
-    def _in_cache(self, key: str) -> Path | None:
+    def download(self, revision: str | None, keys: Collection[str], folder: Path | None) -> Path:
+        """Download objects as the library does, which goes on with what is there already, into `folder` or its own cache.
+
+        Args:
+          revision: as it was given, to be remembered in the cache; None for the default branch.
+
+        Returns:
+          The folder in which they lie under their keys.
+
+        Raises:
+          PassingError, OSError: as `Store` says; and what the disk says.
+        """
+        from huggingface_hub import snapshot_download
+
+        names = [glob.escape(key) for key in keys]
+        ask = partial(snapshot_download, self._name, revision=revision, allow_patterns=names, local_dir=folder)
+        return Path(_asked(self._root, ask))
+
+    def in_cache(self, key: str) -> Path | None:
+        """An object's file in the library's cache; None where it has not been downloaded."""
         from huggingface_hub import try_to_load_from_cache
 
         if key not in self._cached:
@@ -93,6 +115,21 @@ class Repository:
         return f"{self._root}/{key}" if key else self._root
 
 
+def cache_folder() -> Path:
+    """Where the library keeps what it downloads."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _page(url: str) -> str:
+    """The page of a repository for browsers."""
+    from huggingface_hub import constants
+
+    name = "/".join(url.removeprefix("hf://").split("/")[:2])
+    return f"{constants.ENDPOINT}/{name.partition('@')[0]}"
+
+
 def _listed(found: Mapping[str, Any]) -> Listed:
     return FOLDER if found["type"] == "directory" else Listed(found["size"], None)
 
@@ -104,17 +141,19 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
     try:
         return ask()
     except errors.GatedRepoError:
-        why = "it is open to those who accepted its terms: accept them on its page, and log in with `hf auth login`"
+        why = f"its licence must be accepted first: accept it at {_page(url)}, then log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
     except errors.RevisionNotFoundError:
         raise FileNotFoundError(errno.ENOENT, "the repository has no such revision", url) from None
     except errors.RepositoryNotFoundError:
         why = "there is no such repository, or it is private: log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
+    except errors.LocalEntryNotFoundError as error:  # of a download: the hub gave no answer
+        raise PassingError(reason_of(error)) from None
     except (errors.EntryNotFoundError, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
     except errors.OfflineModeIsEnabled:
-        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set, and what is read is not looked for offline", url) from None
+        raise OSError(errno.ENETUNREACH, "HF_HUB_OFFLINE is set; unset it, or give a copy on this machine", url) from None
     except errors.HfHubHTTPError as error:
         status = getattr(error.response, "status_code", 0)
         if status in (401, 403):
@@ -125,4 +164,6 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
     except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # and will again
         raise OSError(errno.EIO, reason_of(error, 160), url) from None
     except Exception as error:  # of the HTTP library below it, which is another in each of its versions
+        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+            raise
         raise PassingError(f"{type(error).__name__}: {reason_of(error)}") from None

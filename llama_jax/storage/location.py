@@ -1,4 +1,4 @@
-"""A path of this machine, or a URL, behind the few questions that readers of models ask of either."""
+"""A path of this machine, or a URL, with the few methods that readers of models need of either."""
 
 from __future__ import annotations
 

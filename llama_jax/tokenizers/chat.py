@@ -156,7 +156,7 @@ def _llama3(tokenizer: Tokenizer, messages: Sequence[Message], reply: bool) -> l
     missing = [name for name in names if name not in tokenizer.special_tokens]
     if missing:
         raise GenerationError(
-            f"the format llama3 needs the token {missing[0]}, which the vocabulary has not; choose another"
+            f"the format llama3 needs the token {missing[0]}, which the vocabulary does not have; choose another"
         )
     bos, start, end, eot = (tokenizer.special_tokens[name] for name in names)
     parts: list[Part] = [bos]
@@ -243,7 +243,7 @@ def template_parts(
 def _ends(tokenizer: Tokenizer, format: str) -> tuple[int, int]:
     if min(tokenizer.bos_id, tokenizer.eos_id) < 0:
         raise GenerationError(
-            f"the format {format} needs a bos and an eos token, which the vocabulary has not; choose another"
+            f"the format {format} needs a bos and an eos token, which the vocabulary does not have; choose another"
         )
     return tokenizer.bos_id, tokenizer.eos_id
 

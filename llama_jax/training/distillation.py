@@ -29,10 +29,11 @@ class DistillOptions:
 
     Attributes:
       teacher: path of a model of the same vocabulary, in any format.
-      weight: of the divergence KL(teacher || student); the negative log-likelihood of the text has what is left of 1.
+      weight: weight of the divergence KL(teacher || student); the negative log-likelihood of the text has the rest of 1.
       temperature: divides the logits of both in the divergence, which then counts temperature² times, so that its gradients
         keep their size.
-      top_k: see `ops.divergence.DivergenceOptions`; 0 compares the whole distributions.
+      top_k: most probable tokens of the teacher that are compared, see `ops.divergence.DivergenceOptions`; 0 compares the
+        whole distributions.
       quantize: the matrices of the teacher are kept in fewer bits, see `model.trees.quantize`; "none" keeps them in the
         dtype of the computation.
 

@@ -21,18 +21,19 @@ class OptimizerSettings:
 
     Attributes:
       name: "adamw", or "muon" for the matrices inside the layers and AdamW for the rest.
-      learning_rate: the largest.
-      schedule: after the warm-up: "cosine" falls over all other steps; "wsd" (warm-up, stable, decay: Hu et al. 2024,
-        section 4) stays and falls linearly over the last ones; "constant" stays.
-      warmup_steps: over which the learning rate rises linearly from 0.
-      decay_share: of all steps, at the end of "wsd"; at most those after the warm-up.
-      final_share: of the learning rate, at the last step.
-      b1, b2, eps: of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
-      lora_plus: times the learning rate for B and the magnitudes of adapters; 16 is usual, with a lower rate for A (Hayou et
-        al. 2024), and 1 is the same rate for all.
-      momentum: of Muon.
-      weight_decay: times the learning rate, for matrices, the embedding among them, and not for normalisations.
-      clip_norm: see `train_step`, which does it.
+      learning_rate: the peak of the schedule.
+      schedule: the learning rate after the warm-up: "cosine" falls over all other steps; "wsd" (warm-up, stable, decay: Hu
+        et al. 2024, section 4) stays and falls linearly over the last ones; "constant" stays.
+      warmup_steps: steps over which the learning rate rises linearly from 0.
+      decay_share: share of all steps in which "wsd" decays, at the end; at most those after the warm-up.
+      final_share: share of the learning rate that is left at the last step.
+      b1, b2, eps: betas and epsilon of AdamW; 0.9 and 0.95 are Llama's (Touvron et al. 2023, section 2.3).
+      lora_plus: factor of the learning rate for B and the magnitudes of adapters; 16 is usual, with a lower rate for A
+        (Hayou et al. 2024), and 1 is the same rate for all.
+      momentum: momentum of Muon.
+      weight_decay: decoupled weight decay, times the learning rate, for matrices, the embedding among them, and not for
+        normalisations.
+      clip_norm: largest norm of the gradients, to which `train_step` scales them down; 0 clips nothing.
 
     Raises:
       ConfigError: a value that cannot be.

@@ -37,7 +37,7 @@ class Preferred(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceOptions:
-    """Which loss.
+    """The loss of preferences.
 
     Attributes:
       kind: "sigmoid" is DPO (Rafailov et al. 2023, equation 7), "hinge" its margin (SLiC, Zhao et al. 2023), "ipo" a square
@@ -45,9 +45,9 @@ class PreferenceOptions:
         equation 6), "orpo" (Hong et al. 2024, equation 6), "kto" (Ethayarajh et al. 2024, equation 8).
       beta: how far the model may go from the reference; of SimPO the scale of its rewards (2.0 to 2.5 there), of ORPO the
         weight of the odds beside the likelihood (lambda there).
-      label_smoothing: the share of pairs that are taken to be the wrong way round, of "sigmoid" and "simpo" (cDPO: Mitchell
-        2023).
-      margin: of "simpo" by how much the chosen reward is to be larger (gamma); None is 0.5.
+      label_smoothing: the share of pairs that are taken to be labelled the wrong way round, for "sigmoid" and "simpo"
+        (cDPO: Mitchell 2023).
+      margin: for "simpo", by how much the chosen reward should be larger (gamma); None is 0.5.
       desirable, undesirable: weights of the two terms of "kto".
 
     Raises:

@@ -116,8 +116,8 @@ def train_step(
 
     Args:
       batch: B rows; every predicted token of them counts the same, however they are spread over rows and devices. With a
-        loss of one's own any tree of arrays [B, ...], of which `options.count` knows what its losses are divided by.
-      loss: a loss of one's own, with the arguments and the result of `total_loss`: sums over the predicted tokens; or as
+        loss of your own any tree of arrays [B, ...], of which `options.count` knows what its losses are divided by.
+      loss: a loss of your own, with the arguments and the result of `total_loss`: sums over the predicted tokens; or as
         `TaskSums`.
 
     Returns:

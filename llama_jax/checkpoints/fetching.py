@@ -1,0 +1,183 @@
+"""Models of the Hugging Face hub on this machine's disk: of a repository what is read here, and nothing else.
+
+A repository often holds the weights twice, for other frameworks or in many quantisations; only one copy is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from llama_jax.checkpoints import peft
+from llama_jax.checkpoints.beside import SETTINGS
+from llama_jax.checkpoints.gguf import SPLIT
+from llama_jax.checkpoints.huggingface import PICKLED, SAFETENSORS
+from llama_jax.errors import CheckpointError, shown
+from llama_jax.storage.hub import Repository, cache_folder, open_hub
+from llama_jax.storage.view import FOLDER, PassingError
+from llama_jax.tokenizers.load import NAMES
+from llama_jax.writing import cannot_write
+
+NO_MODELS = (*PICKLED, "training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin")
+EXAMPLE = "ORGANISATION/NAME, after which @REVISION and the path of a file or folder in the repository may stand"
+PLACE = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+?))?/?")
+
+
+class Fetched(NamedTuple):
+    """What was asked for on the disk, and how many bytes its files have."""
+
+    path: Path
+    files: int
+    size: int
+
+
+def fetch(place: str, revision: str | None = None, folder: Path | None = None) -> Fetched:
+    """Download a model, an adapter or a vocabulary from the hub, as `load` reads them. What is there already stays.
+
+    Args:
+      place: a repository, or a file or folder in it: ``ORGANISATION/NAME``, ``ORGANISATION/NAME/FILE.gguf``; also as the
+        URL that `storage.locate` reads.
+      revision: a branch, tag or commit; by default what `place` says, or else the newest commit.
+      folder: where to put the files; by default the cache of huggingface_hub, in which ``hf://`` finds them.
+
+    Raises:
+      CheckpointError: no such repository, one that may not be read, nothing in it that is read here, several models, no
+        network, or no room on the disk.
+    """
+    found = PLACE.fullmatch(place)
+    if found is None:
+        raise CheckpointError(f"{place!r} is not a repository of the hub; give {EXAMPLE}")
+    name, within, inside = found[1], found[2], found[3] or ""
+    if revision is not None and within is not None and revision != within:
+        raise CheckpointError(f"{place} names the revision {within}, and --revision {revision}; give one of them")
+    revision = within if revision is None else revision
+    root = f"hf://{name}" if revision is None else f"hf://{name}@{revision}"
+    target = cache_folder() if folder is None else folder
+    with _answering(root, target):
+        repository = open_hub(root)
+        chosen = _chosen(repository, inside, f"{root}/{inside}".rstrip("/"))
+        _check_room(repository, chosen.sizes, root, target, cached=folder is None)
+        there = repository.download(revision, list(chosen.sizes), folder)
+    return Fetched(there / chosen.key, len(chosen.sizes), sum(chosen.sizes.values()))
+
+
+@contextmanager
+def _answering(root: str, target: Path) -> Iterator[None]:
+    """Turn what the hub, the network or the disk say into an error of one line."""
+    try:
+        yield
+    except PassingError as error:
+        raise CheckpointError(
+            f"{root}: the hub gave no answer ({error}); is this machine connected to the network?"
+        ) from None
+    except OSError as error:
+        if not str(error.filename).startswith("hf://"):
+            raise CheckpointError(cannot_write(target, error)) from None
+        raise CheckpointError(f"{error.filename} cannot be fetched: {error.strerror}") from None
+
+
+class _Chosen(NamedTuple):
+    """What is to be given as the model, and the bytes of all files that it needs, by their keys."""
+
+    key: str
+    sizes: dict[str, int]
+
+
+def _chosen(repository: Repository, inside: str, place: str) -> _Chosen:
+    folder, file, there = inside, "", repository.names(inside)
+    if inside and not there:
+        folder, _, file = inside.rpartition("/")
+        there = repository.names(folder)
+        if file not in there:
+            raise CheckpointError(f"{place}: there is no such file or folder in the repository; look at its list of files")
+    sizes = {name: listed.size for name, listed in there.items() if listed.size is not None}
+    if there.get("original") == FOLDER:  # of Meta's: the vocabulary, beside a second copy of the weights
+        below = repository.names(f"{folder}/original".lstrip("/"))
+        sizes |= {f"original/{name}": listed.size for name, listed in below.items() if listed.size is not None}
+
+    def read(index: str) -> bytes:
+        return bytes(repository.read(f"{folder}/{index}".lstrip("/"), 0, sizes[index], None))
+
+    if _is_alone(file):
+        names = _alone(file, sizes)
+    elif file and file not in (*SAFETENSORS, *PICKLED):
+        names = [file]
+    else:
+        names = _of_folder(sizes, read, place)
+        file = names[0] if _is_alone(names[0]) else ""  # itself, since other models may come to lie beside it
+    return _Chosen(f"{folder}/{file}".strip("/"), {f"{folder}/{name}".lstrip("/"): sizes[name] for name in names})
+
+
+def _is_alone(name: str) -> bool:
+    """Whether a file of that name is a whole model, or a part of one that is split."""
+    return name.endswith((".gguf", ".bin", ".pt")) and "/" not in name and name not in NO_MODELS
+
+
+def _of_folder(sizes: Mapping[str, int], read: Callable[[str], bytes], place: str) -> list[str]:
+    """The files of a folder that are read, in the order in which `open_checkpoint` looks for models."""
+    beside = [name for name in ("config.json", *NAMES, *SETTINGS) if name in sizes]
+    for single, index in (SAFETENSORS, PICKLED):
+        if "config.json" in sizes and index in sizes:
+            return [index, *_indexed(read(index), sizes, f"{place}/{index}"), *beside]
+        if "config.json" in sizes and single in sizes:
+            return [single, *beside]
+    if "params.json" in sizes and (shards := [name for name in sizes if name.endswith(".pth") and "/" not in name]):
+        return ["params.json", *shards, *beside]
+    models = [name for name in sizes if _is_alone(name)]
+    models = [name for name in models if name.endswith(".gguf")] or models
+    firsts = [name for name in models if (part := SPLIT.search(name)) is None or int(part[1]) == 1]
+    if len(firsts) > 1:
+        listed = ", ".join(f"{name} ({sum(sizes[part] for part in _alone(name, sizes)) / 1e9:.1f} GB)" for name in firsts)
+        raise CheckpointError(f"{place} holds several models; give one of them, as {place}/{firsts[0]}: {listed}")
+    if firsts:
+        return _alone(firsts[0], sizes)
+    if peft.CONFIG in sizes and peft.WEIGHTS in sizes:
+        return [peft.CONFIG, peft.WEIGHTS]
+    if set(NAMES) & set(beside):
+        return beside
+    raise CheckpointError(
+        f"{place} holds no model that is read here: no weights beside a config.json, no .pth of Meta's, no GGUF"
+    )
+
+
+def _alone(file: str, sizes: Mapping[str, int]) -> list[str]:
+    """A file that is a whole model, or all parts of a split one; with the vocabulary beside it where that is not in it."""
+    if SPLIT.search(file):
+        stem = SPLIT.sub("", file)
+        return sorted(name for name in sizes if SPLIT.search(name) and SPLIT.sub("", name) == stem)
+    return [file, *(name for name in (*NAMES, *SETTINGS) if name in sizes and not file.endswith(".gguf"))]
+
+
+def _indexed(content: bytes, sizes: Mapping[str, int], index: str) -> list[str]:
+    """The files that an index of weights names."""
+    try:
+        names = sorted(set(json.loads(content)["weight_map"].values()))
+        missing = [name for name in names if name not in sizes]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{index} is not an index of weights; choose another revision") from None
+    if missing:
+        raise CheckpointError(f"{index} names {shown(missing[0], 80)}, which is not there; choose another revision")
+    return names
+
+
+def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, target: Path, *, cached: bool) -> None:
+    """Raise CheckpointError where the disk has no room for what is not there yet."""
+
+    def is_there(key: str) -> bool:
+        if cached:
+            return repository.in_cache(key) is not None
+        return (target / key).is_file() and (target / key).stat().st_size == sizes[key]
+
+    needed = sum(size for key, size in sizes.items() if not is_there(key))
+    existing = next(folder for folder in (target.absolute(), *target.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise CheckpointError(
+            f"{root} needs {needed / 1e9:.1f} GB, and {target} has {free / 1e9:.1f} GB left; make room, or give a folder on"
+            " another disk with --out"
+        )
