@@ -84,7 +84,7 @@ class Serve(AdapterOptions, DraftOptions):
     most_waiting_tokens: int = 262_144
     """Tokens of the prompts that may wait."""
     most_choices: int = 128
-    """Continuations that one request may ask for: prompts times n."""
+    """Continuations that one request may ask for: prompts times n; and never more than may wait."""
     most_connections: int = 1024
     """Connections at the same time; further ones are answered with 429. 0 is as many as come."""
     body_mb: float = 16.0
@@ -296,7 +296,7 @@ class Serve(AdapterOptions, DraftOptions):
         return Limits(
             vocab_size=vocab_size,
             context=context,
-            most_choices=self.most_choices,
+            most_choices=min(self.most_choices, max(self.most_waiting, 1)),
             largest_body=round(self.body_mb * 2**20),
         )
 

@@ -20,6 +20,7 @@ from llama_jax.ops.platform import mesh_in_force
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized
+FEW = 16  # new tokens of each row that are written by one scatter
 
 
 class KVCache(struct.PyTreeNode):
@@ -173,21 +174,25 @@ def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array |
         start = (*layers, zero, zero, slots[0], *(zero for _ in rest))
         return lax.dynamic_update_slice(buffer, new.reshape(*(1 for _ in layers), *new.shape), start)
 
-    mesh = mesh_in_force()
-    if new.shape[2] == 1:
-        # One scatter, of each row and head: of updates by whole rows a TPU makes a loop over the rows.
+    mesh, count = mesh_in_force(), new.shape[2]
+    if count == 1 or (count <= FEW and layer is None):
+        # One scatter, of each row, head and token: of updates by whole rows a TPU makes a loop over the rows.
+        if slots.ndim == 1:  # as updates are moved that do not fit
+            slots = jnp.minimum(slots, buffer.shape[at + 2] - count)[:, None] + jnp.arange(count, dtype=slots.dtype)
         if math.prod(mesh.values()) == 1:
-            rows, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
-            places = buffer.at[(*layers, rows, heads, slots.reshape(-1, 1))]
-            return places.set(new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+            rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[1])[:, None]
+            places = buffer.at[(*layers, rows, heads, slots[:, None])]
+            return places.set(new, unique_indices=True, indices_are_sorted=count == 1, mode="promise_in_bounds")
 
         # Over devices both axes are the scatter's own and no indices, so that devices with parts of them exchange nothing.
         # Of more than one head on a device a TPU would then want the heads first and copy the cache.
-        def put_head(head: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:  # [(L,) S, ...], [...], []
-            return head.at[(*layers, slot)].set(new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+        def put_head(head: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) S, ...], [T, ...], [T]
+            return head.at[(*layers, slots)].set(
+                new, unique_indices=True, indices_are_sorted=count == 1, mode="promise_in_bounds"
+            )
 
         if new.shape[1] <= mesh.get("tensor", 1):
-            return jax.vmap(jax.vmap(put_head, (at, 0, None), at), (at, 0, 0), at)(buffer, new[:, :, 0], slots.ravel())
+            return jax.vmap(jax.vmap(put_head, (at, 0, None), at), (at, 0, 0), at)(buffer, new, slots)
 
     def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) K, S, ...], [K, T, ...], [] or [T]
         if slots.ndim == 0:
