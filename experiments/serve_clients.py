@@ -261,11 +261,13 @@ def by_lm_eval(asked: Asked, arguments: Arguments) -> dict[str, Any]:
     told = json.dumps([asked.base, "stories", str(bundled()), pairs])
     found = json.loads(_output([str(arguments.lm_eval), "-c", LIKELIHOODS], input=told).splitlines()[-1])
     check, differences = Checks(), []
+    longest = max(len(before) + len(after) for before, after in found["ids"])  # to which all are filled: one program
     for (context, end), ids, (value, greedy) in zip(pairs, found["ids"], found["found"], strict=True):
         before, after = ids
-        whole = jnp.array([before + after])
+        count = len(before) + len(after)
+        whole = jnp.array([before + after + [0] * (longest - count)])
         logits = np.asarray(jax.nn.log_softmax(llama_jax.logits(asked.config, asked.params, whole)[0]), np.float64)
-        scored = logits[len(before) - 1 : -1]
+        scored = logits[len(before) - 1 : count - 1]
         differences.append(abs(value - scored[range(len(after)), after].sum()))
         check(differences[-1] < 1e-5 * max(1, len(after)), f"{value} is wrong by {differences[-1]}: {context!r} {end!r}")
         check(greedy == (scored.argmax(-1).tolist() == after), f"greedy: {context!r} {end!r}")
