@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
 
 RESULTS = Path(__file__).parent / "results"
-Kind = Literal["train", "pmap", "decode", "prefill", "turn", "insert", "rollout"]
+Kind = Literal["train", "pmap", "decode", "prefill", "turn", "drafted", "catch-up", "insert", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Case:
       hardware: names of which each compiles it, with its mesh.
       batch, length: rows over the mesh, and tokens in each; of a cache, its slots.
       options: of `train_programs` or `decode_programs`; of a turn, how many adapters lie beside the model, and their rank;
-        of a rollout, the rank of the adapters that are trained, and how many answers each prompt gets.
+        of one with drafts, how many of each row, and the smaller model that makes them; of a rollout, the rank of the
+        adapters that are trained, and how many answers each prompt gets.
       largest: double the batch while it fits.
     """
 
@@ -62,6 +63,8 @@ QLORA = LORA | {"weights": "nf4"}
 TABLE = LORA | {"adapters": 4}
 WIDE_TABLE = LORA | {"adapters": 16}
 ROLLOUT = LORA | {"group": 8}
+LOOKUP = {"drafted": 8}
+DRAFT: dict[str, Any] = {"drafted": 4, "draft": "llama-3.2-1b"}
 
 
 def on(mesh: str, *names: str) -> dict[str, str]:
@@ -112,6 +115,11 @@ CASES = (
     # With a table of adapters: few for the rows, which are all multiplied, and many, of which each row cuts out its own.
     Case("8b-turn-adapters", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
     Case("8b-turn-own", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 4, 2048, WIDE_TABLE),
+    # With drafts: such as the host has found, and those of a smaller model, which reads up to 16 tokens of each row apart
+    # where turns had none.
+    Case("8b-turn-lookup", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, LOOKUP),
+    Case("8b-turn-draft", "drafted", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, DRAFT),
+    Case("1b-catch-up", "catch-up", "llama-3.2-1b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
     # Answers that training by rewards samples, from bfloat16 with adapters: half of a row is the prompt, half the answer.
     Case("1b-rollout", "rollout", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 64, 512, ROLLOUT),
     Case("8b-rollout", "rollout", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 512, ROLLOUT),
@@ -194,6 +202,10 @@ def program_of(case: Case, mesh: Mesh) -> Program:
         programs = [rollout(config, case, mesh, **case.options)]
     elif case.kind in ("turn", "insert"):
         programs = [served(config, case, mesh)]
+    elif case.kind == "drafted":
+        programs = [drafted(config, case, mesh, **case.options)]
+    elif case.kind == "catch-up":
+        programs = [catching_up(config, case, mesh)]
     else:
         programs = [one for one in decode_programs(*shape, dtype="bfloat16", **case.options) if one.name == case.kind]
     (program,) = programs
@@ -203,53 +215,139 @@ def program_of(case: Case, mesh: Mesh) -> Program:
 def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
     """A program of the engine, see `llama_jax.serving.programs`."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
-    from llama_jax.analysis.memory import decode_programs
-    from llama_jax.flags import decoding_on_tpu
     from llama_jax.inference.placement import layout_of
     from llama_jax.model.options import Compute
-    from llama_jax.serving.choosing import Wishes
     from llama_jax.serving.programs import programs_for, take_turn
 
-    def decoding(batch: int, length: int) -> Program:
-        programs = decode_programs(config, mesh, batch, length, dtype="bfloat16")
-        return next(one for one in programs if one.name == "decode")
-
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    decode = decoding(case.batch, case.length)
+    decode = decoding(config, case, mesh)
     params, state, _ = decode.arguments
-    platform, layout = mesh.devices.flat[0].platform, layout_of(params)
+    layout = layout_of(params)
     if case.kind == "insert":
-        _, one, _ = decoding(1, case.length).arguments
-        row = jax.ShapeDtypeStruct((), "int32", sharding=everywhere)
-        weights = decode.known.parameters
+        _, one, _ = decoding(config, replace(case, batch=1), mesh).arguments
         return replace(
             decode,
             name="insert",
-            function=programs_for(platform).insert,
-            arguments=(state, row, one),
-            beside=weights,
+            function=programs_for(mesh.devices.flat[0].platform).insert,
+            arguments=(state, everywhere(mesh, "int32"), one),
+            beside=decode.known.parameters,
             per_token=0,
         )
-    wishes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), Wishes.none(case.batch, config.vocab_size)
-    )
     if case.options:
         decode, params = with_table(config, decode, mesh, **case.options)
-    told = decoding_on_tpu() if platform == "tpu" else None
     turn = jax.jit(
         lambda params, state, wishes: take_turn(config, params, state, wishes, Compute(), layout),
         donate_argnums=1,
-        compiler_options=told,
+        compiler_options=told(mesh),
     )
-    return replace(decode, name="turn", function=turn, arguments=(params, state, wishes))
+    return replace(decode, name="turn", function=turn, arguments=(params, state, wishes_of(config, case, mesh)))
+
+
+def drafted(config: LlamaConfig, case: Case, mesh: Mesh, drafted: int, draft: str | None = None) -> Program:
+    """A turn of the engine in which each row has so many drafts, which the host tells or a smaller model makes.
+
+    The least that is read is then the smaller model's weights and cache for each draft, beside the model's once.
+    """
+    import jax
+
+    from llama_jax import preset
+    from llama_jax.inference.placement import layout_of
+    from llama_jax.model.options import Compute
+    from llama_jax.serving.programs import take_drafts, take_own_drafts
+
+    decode = decoding(config, case, mesh)
+    params, state, _ = decode.arguments
+    layout, wishes = layout_of(params), wishes_of(config, case, mesh)
+    if draft is None:
+        turn = jax.jit(
+            lambda params, state, wishes, drafts: take_drafts(config, params, state, wishes, drafts, Compute(), layout),
+            donate_argnums=1,
+            compiler_options=told(mesh),
+        )
+        drafts = everywhere(mesh, "int32", case.batch, drafted)
+        return replace(decode, name="drafted", function=turn, arguments=(params, state, wishes, drafts))
+    small = preset(draft)
+    beside = decoding(small, case, mesh)
+    small_params, small_state, _ = beside.arguments
+    layouts = Compute(), layout, layout_of(small_params)
+    turn = jax.jit(
+        lambda params, small_params, state, memory, wishes, two: take_own_drafts(
+            config, params, small, small_params, state, memory, wishes, two, drafted, *layouts
+        ),
+        donate_argnums=(2, 3),
+        compiler_options=told(mesh),
+    )
+    known = replace(
+        decode.known,
+        parameters=decode.known.parameters + beside.known.parameters,
+        cache=decode.known.cache + beside.known.cache,
+    )
+    two = everywhere(mesh, "int32", case.batch, 2)
+    return replace(
+        decode,
+        name="drafted",
+        function=turn,
+        arguments=(params, small_params, state, small_state.cache, wishes, two),
+        known=known,
+        per_token=decode.per_token + drafted * beside.per_token,
+    )
+
+
+def catching_up(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
+    """A smaller model reads what came without drafts, a few tokens of each row."""
+    import jax
+
+    from llama_jax.inference.placement import layout_of
+    from llama_jax.serving.options import SMALLEST_PIECE
+    from llama_jax.serving.programs import catch_up
+
+    decode = decoding(config, case, mesh)
+    params, state, _ = decode.arguments
+    layout, numbers = layout_of(params), everywhere(mesh, "int32", case.batch)
+    read = jax.jit(
+        lambda params, cache, tokens, starts, lengths: catch_up(config, params, cache, tokens, starts, lengths, layout),
+        donate_argnums=1,
+    )
+    tokens = everywhere(mesh, "int32", case.batch, SMALLEST_PIECE)
+    arguments = (params, state.cache, tokens, numbers, numbers)
+    return replace(decode, name="catch-up", function=read, arguments=arguments, per_token=0)
+
+
+def decoding(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
+    """What decodes as many rows: its arguments are parameters, a state and a number of turns."""
+    from llama_jax.analysis.memory import decode_programs
+
+    programs = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")
+    return next(one for one in programs if one.name == "decode")
+
+
+def everywhere(mesh: Mesh, dtype: str, *shape: int) -> Any:
+    """An array that each device of the mesh has whole."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def wishes_of(config: LlamaConfig, case: Case, mesh: Mesh) -> Any:
+    """What the host says of every row of a turn."""
+    import jax
+
+    from llama_jax.serving.choosing import Wishes
+
+    return jax.tree.map(lambda a: everywhere(mesh, a.dtype, *a.shape), Wishes.none(case.batch, config.vocab_size))
+
+
+def told(mesh: Mesh) -> dict[str, Any] | None:
+    """What the engine tells the compiler of its turns."""
+    from llama_jax.flags import decoding_on_tpu
+
+    return decoding_on_tpu() if mesh.devices.flat[0].platform == "tpu" else None
 
 
 def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) -> Program:
     """Answers to prompts by a model that trains adapters, see `llama_jax.runs.rollout_program`."""
     import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     from llama_jax.analysis.memory import bytes_per_device, decode_programs
     from llama_jax.inference.rollouts import Prompts, RolloutOptions
@@ -265,16 +363,17 @@ def rollout(config: LlamaConfig, case: Case, mesh: Mesh, rank: int, group: int) 
             lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes, shardings(mesh, specs)
         )
 
-    def asked(dtype: str, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
     sizes, lora, half = MeshSizes(**mesh.shape), Lora(rank=rank), case.length // 2
     base = placed(param_shapes(config, "bfloat16"), param_specs(config, sizes))
     adapters = placed(adapter_shapes(config, lora), adapter_specs(config, sizes, lora))
     options, prompts = RolloutOptions(group, half, stop=(2,)), case.batch // group
     arguments = (
         adapted(base, adapters, lora),
-        Prompts(asked("int32", prompts, half), asked("int32", prompts), asked("uint32", case.batch)),
+        Prompts(
+            everywhere(mesh, "int32", prompts, half),
+            everywhere(mesh, "int32", prompts),
+            everywhere(mesh, "uint32", case.batch),
+        ),
     )
     decode = decode_programs(config, mesh, case.batch, case.length, dtype="bfloat16")[-1]
     share = bytes_per_device(arguments[0])

@@ -147,7 +147,9 @@ def look_at(
         calls=dict(custom_calls(text)),
         collectives=tuple(find_collectives(source, program.mesh)),
         copies=tuple(find_copies(text)),
-        token=_believed(token_of(text, program.layers, CHUNK), program.per_token) if program.per_token else None,
+        token=_believed(token_of(text, program.layers, CHUNK, program.per_token), program.per_token)
+        if program.per_token
+        else None,
         per_token=program.per_token,
         layers=program.layers,
     )

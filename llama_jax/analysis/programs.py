@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from llama_jax.analysis.hlo import ARRAY, CONTROL, Instruction, ProgramText, array_bytes, elements, tuple_elements
@@ -157,7 +157,7 @@ def _used(text: ProgramText, computation: str, name: str, in_place: bool = False
     return min(used, whole)
 
 
-def bytes_written(text: ProgramText, one: Instruction) -> int:
+def bytes_written(text: ProgramText, computation: str, one: Instruction) -> int:
     """Bytes of the device's memory that an instruction writes; what it updates in place counts by the update."""
     if one.opcode in _FREE or one.opcode in CONTROL or one.opcode.endswith("-done") or one.target in _FREE_CALLS:
         return 0
@@ -166,6 +166,8 @@ def bytes_written(text: ProgramText, one: Instruction) -> int:
         return text.memory_bytes(parts[0] if one.opcode == "copy-start" else parts[min(1, len(parts) - 1)])
     if one.opcode == "fusion" and one.called and one.called[0] in text.computations:
         return _written_by(text, one.called[0], one.type)
+    if one.opcode in _IN_PLACE:
+        return _written_over(text.memory_bytes(one.type), text.named(computation), one)
     return text.memory_bytes(one.type)
 
 
@@ -180,10 +182,15 @@ def _written_by(text: ProgramText, computation: str, type: str) -> int:
         while result.opcode in ("bitcast", "bitcast-convert", "reshape") and result.operands and result.operands[0] in named:
             result = named[result.operands[0]]
         if result.opcode in _IN_PLACE and size:
-            update = named.get(result.operands[_IN_PLACE[result.opcode]])
-            size = min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
+            size = _written_over(size, named, result)
         total += size
     return total
+
+
+def _written_over(size: int, named: Mapping[str, Instruction], one: Instruction) -> int:
+    """Of `size` bytes, those of the update."""
+    update = named.get(one.operands[_IN_PLACE[one.opcode]])
+    return min(size, sum(array_bytes(*array) for *array, _ in ARRAY.findall(update.type))) if update else size
 
 
 def is_overlapped(start: Instruction, computation: Iterable[Instruction], text: ProgramText) -> bool:
@@ -215,8 +222,8 @@ def custom_calls(text: ProgramText) -> Counter[str]:
 def find_copies(text: ProgramText, at_least: int = 1 << 20) -> list[Copy]:
     """Instructions that write so many bytes and do nothing but move them: the same array, or slices, in another layout."""
     found = []
-    for _, one, times, in_loop in text.run(text.entry):
-        size = bytes_written(text, one)
+    for where, one, times, in_loop in text.run(text.entry):
+        size = bytes_written(text, where, one)
         if size < at_least or not _only_moves(text, one):
             continue
         op_name = re.search(r'op_name="([^"]*)"', one.rest)
@@ -235,12 +242,13 @@ def _only_moves(text: ProgramText, one: Instruction) -> bool:
     return all(x.opcode in _MOVES for x in inside) and any(x.opcode in ("copy", "transpose") for x in inside)
 
 
-def token_of(text: ProgramText, n_layers: int, chunk: int) -> Token:
+def token_of(text: ProgramText, n_layers: int, chunk: int, least: int = 0) -> Token:
     """One turn of the decoding loop of a program: of branches the cheapest is counted, as greedy sampling takes it.
 
     Args:
       n_layers: by which kernels of layers are told from others: they are there at least half as often as there are layers.
       chunk: turns of the loop inside of the loop, if there is one of a known number.
+      least: bytes that a turn cannot but read: a loop that reads less than half of that is part of a turn.
     """
     turn = text.entry
     while True:
@@ -249,15 +257,16 @@ def token_of(text: ProgramText, n_layers: int, chunk: int) -> Token:
         most = max(loops, key=lambda one: _reads(text, one.calls("body")), default=None)
         if most is None:
             break
-        inside = _reads(text, most.calls("body")) * (text.trips(turn, most) or 1)
-        if turn != text.entry and 2 * inside < _reads(text, turn):
+        once = _reads(text, most.calls("body"))
+        inside = once * (text.trips(turn, most) or 1)
+        if 2 * once < least or (turn != text.entry and 2 * inside < _reads(text, turn)):
             break  # not where the weights are read
         turn = most.calls("body")
     kernels: Counter[str] = Counter()
     read = written = collectives = 0
     for where, one, times, _ in text.run(turn, cheapest=True):
         read += times * bytes_read(text, where, one)
-        written += times * bytes_written(text, one)
+        written += times * bytes_written(text, where, one)
         if is_kernel(text, one):
             kernels[f"{one.opcode} {re.sub(r'{[^}]*}', '', one.type)}"] += times
         collectives += times * (one.opcode.startswith(_COLLECTIVES) and not one.opcode.endswith("-done"))

@@ -86,7 +86,7 @@ class Serve(AdapterOptions, DraftOptions):
     most_waiting_tokens: int = 262_144
     """Most tokens of the prompts in the queue."""
     most_choices: int = 128
-    """Most continuations of one request: prompts times n."""
+    """Most continuations of one request: prompts times n; never more than `most-waiting`."""
     most_connections: int = 1024
     """Most connections at a time; further ones are answered with 429. 0 is no limit."""
     body_mb: float = 16.0
@@ -298,7 +298,7 @@ class Serve(AdapterOptions, DraftOptions):
         return Limits(
             vocab_size=vocab_size,
             context=context,
-            most_choices=self.most_choices,
+            most_choices=min(self.most_choices, max(self.most_waiting, 1)),
             largest_body=round(self.body_mb * 2**20),
         )
 

@@ -148,8 +148,8 @@ def key_positions(cache: KVCache, new: int) -> jax.Array | None:
 def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | None = None) -> Buffer:
     """Put T new tokens of each row into a buffer of keys or values, in place where XLA owns the buffer.
 
-    No gradient flows into the cache. Positions are not checked here (`forward` does where it can): XLA moves an update that
-    does not fit so that it fits.
+    No gradient flows into the cache. Positions are not checked here (`forward` does where it can): XLA leaves out a single
+    token that has no slot, and moves several that do not fit so that they fit, or leaves those out.
 
     Args:
       buffer: [B, K, S, H], or [L, B, K, S, H] with `layer`.
@@ -172,22 +172,22 @@ def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array |
     if slots.ndim == 1 and new.shape[0] == 1:  # one row needs no scatter
         start = (*layers, zero, zero, slots[0], *(zero for _ in rest))
         return lax.dynamic_update_slice(buffer, new.reshape(*(1 for _ in layers), *new.shape), start)
-
-    mesh = mesh_in_force()
-    if new.shape[2] == 1:
-        # One scatter, of each row and head: of updates by whole rows a TPU makes a loop over the rows.
+    mesh, count = mesh_in_force(), new.shape[2]
+    if count == 1 or (count <= 16 and layer is None):
+        # One scatter, of each row, head and token: of updates by whole rows a TPU makes a loop over the rows.
+        slots = slots[:, None] + jnp.arange(count, dtype=slots.dtype) if slots.ndim == 1 else slots
+        plainly: Any = dict(unique_indices=True, indices_are_sorted=count == 1, mode="promise_in_bounds")
         if math.prod(mesh.values()) == 1:
-            rows, heads = jnp.arange(new.shape[0])[:, None], jnp.arange(new.shape[1])
-            places = buffer.at[(*layers, rows, heads, slots.reshape(-1, 1))]
-            return places.set(new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+            rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[1])[:, None]
+            return buffer.at[(*layers, rows, heads, slots[:, None])].set(new, **plainly)
 
         # Over devices both axes are the scatter's own and no indices, so that devices with parts of them exchange nothing.
         # Of more than one head on a device a TPU would then want the heads first and copy the cache.
-        def put_head(head: jax.Array, new: jax.Array, slot: jax.Array) -> jax.Array:  # [(L,) S, ...], [...], []
-            return head.at[(*layers, slot)].set(new, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds")
+        def put_head(head: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) S, ...], [T, ...], [T]
+            return head.at[(*layers, slots)].set(new, **plainly)
 
         if new.shape[1] <= mesh.get("tensor", 1):
-            return jax.vmap(jax.vmap(put_head, (at, 0, None), at), (at, 0, 0), at)(buffer, new[:, :, 0], slots.ravel())
+            return jax.vmap(jax.vmap(put_head, (at, 0, None), at), (at, 0, 0), at)(buffer, new, slots)
 
     def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) K, S, ...], [K, T, ...], [] or [T]
         if slots.ndim == 0:

@@ -216,13 +216,22 @@ def put(
     Of a single row the batch axis is merged into the heads for the matmul with a query, and XLA fuses that reshape with the
     update of the slice: the written buffer is then made twice, and a whole layer copied at every step. Out of a branch it
     fuses nothing. Several rows are a scatter, which XLA does on 16-bit floats by way of float32, the whole buffer there and
-    back; on integers of the same bits it does not.
+    back; on integers of the same bits it does not. Of a scatter of single tokens it makes a loop over all of them: several
+    of each row are written as a slice.
     """
     if layer is None and slots.ndim == 1 and new.shape[0] == 1:
         fits = slots[0] + new.shape[2] <= buffer.shape[2]
         return lax.cond(fits, lambda buffer: plain(buffer, new, slots, layer), lambda buffer: buffer, buffer)
-    put_bits = jax.tree.map(lambda buffer, new: plain(buffer, new, slots, layer), keep(buffer), keep(new))
+    slices = layer is None and slots.ndim == 1 and new.shape[2] > 1
+    way = put_slices if slices else functools.partial(plain, layer=layer)
+    put_bits = jax.tree.map(lambda buffer, new: way(buffer, new, slots=slots), keep(buffer), keep(new))
     return restore(put_bits)
+
+
+def put_slices(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """[B, K, S, ...] with [B, K, T, ...] in each row from its slot on."""
+    put_row = lambda row, new, slot: lax.dynamic_update_slice_in_dim(row, new, slot, 1)
+    return jax.vmap(put_row)(buffer, new, slots)
 
 
 # --- sampling from stacked layers ----------------------------------------------------------------------------------------

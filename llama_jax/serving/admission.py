@@ -34,13 +34,15 @@ class Queue:
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self._waiting)
 
-    def check_room(self, tokens: int, tokens_per_second: float) -> None:
-        """Raise BusyError where there is no room for a prompt of so many tokens. An empty queue takes any prompt.
+    def check_room(self, tokens: int, tokens_per_second: float, requests: int = 1) -> None:
+        """Raise BusyError where there is no room for prompts of so many tokens. An empty queue takes any one prompt.
 
         Args:
+          requests: that are to be let in together.
           tokens_per_second: that have been read and made, of which follows when there will be room again.
         """
-        if self._waiting and (len(self) >= self._most or self.tokens + tokens > self._most_tokens):
+        full = len(self) + requests > self._most or self.tokens + tokens > self._most_tokens
+        if full and (self._waiting or requests > 1):
             seconds = self.tokens / tokens_per_second if tokens_per_second > 0 else 1.0
             raise BusyError(
                 f"{len(self)} requests with {self.tokens} tokens are waiting, as many as may; try again later",

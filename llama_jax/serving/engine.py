@@ -107,10 +107,10 @@ class Engine:
             self._changed.notify()
         return ticket
 
-    def check_room(self) -> None:
-        """Raise as `submit` does where no prompt at all would be admitted, before work goes into one. From any thread."""
+    def check_room(self, requests: int = 1) -> None:
+        """Raise as `submit` does where so many prompts, however short, would not be admitted. From any thread."""
         with self._changed:
-            self._check_room(1)
+            self._check_room(requests, requests)
 
     def run(self) -> None:
         """Turns until `close`. What goes wrong ends every request as "failed", and is raised."""
@@ -344,11 +344,11 @@ class Engine:
         ticket.reading = None
         self._end(ticket, Update(finish=reason, error=error))
 
-    def _check_room(self, tokens: int) -> None:
+    def _check_room(self, tokens: int, requests: int = 1) -> None:
         if self._closing is not None or self.failure is not None:
             raise ClosedError(f"the engine is ending ({self.failure or 'closed'}); no request is taken")
         try:
-            self._queue.check_room(tokens, self._tokens_per_second())
+            self._queue.check_room(tokens, self._tokens_per_second(), requests)
         except BusyError:
             self._counts["refused"] += 1
             raise

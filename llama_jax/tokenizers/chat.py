@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, get_args
 
@@ -200,14 +201,15 @@ def template_parts(
       spans: whether texts are divided where ``{% generation %}`` begins and ends; without, nothing is within.
 
     Raises:
-      GenerationError: as `render` raises it; or messages with every character that has no meaning.
+      GenerationError: as `render` raises it; or messages with every character that has no meaning, or nested too deeply.
     """
     from llama_jax.tokenizers.template import render
 
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     pattern = special_pattern(names.values())
-    text = "".join([tokenizer.chat_template, *_texts([messages, tools])])
+    with _depth_told():
+        text = "".join([tokenizer.chat_template, *_texts([messages, tools])])
     unused = list(islice((chr(code) for code in PRIVATE if chr(code) not in text), 3))
     if len(unused) < 3:
         raise GenerationError("the messages have every private character of Unicode (U+E000 to U+F8FF); remove some")
@@ -220,13 +222,15 @@ def template_parts(
             return {marked(key): marked(entry) for key, entry in value.items()}
         return [marked(entry) for entry in value] if isinstance(value, list | tuple) else value
 
+    with _depth_told():
+        told, offered = marked(messages), marked(tools)
     rendered = (render if renderer is None else renderer.render)(
         tokenizer.chat_template,
-        marked(messages),
+        told,
         bos_token=names.get(tokenizer.bos_id, ""),
         eos_token=names.get(tokenizer.eos_id, ""),
         reply=reply,
-        tools=marked(tools),
+        tools=offered,
         marks=(first, last) if spans else ("", ""),
     )
     parts: list[tuple[Part, bool]] = []
@@ -238,6 +242,14 @@ def template_parts(
         for part in split_special(piece, tokenizer.special_tokens):
             parts.append((part.replace(inside, "") if isinstance(part, str) else part, depth > 0))
     return parts
+
+
+@contextmanager
+def _depth_told() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise GenerationError("messages or tools are nested too deeply; send what is flatter") from None
 
 
 def _ends(tokenizer: Tokenizer, format: str) -> tuple[int, int]:

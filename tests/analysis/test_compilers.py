@@ -180,7 +180,11 @@ from llama_jax.analysis.findings import examine
 from llama_jax.parallel.mesh import parse_mesh
 config, mesh = replace(llama_jax.preset("llama-3.1-8b"), n_layers=8), mesh_for(sys.argv[1], parse_mesh(sys.argv[2]))
 cases = [compile_report.Case("", kind, "", {}, 16, 2048) for kind in ("turn", "insert")]
-print(json.dumps([examine(compile_report.served(config, case, mesh)).as_dict() for case in cases]))
+programs = [compile_report.served(config, case, mesh) for case in cases]
+programs.append(compile_report.drafted(config, cases[0], mesh, drafted=8))
+if mesh.size == 1:  # heads of 64, as of a draft, a TPU copies whatever is done
+    programs.append(compile_report.drafted(config, cases[0], mesh, drafted=4, draft="llama-3.2-1b"))
+print(json.dumps([examine(program).as_dict() for program in programs]))
 """
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -188,12 +192,16 @@ EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 @pytest.mark.accelerators
 @pytest.mark.parametrize(("hardware", "mesh"), [("tpu-v5e", "tensor=8"), ("h100", "data=1")])
 def test_a_turn_of_the_engine_copies_no_slots(hardware, mesh):
-    """Nor does a prompt that becomes a row; a turn reads little more than weights and cache."""
-    turn, insert = look(hardware, TURN, mesh, str(EXPERIMENTS))
+    """Nor does a prompt that becomes a row, or a turn with drafts; a turn reads little more than weights and cache."""
+    turn, insert, *drafted = look(hardware, TURN, mesh, str(EXPERIMENTS))
     layer = turn["bytes_per_device"]["cache"] // 8
     assert turn["copies"]["bytes"] < layer // 4
     assert insert["copies"]["bytes"] == 0
     assert turn["token"]["read_ratio"] < 1.15  # of 8 layers; the vocabulary's logits are read several times
+    for found in drafted:
+        assert found["copies"]["bytes"] < layer // 4
+        assert found["token"]["read_ratio"] < 1.5
+    assert drafted[0]["token"]["kernels_per_layer"] < 2 * turn["token"]["kernels_per_layer"]  # written by one scatter
 
 
 ROLLOUT = """

@@ -120,9 +120,9 @@ def test_what_is_updated_in_place_looked_up_or_left_out():
     row, whole = 2 * 1024, 2 * 8 * 1024
     named = text.named(text.entry)
     assert bytes_read(text, text.entry, named["found"]) == row + 4  # and its index
-    assert bytes_written(text, named["found"]) == row
+    assert bytes_written(text, text.entry, named["found"]) == row
     assert bytes_read(text, text.entry, named["next"]) == row + 4  # not what it is written into
-    assert bytes_written(text, named["next"]) == row
+    assert bytes_written(text, text.entry, named["next"]) == row
     token = token_of(text, 1, 4)
     assert token.kernels == 3  # of the branches the one without sorting
     assert token.read == 2 * row + 8 + whole

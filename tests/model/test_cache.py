@@ -12,7 +12,9 @@ from llama_jax import LlamaConfig, cache_bytes, preset
 from llama_jax.errors import GenerationError
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request, State, decode
+from llama_jax.model import cache as cache_file
 from llama_jax.model.cache import bucket, grow, init_cache, write
+from llama_jax.ops.platform import planned_for
 
 
 def test_published_sizes():
@@ -49,6 +51,19 @@ def test_write_puts_rows_where_they_belong_and_nothing_else(batch, new, stacked,
         np.testing.assert_array_equal(jit_write(jnp.asarray(whole), rows, places, jnp.int32(1)), want)
     else:
         np.testing.assert_array_equal(jit_write(jnp.asarray(whole[1]), rows, places), want[1])
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}])
+def test_accelerators_write_a_few_tokens_by_one_scatter(mesh, monkeypatch):
+    """Which puts what slices of rows do."""
+    rng = np.random.default_rng(0)
+    buffer, rows = (rng.standard_normal((3, 2, size, 4)).astype(np.float32) for size in (9, 4))
+    places = np.array([0, 3, 5], np.int32)
+    want = write(buffer, rows, places)
+    monkeypatch.setattr(cache_file, "mesh_in_force", lambda: mesh)
+    with planned_for("accelerator"):
+        found = jax.jit(lambda *args: write(*args))(buffer, rows, places)
+    np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

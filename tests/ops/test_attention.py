@@ -367,6 +367,8 @@ class TestChoice:
             ("tpu", V5E, problem(new=1, slots=8192, ordered=False), "rows"),
             ("gpu", H100, problem(new=1, slots=8192, ordered=False), "rows"),
             ("cpu", "cpu", problem(new=1, slots=8192, ordered=False), "rows"),
+            ("gpu", H100, problem(new=2, slots=8192, ordered=False), "rows"),  # drafts, which copy no slots
+            ("gpu", H100, problem(new=16, slots=8192, ordered=False), "rows"),
             ("gpu", H100, problem(new=1, slots=8192, ordered=False, quantized=True), "blockwise"),
             ("gpu", H100, problem(new=1, slots=2048, ordered=False, quantized=True), "rows"),
         ],

@@ -18,6 +18,7 @@ import uvicorn
 from llama_jax.errors import GenerationError
 from llama_jax.serving.http.app import make_app
 from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import Served, Service, connect
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest, ScoredToken, Update
@@ -102,10 +103,10 @@ class FakeEngine:
             self.changed.notify_all()
         return ticket
 
-    def check_room(self) -> None:
+    def check_room(self, requests: int = 1) -> None:
         if self.closing:
             raise ClosedError("the engine is ending")
-        if len(self.waiting) >= self.most_waiting:
+        if len(self.waiting) + requests > self.most_waiting:
             raise BusyError("the queue is full", 2.4)
 
     def notify(self) -> None:
@@ -337,7 +338,13 @@ def listening(engine: Any, shown: Served, limits: Limits = Limits(vocab_size=259
 
     async def main() -> None:
         config = uvicorn.Config(
-            lambda *arguments: app(*arguments), port=0, interface="asgi3", ws="none", lifespan="off", log_level="warning"
+            lambda *arguments: app(*arguments),
+            port=0,
+            interface="asgi3",
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
         )
         server = uvicorn.Server(config)
         service = connect(engine, shown, limits)

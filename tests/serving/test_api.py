@@ -158,6 +158,10 @@ def test_tokens_that_are_no_text():
     found = ask(FakeEngine(says=saying("é")), lambda c: c.complete("a", logprobs=0)).json["choices"][0]["logprobs"]
     assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "</s>"]
     assert found["text_offset"] == [0, 0, 1]
+    padded = Limits(vocab_size=300, context=512)  # a model's table is longer than its vocabulary
+    echoed = ask(FakeEngine(), lambda c: c.complete([*ids("a"), 280], max_tokens=0, echo=True, logprobs=0), limits=padded)
+    assert echoed.json["choices"][0]["text"] == "a"
+    assert echoed.json["choices"][0]["logprobs"]["tokens"] == ["a", ""]
 
 
 def test_a_chat():
@@ -305,6 +309,7 @@ REFUSED = [
     ({"prompt": "a", "stop": ""}, "stop[0]", "from 1 to 1000"),
     ({"prompt": "a", "stop": ["\ud800"]}, "stop[0]", "surrogate"),
     ({"prompt": "\ud800"}, "prompt", "surrogate"),
+    ({"prompt": "a", "\ud800": 1}, "\\ud800", "not known here"),
     ({"prompt": [259]}, "prompt[0]", "from 0 to 258"),
     ({"prompt": [True]}, "prompt[0]", "integer"),
     ({"prompt": []}, "prompt", "at least one"),
@@ -401,6 +406,7 @@ def no_object(schema):
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "needs tool_choice to be required"),
         ({"tools": [TOOL, STRICT]}, "tools[1].function.strict", "needs tool_choice to be required"),
         ({"tools": [no_object({"type": "string"})], "tool_choice": NAMED}, "tools[0].function.parameters", "type='string'"),
+        ({"tools": [no_object(json.loads('{"a":' * 900 + "1" + "}" * 900))]}, "messages", "nested too deeply"),
         (
             {"tools": [no_object({"properties": {"a": {"type": "b"}}})], "tool_choice": NAMED},
             "tools",
@@ -470,6 +476,7 @@ def test_a_full_queue_admits_nothing_of_a_request():
         return refused
 
     answer = talk(engine, conversation, thread=False)
+    assert engine.admitted == []  # not even for a moment, in which others would be refused
     assert error_of(answer, 429)["code"] == "queue_full"
     assert answer.headers["retry-after"] == "2"
 
@@ -716,6 +723,8 @@ def test_names_that_are_not_the_servers(host, known):
     else:
         assert error_of(answer, 403)["code"] == "unknown_host"
         assert ask(FakeEngine(), lambda c: c.get("/v1/models", host=host), access=Access(hosts=("*",))).status == 200
+        twice = ask(FakeEngine(), lambda c: c.get("/v1/models", host="127.0.0.1", Host=host or "x"), access=access)
+        assert error_of(twice, 400)
 
 
 def test_pages_of_other_origins():

@@ -25,8 +25,8 @@ from llama_jax.ops.quantized import Quantized
 AttentionBackend = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 KERNELS: Mapping[str, AttentionBackend] = {"gpu": "cudnn", "tpu": "splash"}  # by platform
 # From so many scores per head on, blocks are faster than whole rows, and from so many queries on
-# (experiments/bench_long_context.py); memory is a reason of its own.
-MANY_SCORES, MANY_QUERIES = 2**20, 64
+# (experiments/bench_long_context.py); memory is a reason of its own. cuDNN copies slots first: few queries do without.
+MANY_SCORES, MANY_QUERIES, FEW_QUERIES = 2**20, 64, 16
 MANY_QUANTIZED = 4096  # slots from which on values are better converted block by block
 SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradients faster by blocks, 24 ms where rows take 39
 _OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
@@ -116,8 +116,8 @@ def choose(
     kernel = KERNELS.get(platform)
     if kernel is None:
         return plain, why
-    if problem.queries[2] == 1:
-        return plain, f"a single query on {platform}: {why}"
+    if problem.queries[2] <= (FEW_QUERIES if kernel == "cudnn" and not problem.ordered else 1):
+        return plain, f"{'a single query' if problem.queries[2] == 1 else 'few queries'} on {platform}: {why}"
     refusal = refusals[kernel](platform, device_kind, problem)
     return (plain, f"{refusal}; {why}") if refusal else (kernel, f"on {device_kind}")
 

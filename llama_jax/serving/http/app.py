@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from llama_jax.errors import UserError, reason_of
+from llama_jax.errors import reason_of
 from llama_jax.serving.http import fields as f
 from llama_jax.serving.http.answer import Answer
 from llama_jax.serving.http.bodies import read_chat, read_completion
@@ -118,13 +118,7 @@ class Routes:
         service = self._service
         given = f.read_object(self._detokenize, await read_json(request, service.limits.largest_body))
         service.check_model(given["model"])
-        tokenizer = service.served.tokenizer
-        try:
-            # Ids beyond the vocabulary are the padding of a model's table: they have no text.
-            text = tokenizer.decode([token for token in given["tokens"] if token < tokenizer.vocab_size])
-        except UserError as error:
-            raise refused(str(error), "tokens") from None
-        return JSONResponse({"prompt": text})
+        return JSONResponse({"prompt": service.decode(given["tokens"], "tokens")})
 
     async def health(self, request: Request) -> Response:
         trouble = self._service.trouble()

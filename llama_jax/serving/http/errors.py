@@ -38,7 +38,12 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """What is sent as JSON."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": _valid(self.message), "type": kind, "param": _valid(self.param), "code": self.code}}
+
+
+def _valid(text: str | None) -> str | None:
+    """The text as UTF-8 can hold it: names of fields come from clients, and may have halves of surrogate pairs."""
+    return text and text.encode(errors="backslashreplace").decode()
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:

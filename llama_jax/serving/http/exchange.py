@@ -21,6 +21,8 @@ class Submits(Protocol):
 
     after_turn: Callable[[], None] | None
 
+    def check_room(self, requests: int = 1) -> None: ...
+
     def submit(self, request: GenerationRequest, deliver: Callable[[Update], None]) -> Cancellable: ...
 
 
@@ -89,6 +91,7 @@ class Switchboard:
         Raises:
           what `Engine.submit` raises.
         """
+        self._engine.check_room(len(requests))  # else those that are let in would fill the queue until they are taken back
         exchange = Exchange(self.open.discard)
         try:
             for i, request in enumerate(requests):

@@ -126,6 +126,8 @@ class Guard:
                 code="too_many_connections",
                 headers={"Retry-After": "1", "Connection": "close"},
             )
+        if len(hosts := headers.getlist("host")) > 1:  # of which another program on the way may take the other
+            raise ApiError(400, f"the request has {len(hosts)} hosts; send one")
         host = headers.get("host", "")
         if "*" not in self._access.hosts and not self._is_known(host):
             raise ApiError(

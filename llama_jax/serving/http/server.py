@@ -20,6 +20,7 @@ import uvicorn
 from llama_jax.errors import UserError, reason_of
 from llama_jax.serving.http.app import make_app
 from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import Served, Service, connect
 
@@ -100,7 +101,7 @@ async def _serve(
     config = uvicorn.Config(
         lambda *arguments: app(*arguments),
         interface="asgi3",
-        http="httptools",
+        http=Connection,
         ws="none",
         lifespan="off",
         log_level="error",

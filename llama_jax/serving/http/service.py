@@ -132,7 +132,7 @@ class Service:
         prompts: list[Sequence[int]] = []
         for prompt in asked.prompts:
             prompts.append(prompt if isinstance(prompt, tuple) else await self.encode(prompt, bos))
-        echo = [p if isinstance(p, str) else self.served.tokenizer.decode(p) for p in asked.prompts] if asked.echo else None
+        echo = [p if isinstance(p, str) else self.decode(p, "prompt") for p in asked.prompts] if asked.echo else None
         scores = asked.echo and (asked.alternatives is not None or asked.max_tokens == 0)
         ends = () if asked.ignore_eos else self._ends
         constraint = await self._constraint(asked.format, self._grammars)
@@ -155,6 +155,14 @@ class Service:
     async def encode(self, text: str, bos: bool) -> list[int]:
         """Ids of a text; long ones in a thread."""
         return await _checked(lambda: self.served.tokenizer.encode(text, bos=bos), "prompt", apart=len(text) > SHORT)
+
+    def decode(self, ids: Sequence[int], param: str) -> str:
+        """The text of ids, which are the field `param`; those beyond the vocabulary, a model's padding, have none."""
+        tokenizer = self.served.tokenizer
+        try:
+            return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+        except UserError as error:
+            raise refused(str(error), param) from None
 
     async def _submit(
         self,

@@ -1,0 +1,143 @@
+"""A connection as uvicorn reads it, with bounds for what comes before and beside bodies, and for the time of a head."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from llama_jax.serving.http.errors import ApiError
+
+LARGEST_HEAD = 64 << 10  # bytes of a head, or of what stands between the parts of a body
+HEAD_SECONDS = 60  # that a client may take to send a head
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn keeps heads of any size for any time: here both end, with an error in the form of all others.
+
+    It also answers requests that offer to go on in another protocol (as Java's own client does, in every first request) and
+    have a body: the parser takes what follows such a head for the other protocol.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._unused = 0  # bytes that came and have been neither a head nor a body
+        self._late: asyncio.TimerHandle | None = None
+        self._in_body = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._had_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        self._unused += len(data)
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("the request is not HTTP")
+            return
+        if self._unused > LARGEST_HEAD:
+            self._refuse(431, f"the head of the request is larger than {LARGEST_HEAD} bytes; send less")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_body = False
+        self._expect_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # nobody asks for what comes after a body
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._had_head()
+        self._in_body = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unused = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._unused = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn says of a request that is none."""
+        self._refuse(400, msg)
+
+    def _expect_head(self) -> None:
+        if self._late is None:
+            why = f"the head of the request took longer than {HEAD_SECONDS} s"
+            self._late = self.loop.call_later(HEAD_SECONDS, self._refuse, 408, why)
+
+    def _had_head(self) -> None:
+        self._unused = 0
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what is no whole request, where no other answer is being sent, and end the connection."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            body = json.dumps(ApiError(status, message).body()).encode()
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as found:
+            rest = data[found.args[0] :]
+            framing = [
+                name + b": " + value for name, value in self.headers if name in (b"content-length", b"transfer-encoding")
+            ]
+            if framing:
+                self.cycle.more_body = True
+                self.parser = httptools.HttpRequestParser(_Resumed(self))
+                rest = b"\r\n".join([b"POST / HTTP/1.1", *framing, b"", rest])
+            if rest:
+                self._feed(rest)
+
+
+class _Resumed:
+    """What a parser tells of a message whose head is known, and then of further ones."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._told: Any = None
+        self._connection = connection
+
+    def on_body(self, body: bytes) -> None:
+        self._connection.on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._told = self._connection
+        self._connection.on_message_complete()
+
+    def on_message_begin(self) -> None:
+        if self._told is not None:
+            self._told.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._told is not None:
+            self._told.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._told is not None:
+            self._told.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self._told is not None:
+            self._told.on_headers_complete()
