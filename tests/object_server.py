@@ -10,8 +10,10 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +25,6 @@ import pytest
 from llama_jax.storage import view
 
 BUCKET = "bucket"
-WHEN = "Mon, 23 Nov 2026 07:00:00 GMT"
 
 
 class Answer(NamedTuple):
@@ -44,6 +45,7 @@ class ObjectServer(ThreadingHTTPServer):
       write_fault: given the key and how many changes there were before, what is wrong with the answer to a PUT: a status, or
         "lost" (the object is written, and the connection ends before the answer).
       changes: what was written and removed, in its order.
+      written: when objects were, by a clock that is an hour ahead.
     """
 
     daemon_threads = True
@@ -51,6 +53,7 @@ class ObjectServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
         self.answers: list[Answer] = []
         self.fault: Callable[[str, int], int | str | None] = lambda key, before: None
         self.asked: dict[str, int] = {}
@@ -146,6 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, b"", ETag=etag(body))
         with self.server.lock:
             there = self.server.objects.get(key)
+            if there is None and "If-Match" in self.headers:
+                return self._error(404, "NoSuchKey", "The specified key does not exist.")
             if there is not None and (
                 self.headers.get("If-None-Match") == "*" or self.headers.get("If-Match", etag(there)) != etag(there)
             ):
@@ -153,6 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
                     412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
                 )
             self.server.objects[key] = body
+            self.server.written[key] = time.time() + 3600
             self.server.changes.append(("PUT", key))
         if fault == "lost":
             self.close_connection = True
@@ -176,7 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = content[start:stop] if self.command == "GET" else b""
         with self.server.lock:
             self.server.answers.append(Answer(self.command, key, self._client(), len(body)))
-        headers = {"ETag": etag(content), "Last-Modified": WHEN, "Content-Length": str(stop - start)}
+        when = formatdate(self.server.written.get(key, 0), usegmt=True)
+        headers = {"ETag": etag(content), "Last-Modified": when, "Content-Length": str(stop - start)}
         if found:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         if fault == "cut":

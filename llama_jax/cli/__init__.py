@@ -29,7 +29,7 @@ from llama_jax.cli.quickstart import Quickstart
 from llama_jax.cli.serve import Serve
 from llama_jax.cli.train import Train
 from llama_jax.cli.verify import Verify
-from llama_jax.errors import UserError, reason_of
+from llama_jax.errors import StuckSaveError, UserError, reason_of
 from llama_jax.writing import cannot_write, remedy_for, send_nowhere
 
 Command = (
@@ -69,6 +69,9 @@ def main() -> None:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
         send_nowhere(sys.stdout.fileno())
         sys.exit(1)
+    except StuckSaveError as error:
+        print("llama-jax: error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
+        os._exit(2)  # an end in order would wait for the threads that hang
     except (UserError, OSError) as error:
         _end(_of_stdout(error) or " ".join(str(error).split("\n")))
     except MemoryError as error:

@@ -195,12 +195,13 @@ def test_a_header_that_is_damaged(tmp_path, store):
             llama_jax.load(url)
 
 
-def test_orbax_is_read_from_a_disk(store):
+def test_of_orbax_the_steps_of_runs_are_read(store):
     store.objects |= {"run/checkpoints/4/about/config.json": b"{}", "saved/config.json": b"{}"}
     store.objects["saved/params/_CHECKPOINT_METADATA"] = b"{}"
-    for url in ("s3://bucket/run", "s3://bucket/saved"):
-        with pytest.raises(CheckpointError, match=f"^{url}.* is a checkpoint of orbax, which is read from a path of this"):
-            llama_jax.load(url)
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is a checkpoint of orbax but not of a run, which is"):
+        llama_jax.load("s3://bucket/saved")
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/run/checkpoints holds no checkpoint"):  # but half of one
+        llama_jax.load("s3://bucket/run")
 
 
 def test_commands(tmp_path, store):
