@@ -164,8 +164,10 @@ def locate(path: str | os.PathLike[str]) -> Location:
         path of a file or folder in the repository may stand.
 
     Raises:
-      UserError: a URL of another kind, or one without a bucket or a repository.
+      UserError: a URL of another kind, one without a bucket or a repository, or one as a `Path`.
     """
+    if isinstance(path, Path) and LOOKS_STORED.match(os.fspath(path)):
+        raise UserError(f"{shown(os.fspath(path), 100)}: a Path has lost a slash of a URL; give the URL as text")
     if isinstance(path, Path | StoredPath):
         return path
     text = os.fspath(path)
@@ -194,7 +196,7 @@ def on_disk(path: str | os.PathLike[str], what: str) -> Path:
     """
     text = os.fspath(path)
     if LOOKS_STORED.match(text):  # also as a `Path`, which has one of the two slashes
-        raise UserError(f"{shown(text, 100)}: {what} must be on this machine; in stores there are models alone so far")
+        raise UserError(f"{shown(text, 100)}: {what} must be on this machine; in stores there are models and runs so far")
     return Path(text)
 
 

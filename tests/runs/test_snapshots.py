@@ -252,8 +252,8 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
         hanging.wait()
         with pytest.raises(
             StuckSaveError,
-            match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; where writing takes so long, give"
-            r" more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
+            match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; where writing takes so long,"
+            r" give more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
         ):
             other.wait()
         other.check()  # it was told
@@ -270,11 +270,9 @@ def test_a_save_whose_thread_dies_is_an_error(kept, monkeypatch):
     save(kept, 10, 10)
     kept.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots._Save, "run", lambda self: sys.exit())
+        patch.setattr(snapshots._Save, "run", lambda self: None)
         save(kept, 20, 20)
-    with pytest.raises(
-        StuckSaveError, match="step 20 is not saved: the thread that writes it has died; the last .* step 10$"
-    ):
+    with pytest.raises(StuckSaveError, match=r"step 20 is not saved: the thread that writes it has died; .* step 10$"):
         kept.wait()
     assert same(kept.restore(shapes_of())[0], state_of(10))
 

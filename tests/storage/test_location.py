@@ -214,12 +214,19 @@ def test_without_its_library_a_url_says_what_to_install(monkeypatch):
         location.locate("hf://a/b").exists()
 
 
+def test_a_url_as_a_path_is_refused(tmp_path, monkeypatch):
+    """And does not become a folder called s3:."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="s3:/bucket/run': a Path has lost a slash of a URL; give the URL as text"):
+        train("tiny", Path("s3://bucket/run"), "text.txt")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("path", ["s3://bucket/run", Path("gs://bucket/run"), "hf://one/two"])
 def test_what_is_on_disks_alone_says_so(path, tmp_path, monkeypatch):
     """And does not become a folder called s3:."""
     monkeypatch.chdir(tmp_path)
     for call in (
-        lambda: train("tiny", path, "text.txt"),
         lambda: find_files(path),
         lambda: open_corpus(path, byte_tokenizer()),
         lambda: build(__file__, path, "tokenizer.json"),
