@@ -133,8 +133,12 @@ def train(
         raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
     # What is quick comes first: no mistake shall be found after minutes of reading or learning a vocabulary.
     preparing.check(recipe, where, trace, mesh, backend)
+    if not processes.first_of_host:  # which fetches what is in a store
+        processes.wait("data fetched")
     sources = find_data(data)
     validation_sources = find_data(validation_data) if preparing.is_given(validation_data) else []
+    if processes.first_of_host:
+        processes.wait("data fetched")
     check_trackers(track)
     preparing.check_sources(recipe, sources, validation_sources)
     with (

@@ -45,15 +45,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(urlsplit(self.path).path)
-        if found := re.fullmatch(r"/api/models/org/(\w+)(/revision/(\w+))?", path):
+        if found := re.fullmatch(r"/api/(?:models|datasets)/org/(\w+)(/revision/(\w+))?", path):
             code = {"gated": "GatedRepo", "private": "RepoNotFound"}.get(found[1])
             if code or found[3] == "none":
                 return self.refuse(code or "RevisionNotFound", 403 if code == "GatedRepo" else 404)
             return self.answer({"id": f"org/{found[1]}", "sha": COMMIT, "siblings": [], "tags": []})
-        if found := re.fullmatch(rf"/api/models/org/name/tree/{COMMIT}/?(.*)", path):
+        if found := re.fullmatch(rf"/api/(?:models/org/name|datasets/org/texts)/tree/{COMMIT}/?(.*)", path):
             listed = tree(found[1])
             return self.answer(listed) if listed else self.refuse("EntryNotFound", 404)
-        if found := re.fullmatch(rf"/org/name/resolve/{COMMIT}/(.*)", path):
+        if found := re.fullmatch(rf"/(?:org/name|datasets/org/texts)/resolve/{COMMIT}/(.*)", path):
             content = CONTENT[found[1]]
             start, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers["Range"]).groups())
             self.server.ranges.append((found[1], start, last + 1))
@@ -157,3 +157,12 @@ def test_a_hub_that_fails_is_named(hub):
     hub.fault = 403
     with pytest.raises(PermissionError, match=r"the hub does not allow it \(403\)"):
         (locate("hf://org/name") / "model.safetensors").open().read()
+
+
+def test_a_repository_of_data(hub):
+    found = locate("hf://datasets/org/texts/config.json")
+    assert (found.view.root, found.key) == ("hf://datasets/org/texts", "config.json")
+    with found.open() as file:
+        assert file.read() == CONTENT["config.json"]
+    assert found.view.look("config.json").version == COMMIT
+    assert {path.name for path in found.parent.iterdir()} == {"config.json", "model.safetensors", "original"}
