@@ -6,6 +6,7 @@ It counts what it sends, and to whom: a client is told by the name of its access
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import socket
 import struct
@@ -45,7 +46,7 @@ class ObjectServer(ThreadingHTTPServer):
       write_fault: given the key and how many changes there were before, what is wrong with the answer to a PUT: a status, or
         "lost" (the object is written, and the connection ends before the answer).
       changes: what was written and removed, in its order.
-      written: when objects were, by a clock that is an hour ahead.
+      written: when objects were, by a clock that is an hour ahead; and how often, which Google tells.
     """
 
     daemon_threads = True
@@ -54,6 +55,7 @@ class ObjectServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
         self.written: dict[str, float] = {}
+        self.generations: dict[str, int] = {}
         self.answers: list[Answer] = []
         self.fault: Callable[[str, int], int | str | None] = lambda key, before: None
         self.asked: dict[str, int] = {}
@@ -157,13 +159,19 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._error(
                     412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
                 )
+            generation = self.headers.get("x-goog-if-generation-match")
+            if generation is not None and generation != str(self.server.generations.get(key, 0) if there is not None else 0):
+                return self._error(
+                    412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
+                )
             self.server.objects[key] = body
             self.server.written[key] = time.time() + 3600
+            self.server.generations[key] = self.server.generations.get(key, 0) + 1
             self.server.changes.append(("PUT", key))
         if fault == "lost":
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
-        return self._answer(200, b"", ETag=etag(body))
+        return self._answer(200, b"", ETag=etag(body), x_goog_generation=str(self.server.generations[key]))
 
     def _written(self) -> tuple[str, dict[str, list[str]], bytes]:
         url = urlsplit(self.path)
@@ -184,6 +192,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.answers.append(Answer(self.command, key, self._client(), len(body)))
         when = formatdate(self.server.written.get(key, 0), usegmt=True)
         headers = {"ETag": etag(content), "Last-Modified": when, "Content-Length": str(stop - start)}
+        headers["x-goog-generation"] = str(self.server.generations.get(key, 0))
         if found:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         if fault == "cut":
@@ -237,6 +246,12 @@ def serving() -> Iterator[ObjectServer]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def google_key(server: ObjectServer) -> str:
+    """What tells obstore of it as of Google's store, for a file that GOOGLE_SERVICE_ACCOUNT names."""
+    names = ("client_email", "private_key", "private_key_id")
+    return json.dumps({"gcs_base_url": server.url, "disable_oauth": True} | dict.fromkeys(names, ""))
 
 
 def environment(server: ObjectServer, client: str = "someone") -> dict[str, str]:

@@ -48,6 +48,7 @@ class Lease:
         }
         self._held: Stamped | None = None  # as it was written last
         self._renewed = 0.0
+        self._taken = False
         self._lost: TrainingError | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="lease", daemon=True)
@@ -88,6 +89,7 @@ class Lease:
                 self._held = found
                 if trying(str(self._object), self._write):
                     break
+        self._taken = True
         self._thread.start()
 
     def check(self) -> None:
@@ -110,7 +112,7 @@ class Lease:
     @property
     def is_held(self) -> bool:
         """Whether it was taken, and is not known to be lost."""
-        return self._thread.is_alive() and self._lost is None
+        return self._taken and self._lost is None
 
     def end(self) -> None:
         """Leave the folder to others, at once."""

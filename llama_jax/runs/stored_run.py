@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llama_jax.checkpoints.fetching import fetch_files
@@ -31,6 +31,7 @@ from llama_jax.writing import ScratchFolder
 THREADS = 4  # files that are put at a time, large ones in parts
 PATIENCE = (60.0,) * 10  # seconds between tries, after those of `storage.view`: a run costs more than a reader
 METRICS_EVERY = 15.0  # seconds
+LEAVING = 20.0  # seconds that what is left of a run that has failed may take
 PART = 1 << 20  # bytes of metrics in an object, from which on there is a next one
 READING = "reading"  # beside the folder of checkpoints: steps that are brought here
 
@@ -112,14 +113,27 @@ class StoredRun:
         """
         self._stop.set()
         try:
+            if failed:  # perhaps since a request hangs, on which nothing may wait
+                thread = threading.Thread(target=self._leave_quietly, name="leaving", daemon=True)
+                thread.start()
+                thread.join(LEAVING)
+            else:
+                self._leave()
+        except OSError as error:
+            raise TrainingError(_cannot(self.place, error)) from None
+        finally:
+            self._scratch.close()
+
+    def _leave_quietly(self) -> None:
+        with suppress(OSError, TrainingError):
+            self._leave()
+
+    def _leave(self) -> None:
+        try:
             if self._lease.is_held:
                 self.put_files(also_in_folders=True)
-        except (OSError, TrainingError) as error:
-            if not failed:
-                raise TrainingError(_cannot(self.place, error)) from None
         finally:
             self._lease.end()
-            self._scratch.close()
 
     def _trying(self, path: StoredPath, ask: Callable[[], None]) -> None:
         def guarded() -> None:

@@ -26,8 +26,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(lease, "POLL", 0.01)
 
 
-def taken(**told):
-    found = Lease(locate("s3://bucket/run"))
+def taken(scheme="s3", **told):
+    found = Lease(locate(f"{scheme}://bucket/run"))
     found._told |= told
     said = []
     found.take(said.append)
@@ -68,10 +68,15 @@ def test_another_is_told_who_has_it(store, quick):
     one.end()
 
 
-def test_what_has_run_out_is_taken_and_its_holder_writes_nothing_more(store, quick):
-    one, _ = taken(holder="1 on here")
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_what_has_run_out_is_taken_and_its_holder_writes_nothing_more(store, quick, scheme, tmp_path, monkeypatch):
+    (tmp_path / "key.json").write_text(object_server.google_key(store))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
+    one, _ = taken(scheme, holder="1 on here")
+    one._renewed -= 100
+    one.check()
     age(store, 100)  # by the store's clock, of which ours is an hour behind
-    two, said = taken(holder="2 on there", since="one")
+    two, said = taken(scheme, holder="2 on there", since="one")
     assert said == []
     one._renewed -= 100  # it was asleep
     with pytest.raises(TrainingError, match=r"run/lease.json was taken over by another run, process 2 on there"):

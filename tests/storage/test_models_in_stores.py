@@ -1,6 +1,5 @@
 """Models, vocabularies and adapters read from a store: the same as from a disk, and no more than is needed."""
 
-import json
 import shutil
 
 import jax
@@ -101,8 +100,7 @@ def test_over_a_mesh_each_byte_is_fetched_once(tmp_path, store):
 
 def test_google_storage(tmp_path, store, monkeypatch):
     key = tmp_path / "key.json"
-    account = {"gcs_base_url": store.url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
-    key.write_text(json.dumps(account))
+    key.write_text(object_server.google_key(store))
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(key))
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "a/model").replace("s3://", "gs://")
