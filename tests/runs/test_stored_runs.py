@@ -28,7 +28,7 @@ from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
 from llama_jax.runs.run_folder import opened
 from llama_jax.runs.snapshots import Snapshots
-from llama_jax.storage import locate
+from llama_jax.storage import buckets, locate
 
 RUN = "s3://bucket/run"
 STEPS = f"{RUN}/checkpoints"
@@ -122,8 +122,11 @@ def test_a_save_that_fails_leaves_the_last_good_one(store, kept):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [500, "lost"])
-def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault):
+@pytest.mark.parametrize("fault", [500, "lost", "torn"])
+def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
+    if fault == "torn":  # a file goes in parts, and one of them does not arrive
+        monkeypatch.setattr(buckets, "LEAST_PART", 4096)
+        fault = 500
     failed = set()
 
     def once(key, changes):
@@ -135,6 +138,7 @@ def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault):
     store.fault = lambda key, before: ("reset", "cut", None)[before % 3]
     save(kept, 10, 10)
     kept.wait()
+    assert any(way == "PARTS" for way, _ in store.changes) == (buckets.LEAST_PART == 4096)
     same(kept.restore(shapes_of())[0], state_of(10))
 
 
