@@ -74,10 +74,11 @@ class Lease:
                         f"{self._folder} is in use by another run, {_holder(told)}; wait until that has ended, or give"
                         " another --workdir"
                     )
-                if seen is None:
-                    left = float(told.get("seconds", SECONDS)) - self._age(found)
+                if seen is None and not told.get("ended"):
+                    seconds = told.get("seconds")
+                    left = (seconds if isinstance(seconds, int | float) else SECONDS) - self._age(found)
                     deadline = _clock() + left
-                    if left > 0 and not told.get("ended"):
+                    if left > 0:
                         say(f"{self._folder} was in use by {_holder(told)}: waiting {left:.0f} s to see whether it still is")
                 seen = found.content
                 if not told.get("ended") and _clock() < deadline:
