@@ -21,6 +21,10 @@ class CheckpointError(UserError):
     """A file that cannot be read as a Llama: damaged, incomplete, or of a kind that is not supported."""
 
 
+class StuckSaveError(CheckpointError):
+    """A checkpoint that is still being written when its time is up: nothing may wait for its threads any more."""
+
+
 class TokenizerError(UserError):
     """A vocabulary that cannot be read."""
 

@@ -9,8 +9,10 @@ import platform
 import re
 import shutil
 import sys
+import tempfile
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -84,6 +86,27 @@ def put(target: Path, path: Path) -> None:
             if lock is not None:
                 os.close(lock)
     _flush_entry(path.parent)
+
+
+class ScratchFolder:
+    """An empty folder in TMPDIR, until it is closed or nobody has it any more. What killed processes left of theirs goes
+    when the next one is made.
+
+    Attributes:
+      path: of the folder.
+    """
+
+    def __init__(self) -> None:
+        parent = Path(tempfile.gettempdir()).resolve()
+        clear_up(parent)
+        self.path, lock = _begin(parent / "scratch", folder=True)
+        self.close = weakref.finalize(self, _discard, self.path, lock)
+
+
+def _discard(path: Path, lock: int | None) -> None:
+    remove(path)
+    if lock is not None:
+        os.close(lock)
 
 
 def clear_up(folder: Path) -> None:

@@ -44,16 +44,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         path = unquote(urlsplit(self.path).path)
-        if found := re.fullmatch(r"/api/models/org/(\w+)(/revision/(\w+))?", path):
+        if found := re.fullmatch(r"/api/(?:models|datasets)/org/(\w+)(/revision/(\w+))?", path):
             code = {"gated": "GatedRepo", "private": "RepoNotFound"}.get(found[1])
             if code or found[3] == "none":
                 return self.refuse(code or "RevisionNotFound", 403 if code == "GatedRepo" else 404)
             return self.answer({"id": f"org/{found[1]}", "sha": COMMIT, "siblings": [], "tags": []})
-        if found := re.fullmatch(rf"/api/models/org/name/tree/{COMMIT}/?(.*)", path):
+        if found := re.fullmatch(rf"/api/(?:models/org/name|datasets/org/texts)/tree/{COMMIT}/?(.*)", path):
             recursive = parse_qs(urlsplit(self.path).query).get("recursive", [""])[0].lower() in ("true", "1")
             listed = self.tree(found[1], recursive=recursive)
             return self.answer(listed) if listed else self.refuse("EntryNotFound", 404)
-        if found := re.fullmatch(rf"/org/name/resolve/{COMMIT}/(.*)", path):
+        if found := re.fullmatch(rf"/(?:org/name|datasets/org/texts)/resolve/{COMMIT}/(.*)", path):
             content = self.server.content[found[1]]
             if self.server.gate is not None:
                 return self.refuse(self.server.gate, 403)

@@ -6,12 +6,15 @@ It counts what it sends, and to whom: a client is told by the name of its access
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +26,6 @@ import pytest
 from llama_jax.storage import view
 
 BUCKET = "bucket"
-WHEN = "Mon, 23 Nov 2026 07:00:00 GMT"
 
 
 class Answer(NamedTuple):
@@ -44,6 +46,7 @@ class ObjectServer(ThreadingHTTPServer):
       write_fault: given the key and how many changes there were before, what is wrong with the answer to a PUT: a status, or
         "lost" (the object is written, and the connection ends before the answer).
       changes: what was written and removed, in its order.
+      written: when objects were, by a clock that is an hour ahead; and how often, which Google tells.
     """
 
     daemon_threads = True
@@ -51,6 +54,8 @@ class ObjectServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
+        self.generations: dict[str, int] = {}
         self.answers: list[Answer] = []
         self.fault: Callable[[str, int], int | str | None] = lambda key, before: None
         self.asked: dict[str, int] = {}
@@ -146,18 +151,27 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, b"", ETag=etag(body))
         with self.server.lock:
             there = self.server.objects.get(key)
+            if there is None and "If-Match" in self.headers:
+                return self._error(404, "NoSuchKey", "The specified key does not exist.")
             if there is not None and (
                 self.headers.get("If-None-Match") == "*" or self.headers.get("If-Match", etag(there)) != etag(there)
             ):
                 return self._error(
                     412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
                 )
+            generation = self.headers.get("x-goog-if-generation-match")
+            if generation is not None and generation != str(self.server.generations.get(key, 0) if there is not None else 0):
+                return self._error(
+                    412, "PreconditionFailed", "At least one of the pre-conditions you specified did not hold"
+                )
             self.server.objects[key] = body
+            self.server.written[key] = time.time() + 3600
+            self.server.generations[key] = self.server.generations.get(key, 0) + 1
             self.server.changes.append(("PUT", key))
         if fault == "lost":
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
-        return self._answer(200, b"", ETag=etag(body))
+        return self._answer(200, b"", ETag=etag(body), x_goog_generation=str(self.server.generations[key]))
 
     def _written(self) -> tuple[str, dict[str, list[str]], bytes]:
         url = urlsplit(self.path)
@@ -176,7 +190,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = content[start:stop] if self.command == "GET" else b""
         with self.server.lock:
             self.server.answers.append(Answer(self.command, key, self._client(), len(body)))
-        headers = {"ETag": etag(content), "Last-Modified": WHEN, "Content-Length": str(stop - start)}
+        when = formatdate(self.server.written.get(key, 0), usegmt=True)
+        headers = {"ETag": etag(content), "Last-Modified": when, "Content-Length": str(stop - start)}
+        headers["x-goog-generation"] = str(self.server.generations.get(key, 0))
         if found:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         if fault == "cut":
@@ -230,6 +246,12 @@ def serving() -> Iterator[ObjectServer]:
         finally:
             server.shutdown()
             thread.join()
+
+
+def google_key(server: ObjectServer) -> str:
+    """What tells obstore of it as of Google's store, for a file that GOOGLE_SERVICE_ACCOUNT names."""
+    names = ("client_email", "private_key", "private_key_id")
+    return json.dumps({"gcs_base_url": server.url, "disable_oauth": True} | dict.fromkeys(names, ""))
 
 
 def environment(server: ObjectServer, client: str = "someone") -> dict[str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf_adapter, peft, store
 from llama_jax.checkpoints.appearing import appearing
+from llama_jax.checkpoints.step_fetching import fetch_step, of_model
 from llama_jax.checkpoints.huggingface_config import read_config
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, existing_step, find_checkpoints, is_step
@@ -60,9 +62,9 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
     """
     folder = locate(path)
     with reading(folder, CheckpointError):
-        step = _step_in(folder)
-        if step is not None:
-            return _of_run(step, config, dtype)
+        with _step_in(folder, of_model) as step:
+            if step is not None:
+                return _of_run(step, config, dtype)
         if gguf_adapter.recognises(folder):
             return Adapter(*gguf_adapter.read(folder, config, dtype))
     return Adapter(*peft.read_folder(folder, config, dtype))
@@ -72,9 +74,9 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
     """Whether a path holds an adapter and no model."""
     folder = locate(path)
     with reading(folder, CheckpointError):
-        step = _step_in(folder)
-        if step is not None:
-            return store.adapters_of(step) is not None
+        with _step_in(folder) as step:
+            if step is not None:
+                return store.adapters_of(step) is not None
         return (folder / peft.CONFIG).is_file() or gguf_adapter.recognises(folder)
 
 
@@ -85,8 +87,7 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
       CheckpointError: a damaged file.
     """
     folder = locate(path)
-    with reading(folder, CheckpointError):
-        step = _step_in(folder)
+    with reading(folder, CheckpointError), _step_in(folder) as step:
         if step is not None:
             found = read_object(step / ABOUT / NOTE, CheckpointError).get("base", {}).get("path")
         elif folder.is_file():
@@ -102,25 +103,22 @@ def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
     Raises:
       CheckpointError: a damaged file.
     """
-    with reading(path, CheckpointError):
-        step = _step_in(locate(path))
+    with reading(path, CheckpointError), _step_in(locate(path)) as step:
         return None if step is None else read_config(step / ABOUT)
 
 
-def _step_in(folder: Location) -> Path | None:
-    """The step that a folder of a training run is, or the newest that it has."""
-    if not folder.is_dir():
-        return None
-    if isinstance(folder, StoredPath):
-        if is_step(folder) or find_checkpoints(folder) is not None:
-            raise CheckpointError(
-                f"{folder} is of a training run, which is read from a path of this machine alone; copy it here"
-            )
-        return None
-    if is_step(folder):
-        return folder
-    checkpoints = find_checkpoints(folder)
-    return None if checkpoints is None else Path(checkpoints) / str(existing_step(Path(checkpoints), None))
+@contextmanager
+def _step_in(
+    folder: Location, choose: Callable[[Collection[str]], Collection[str]] = lambda _: {ABOUT}
+) -> Iterator[Path | None]:
+    """The step that a folder of a training run is, or the newest that it has; of one in a store, the parts chosen."""
+    found = folder if folder.is_dir() and is_step(folder) else find_checkpoints(folder) if folder.is_dir() else None
+    if isinstance(found, StoredPath):
+        fetched = fetch_step(found, choose)
+        with fetched.named():
+            yield fetched.folder
+    else:
+        yield found if found is None or is_step(found) else found / str(existing_step(found, None))
 
 
 def save_adapter(

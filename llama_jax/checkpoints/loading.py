@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from llama_jax.checkpoints.gguf_file import is_gguf
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize
-from llama_jax.checkpoints.steps import existing_step, find_checkpoints
+from llama_jax.checkpoints.steps import existing_step, find_checkpoints, is_step
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
@@ -138,7 +137,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
         one, any part); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, of
         which the newest step is taken, or one of its steps; or a folder that holds one such file. Of a run that keeps a
         moving average of the parameters, that is the model. Or the URL of one in a store (`storage.locate`), of any of these
-        but orbax's.
+        but what `save` wrote as orbax.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
@@ -188,7 +187,9 @@ def _open(path: Location) -> Opened | store.Stored:
 
 def _open_folder(path: Location) -> Opened | store.Stored:
     if store.recognises(path):
-        return store.open_folder(_on_a_disk(path))
+        if isinstance(path, StoredPath):
+            return store.open_stored(_step_of_a_run(path))
+        return store.open_folder(path)
     if (path / "config.json").exists() and huggingface.has_weights(path):
         return huggingface.open_folder(path)
     if meta.recognises(path):
@@ -203,7 +204,8 @@ def _open_folder(path: Location) -> Opened | store.Stored:
         return opened
     checkpoints = find_checkpoints(path)
     if checkpoints is not None:
-        checkpoints = _on_a_disk(checkpoints)
+        if isinstance(checkpoints, StoredPath):
+            return store.open_stored(checkpoints)
         return store.open_folder(checkpoints / str(existing_step(checkpoints, None)))
     if (path / "config.json").exists():
         return huggingface.open_folder(path)  # says which weights are missing
@@ -214,12 +216,12 @@ def _open_folder(path: Location) -> Opened | store.Stored:
     raise CheckpointError(f"{path} holds no model: no config.json, no params.json, no GGUF and no whole llama2.c file")
 
 
-def _on_a_disk(path: Location) -> Path:
-    """The path of what orbax reads."""
-    if isinstance(path, StoredPath):
+def _step_of_a_run(path: StoredPath) -> StoredPath:
+    """What is read of orbax's format in a store."""
+    if not is_step(path):
         raise CheckpointError(
-            f"{path} is a checkpoint of orbax, which is read from a path of this machine alone: copy it here, or store it as"
-            " safetensors (llama-jax convert)"
+            f"{path} is a checkpoint of orbax but not of a run, which is read from a path of this machine alone: copy it"
+            " here, or store it as safetensors (llama-jax convert)"
         )
     return path
 

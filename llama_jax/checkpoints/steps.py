@@ -5,22 +5,22 @@
                    rest     what else training carries from step to step (orbax)
                    about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
 
-A folder whose name is a number is whole, for it is renamed so when all of it is written.
+A folder whose name is a number is whole, for it is renamed so when all of it is written. A store renames nothing: there the
+checksums are put last, and a step without them is none.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from llama_jax.errors import CheckpointError
 from llama_jax.files import read_object
-from llama_jax.storage import Location
+from llama_jax.storage import Location, StoredPath
 
 CHECKPOINTS = "checkpoints"  # in the folder of a run
 PARAMS, EMA, REST, ABOUT = "params", "ema", "rest", "about"
-NOTE = "note.json"
+NOTE, SUMS = "note.json", "SHA256SUMS"
 
 
 class DamagedError(CheckpointError):
@@ -32,15 +32,16 @@ def steps_in(folder: Location) -> list[int]:
     if not folder.is_dir():
         return []
     names = (entry.name for entry in folder.iterdir() if entry.is_dir())
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+    steps = sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+    return [step for step in steps if is_step(folder / str(step))] if isinstance(folder, StoredPath) else steps
 
 
 def is_step(folder: Location) -> bool:
     """Whether a folder is a step of a run."""
-    return (folder / ABOUT).is_dir()
+    return (folder / ABOUT / SUMS).exists() if isinstance(folder, StoredPath) else (folder / ABOUT).is_dir()
 
 
-def existing_step(folder: Path, step: int | None) -> int:
+def existing_step(folder: Location, step: int | None) -> int:
     """The step itself if the folder has it; the newest for None.
 
     Raises:
@@ -54,7 +55,7 @@ def existing_step(folder: Path, step: int | None) -> int:
     return steps[-1] if step is None else step
 
 
-def read_note(folder: Path, step: int | None = None) -> dict[str, Any]:
+def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
     """What a run noted beside a step's arrays, without reading those; `step` None is the newest.
 
     Raises:
@@ -73,7 +74,7 @@ def cannot_read(path: Location, reason: str) -> str:
     return f"{path} cannot be read ({reason}), which proves nothing about what is in it; see to that, and try again"
 
 
-def validation_loss(folder: Path, step: int) -> float:
+def validation_loss(folder: Location, step: int) -> float:
     """The validation loss in a step's note; infinity where it has none, or cannot be read."""
     try:
         loss = read_note(folder, step).get("validation_loss")
@@ -82,7 +83,7 @@ def validation_loss(folder: Path, step: int) -> float:
     return float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else math.inf
 
 
-def by_loss(folder: Path) -> list[int]:
+def by_loss(folder: Location) -> list[int]:
     """The steps that have a validation loss, the best first; of equal ones the later first."""
     losses = {step: validation_loss(folder, step) for step in steps_in(folder)}
     return sorted((step for step in losses if losses[step] < math.inf), key=lambda step: (losses[step], -step))

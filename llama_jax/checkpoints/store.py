@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints import stored_weights
+from llama_jax.checkpoints.step_fetching import FetchedStep, fetch_step, of_model
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, DamagedError, cannot_read, is_step, steps_in
@@ -29,7 +31,7 @@ from llama_jax.files import read_object
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, unstack
 from llama_jax.ops.weights import QuantizedWeight
-from llama_jax.storage import Location
+from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.writing import cannot_write
 
@@ -72,10 +74,11 @@ class Stored:
       stacked: whether they are one block whose arrays have a leading axis L, as in a step of a training run.
       found: all arrays that are stored, by name; several may be one of the tensors.
       kinds: of the weights that are quantised, see `stored_weights`.
+      fetched: what `arrays` lie in, of a step in a store.
     """
 
     format: str
-    path: Path
+    path: Location
     config: LlamaConfig
     tensors: Mapping[str, StoredArray | stored_weights.StoredWeight]
     tokenizer: Callable[[], Tokenizer | None]
@@ -83,6 +86,7 @@ class Stored:
     stacked: bool
     found: Mapping[str, StoredArray]
     kinds: stored_weights.Kinds
+    fetched: FetchedStep | None = None
 
 
 def recognises(folder: Location) -> bool:
@@ -121,6 +125,17 @@ def open_folder(folder: Path) -> Stored:
         kinds=kinds,
     )
     return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
+
+
+def open_stored(place: StoredPath) -> Stored:
+    """The model of a run in a store: a step, or the newest of a folder of them. The files of the model are fetched.
+
+    Raises:
+      CheckpointError: as `open_folder` does; no step, or a damaged one.
+    """
+    fetched = fetch_step(place, of_model)
+    with fetched.named():
+        return replace(open_folder(fetched.folder), path=fetched.url, fetched=fetched)
 
 
 def adapters_of(step: Path) -> dict[str, Any] | None:
@@ -277,6 +292,11 @@ def load_params(
     Raises:
       CheckpointError: a file that is damaged, or an array that is not finite.
     """
+    with nullcontext() if stored.fetched is None else stored.fetched.named():
+        return _load_params(stored, dtype, shardings)
+
+
+def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: Llama | None) -> Llama:
     shape = _shape(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
     folder, name = stored.arrays

@@ -25,6 +25,7 @@ from llama_jax.ops.weights import KINDS, JoinedWeight, Plane, QuantizedWeight, s
 from llama_jax.ops.weights.order import arranged
 from llama_jax.ops.weights.planes import FP8, INT4, packed
 from llama_jax.ops.weights.weight import columns_on_each
+from llama_jax.storage import Location
 
 FILE = "quantized.json"
 Kinds = Mapping[str, Any]  # by the name of a weight: its kind; of a joined one those of its parts, None where one is floats
@@ -83,7 +84,7 @@ def is_weight(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedWeight | JoinedWeight)
 
 
-def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Path) -> Llama:
+def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Location) -> Llama:
     """Shapes of a model's matrices, with those of the stored planes in the place of each that is quantised.
 
     Raises:
@@ -128,7 +129,7 @@ def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(found, np.dtype(np.uint8) if dtype == FP8 else dtype)
 
 
-def placed(shape: Any, target: np.dtype, place: Any, where: Path) -> Any:
+def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
     """What to ask of orbax for a parameter that is to lie at `place`: floats cast, planes as they are."""
     if isinstance(shape, JoinedWeight):
         return JoinedWeight(tuple(placed(part, target, place, where) for part in shape.parts))

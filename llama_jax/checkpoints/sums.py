@@ -13,10 +13,10 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llama_jax.checkpoints.steps import ABOUT, DamagedError, cannot_read
+from llama_jax.checkpoints.steps import ABOUT, SUMS, DamagedError, cannot_read
 from llama_jax.errors import CheckpointError
+from llama_jax.storage import Location
 
-SUMS = "SHA256SUMS"
 LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
 THREADS = 8  # hashing lets others run
 
@@ -34,7 +34,7 @@ def write_sums(step: Path) -> None:
         os.fsync(file.fileno())
 
 
-def verify(step: Path, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
+def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
     """Whether a step's files are known to be what was saved; False where it has no checksums, as those of older versions.
 
     Args:
@@ -45,7 +45,7 @@ def verify(step: Path, parts: Collection[str] | None = None, *, share: tuple[int
       DamagedError: a file is missing or another.
       CheckpointError: a file cannot be read, which proves nothing.
     """
-    sums = _read(step / ABOUT / SUMS)
+    sums = read_sums(step)
     if sums is None:
         return False
     wanted = [name for name in sums if "/" not in name or parts is None or name.partition("/")[0] in parts]
@@ -54,12 +54,12 @@ def verify(step: Path, parts: Collection[str] | None = None, *, share: tuple[int
         first = next(filter(None, problems), None)
     if first is None:
         return True
-    if not (step / ABOUT / SUMS).exists():
+    if not (step / ABOUT / SUMS).resolve().exists():
         raise CheckpointError(f"{step} was removed while it was read; read another step")
     raise first
 
 
-def _problem(path: Path, expected: str) -> CheckpointError | None:
+def _problem(path: Location, expected: str) -> CheckpointError | None:
     try:
         found = _sum_of(path)
     except FileNotFoundError:
@@ -69,10 +69,16 @@ def _problem(path: Path, expected: str) -> CheckpointError | None:
     return None if found == expected else DamagedError(f"{path} is not what was saved (its SHA-256 is another)")
 
 
-def _read(path: Path) -> dict[str, str] | None:
-    """{name: checksum}; None where there are none, or where they are no more what was written themselves."""
+def read_sums(step: Location) -> dict[str, str] | None:
+    """{name: checksum} of a step; None where there are none, or where they are no more what was written themselves.
+
+    Raises:
+      CheckpointError: they cannot be read, which proves nothing.
+    """
+    path = step / ABOUT / SUMS
     try:
-        text, mark, last = path.read_text(encoding="utf-8").rpartition("# ")
+        with path.open("rb") as file:
+            text, mark, last = file.read().decode().rpartition("# ")
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:
@@ -85,7 +91,7 @@ def _read(path: Path) -> dict[str, str] | None:
     return {line["name"]: line["sum"] for line in found if line is not None}
 
 
-def _sum_of(path: Path, *, flush: bool = False) -> str:
+def _sum_of(path: Location, *, flush: bool = False) -> str:
     with path.open("rb") as file:
         if flush:
             os.fsync(file.fileno())

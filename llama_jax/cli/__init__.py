@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import llama_jax
 from llama_jax.cli.arguments import arranged, recipe_asked_about
-from llama_jax.errors import UserError, reason_of, shown
+from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
 from llama_jax.writing import cannot_write, remedy_for, send_nowhere
 
 # By group: a command, its class in the file of the command's name, and what it does, in one line of at most 80 columns.
@@ -71,6 +71,9 @@ def main() -> None:
         # The reader of stdout has left (`| head`): nothing to say, and nothing may be flushed at exit.
         send_nowhere(sys.stdout.fileno())
         sys.exit(1)
+    except StuckSaveError as error:
+        print("llama-jax: error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
+        os._exit(2)  # an end in order would wait for the threads that hang
     except (UserError, OSError) as error:
         _end(_of_stdout(error) or " ".join(str(error).split("\n")))
     except MemoryError as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from llama_jax.cli.page import columns, printable
+from llama_jax.cli.paths import ModelPath
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import UserError
 
@@ -32,12 +33,12 @@ TARGET, SPECIAL, PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[0m"
 class ShowData:
     """Show chats and preferences as a model is taught them: each token, its text, and whether it is to be predicted."""
 
-    file: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FILE")]]
+    file: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="FILE")]]
     """A .jsonl, of which a line is a chat (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
     and an output (Alpaca), or a preference (prompt, chosen, rejected)."""
-    model: Path | None = None
+    model: ModelPath | None = None
     """A model's folder or file, whose vocabulary and chat template are taken; by default the bundled stories model."""
-    tokenizer: Path | None = None
+    tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a folder with one, in place of the model's."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
     """The format of chats; auto is the model's own template, or Llama 3's for its vocabulary."""
@@ -110,7 +111,7 @@ class ShowData:
         files = find_files(self.file)
         if files[0].suffix.lower() != ".jsonl" or self.file.is_dir():
             raise UserError(f"{self.file} is no .jsonl file, whose lines are objects; give one")
-        return self.file
+        return files[0]
 
     def _taught(self, tokenizer: Tokenizer) -> Iterator[tuple[Example, tuple[Taught | None, ...]]]:
         """The examples that are asked for, and the tokens of their answers; None for one that is dropped."""
@@ -159,13 +160,13 @@ class ShowData:
 class BuildData:
     """Tokenise files into shards of token ids and a manifest."""
 
-    files: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...")]]
+    files: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="FILE ...")]]
     """Text, JSONL, Parquet or Arrow, also text and JSONL compressed as .gz or .zst; or folders of them, also of one split
     of a Hugging Face dataset."""
     out: Path
     """Folder of the shards, which train and eval then take as --data. Its bytes depend on the files, the tokenizer and the
     settings alone. After a stop the same command continues."""
-    tokenizer: Path | None = None
+    tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a folder with one; by default that of the bundled
     stories model."""
     processes: int | None = None

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llama_jax.cli.page import columns, printable
@@ -16,12 +15,13 @@ if TYPE_CHECKING:
     from llama_jax.data.conversations import ExampleCounts
     from llama_jax.data.pairs import Pairs
     from llama_jax.runs.preferring import Preferring
+    from llama_jax.storage import Location
     from llama_jax.tokenizers import Tokenizer
 
 CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
-def kind_of_lines(data: Sequence[Path], field: str) -> Literal["text", "chats", "preferences"]:
+def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
     """What the first object of the first .jsonl is: text where it has `field`, or there is no such file."""
     from llama_jax.data.documents import jsonl_objects
     from llama_jax.data.sources import find_files
@@ -43,7 +43,7 @@ class ExampleOptions:
     too_long: Literal["cut", "drop"]
     most: int | None
 
-    def chats(self, data: Sequence[Path], tokenizer: Tokenizer, length: int) -> tuple[Corpus, ExampleCounts]:
+    def chats(self, data: Sequence[Location], tokenizer: Tokenizer, length: int) -> tuple[Corpus, ExampleCounts]:
         """Conversations whose targets are what the assistant says."""
         import numpy as np
 
@@ -52,7 +52,7 @@ class ExampleOptions:
         corpus, counts = open_chats(data, tokenizer, length, ChatReading(self.format, self.too_long))
         return corpus.select(np.arange(corpus.document_count)[: self.most]), counts
 
-    def preferences(self, data: Sequence[Path], tokenizer: Tokenizer, length: int) -> tuple[Pairs, ExampleCounts]:
+    def preferences(self, data: Sequence[Location], tokenizer: Tokenizer, length: int) -> tuple[Pairs, ExampleCounts]:
         """Pairs of answers."""
         import numpy as np
 

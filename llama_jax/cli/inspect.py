@@ -141,7 +141,7 @@ def _check_sums(opened: Opened | Stored) -> None:
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.sums import verify
 
-    if isinstance(opened, Stored) and opened.stacked:
+    if isinstance(opened, Stored) and opened.stacked and opened.fetched is None:  # which was checked as it came
         verify(opened.path)
 
 
@@ -151,8 +151,10 @@ def _files(opened: Opened | Stored) -> list[Location]:
 
     if isinstance(opened, Stored):
         folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
-        where = folder / name if opened.stacked else opened.path
-        return sorted(file for file in where.rglob("*") if file.is_file())
+        where = folder / name if opened.stacked else folder.parent
+        within = folder if opened.stacked else folder.parent
+        files = sorted(file for file in where.rglob("*") if file.is_file())
+        return [opened.path / file.relative_to(within).as_posix() for file in files]
     return sorted({file for tensor in opened.tensors.values() for file in _files_of(tensor)}, key=str)
 
 

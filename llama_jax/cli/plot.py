@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from llama_jax.cli.paths import ModelPath
 from llama_jax.errors import UserError
 from llama_jax.writing import appearing
 
@@ -23,10 +24,11 @@ FORMATS = (".png", ".pdf", ".svg")
 class Plot:
     """Draw loss, learning rate, gradient norm and throughput of one or several runs. Needs the extra 'plot'."""
 
-    runs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="RUN ...")]]
-    """Folders of runs, each with a metrics.jsonl; several are drawn over each other."""
+    runs: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="RUN ...")]]
+    """Folders of runs, each with a metrics.jsonl, or in a store with metrics/; several are drawn over each other."""
     output: Path | None = None
-    """The picture, .png, .pdf or .svg; by default curves.png in the run's folder, of several in this folder."""
+    """The picture, .png, .pdf or .svg; by default curves.png in the run's folder, of several or of one in a store in this
+    folder."""
     by: Literal["step", "tokens"] = "step"
     """The horizontal axis."""
     log: bool = False
@@ -51,7 +53,8 @@ class Plot:
 
     def _output(self) -> Path:
         if self.output is None:
-            return (self.runs[0] if len(self.runs) == 1 else Path()) / "curves.png"
+            only = self.runs[0] if len(self.runs) == 1 else None
+            return (only if isinstance(only, Path) else Path()) / "curves.png"
         check_picture("output", self.output)
         return self.output
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
@@ -56,7 +55,7 @@ def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    data: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction]
+    data: Annotated[tuple[ModelPath, ...], tyro.conf.UseAppendAction]
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
     .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
     tokenizer: ModelPath | None = None

@@ -40,8 +40,9 @@ class Train:
     changes: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]")]] = ()
     """Changes of the recipe, anywhere: steps=500 optimizer.learning_rate=1e-3 model=stories-15m model.n_layers=4.
     llama-jax train RECIPE --help lists its settings with their values; in Python they are those of llama_jax.Recipe."""
-    workdir: Path
-    """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it."""
+    workdir: ModelPath
+    """Folder of the run: recipe.json, metrics.jsonl and checkpoints/STEP. Several processes share it. Or s3://BUCKET/PATH or
+    gs://BUCKET/PATH, on one host."""
     data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH:WEIGHT ..."), tyro.conf.UseAppendAction]
     """Text, JSONL (both also .gz and .zst), Parquet, Arrow, .bin or .array_record, or folders of them, also of `data build`:
     several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data books=PATH:0.3: each source
@@ -74,6 +75,8 @@ class Train:
     """Log the numbers of metrics.jsonl elsewhere as well: to TensorBoard (the folder's tensorboard/), Weights & Biases
     (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install
     'llama-jax[wandb]'."""
+    save_timeout: float = 1800.0
+    """Seconds that writing a checkpoint may take, beside the training; then the run ends with an error."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
@@ -125,6 +128,7 @@ class Train:
                 backend=self.backend,
                 trace=_steps(self.trace),
                 track=self.track,
+                save_timeout=self.save_timeout,
                 processes=joined,
                 log=Log(quiet=joined.index > 0),
             )

@@ -29,7 +29,7 @@ from llama_jax.data.units import Unit, spans_of, units_of
 from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.data.workers import Progress, Workers, cores, working
 from llama_jax.errors import shown
-from llama_jax.storage import on_disk
+from llama_jax.storage import locate, on_disk
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.writing import appearing, cannot_write, hold, sign
 
@@ -122,7 +122,7 @@ def _build(
         **asdict(options),
         "signatures": None if options.near_duplicates is None else near.library(),
     }
-    where = str(Path(tokenizer).resolve())
+    where = os.fspath(locate(tokenizer).resolve())
     begun = _begun(folder, Manifest(plan, command, where, vocabulary.size, shards.token_type(vocabulary)))
     if begun.finished:
         return begun
@@ -224,8 +224,8 @@ def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[st
     """What goes on with a build."""
     if (options.unit or 0) % (1 << 20) or options.reading.token_type is not None:  # the command line has no words for these
         return f"llama_jax.data.building.build(..., {str(folder)!r}, ...), from Python as before"
-    parts = [*(str(Path(path).resolve()) for path in paths), "--out", str(folder)]
-    parts += ["--tokenizer", str(Path(tokenizer).resolve())]
+    parts = [*(os.fspath(locate(path).resolve()) for path in paths), "--out", str(folder)]
+    parts += ["--tokenizer", os.fspath(locate(tokenizer).resolve())]
     if options.unit is not None:
         parts += ["--unit", str(options.unit >> 20)]
     if options.drop_duplicates:

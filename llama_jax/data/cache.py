@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import platformdirs
 
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.errors import DataError
@@ -35,6 +36,7 @@ from llama_jax.writing import appearing, cannot_write
 MAGIC = b"llamajx1"
 CORPUS = re.compile(r"[0-9a-f]{32}\.corpus")  # a file's name in a cache
 RECENT = 600  # seconds
+LIMIT = 100  # gigabytes of a cache
 HEADER = struct.Struct("<8sQ32s")
 
 
@@ -54,8 +56,8 @@ def write_corpus(path: Path, pieces: Iterable[DocumentPart], vocab_size: int, or
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _elsewhere(cannot_write(path.parent, error)) from None
-    with appearing(path, raises=_elsewhere) as target, target.open("wb") as file:
+        raise elsewhere(cannot_write(path.parent, error)) from None
+    with appearing(path, raises=elsewhere) as target, target.open("wb") as file:
 
         def put(content: bytes) -> None:
             digest.update(content)
@@ -116,7 +118,29 @@ def note_use(path: Path) -> None:
         os.utime(path)
 
 
-def _elsewhere(text: str) -> DataError:
+def cache_folder() -> Path:
+    """That named by LLAMA_JAX_CACHE, or the user's."""
+    return Path(os.environ.get("LLAMA_JAX_CACHE") or platformdirs.user_cache_dir("llama_jax"))
+
+
+def cache_limit() -> int:
+    """LLAMA_JAX_CACHE_LIMIT in bytes, or LIMIT.
+
+    Raises:
+      DataError: it is no number of gigabytes.
+    """
+    text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(LIMIT))
+    try:
+        limit = int(float(text) * 1e9)
+    except (ValueError, OverflowError):
+        limit = -1
+    if limit < 0:
+        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes, at least 0; set it so, or not at all")
+    return limit
+
+
+def elsewhere(text: str) -> DataError:
+    """That nothing can be written to a cache, and the remedy."""
     return DataError(f"{text}; name another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
 
 

@@ -11,21 +11,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
-from llama_jax.data.cache import make_room, note_use, read_corpus, write_corpus
+from llama_jax.data.cache import cache_folder, make_room, note_use, read_corpus, write_corpus
+from llama_jax.data.cache import cache_limit as limit_of_environment
 from llama_jax.data.corpus import Corpus
 from llama_jax.data.documents import DocumentFormat
 from llama_jax.data.errors import DataError
 from llama_jax.data.manifest import builds_of, check_built, check_contents, check_finished
 from llama_jax.data.pieces import DocumentPart, read_pieces
-from llama_jax.data.sources import Paths, Source, describe, find_files, unchanged, untouched
+from llama_jax.data.sources import Paths, Source, describe, find_files, given_paths, unchanged, untouched
 from llama_jax.data.vocabulary import Vocabulary, examine
-from llama_jax.storage import on_disk
 from llama_jax.tokenizers import Tokenizer
 
 MEGABYTE = 1 << 20
-LIMIT = 100  # gigabytes of a cache
+CORPORA = "corpora"  # in the cache
 Progress = Callable[[range], Iterable[int]]
 
 
@@ -44,8 +42,8 @@ def open_corpus(
     the file itself is damaged (which warns). Memory is a block of a file, and 16 bytes per document.
 
     Args:
-      paths: files, or folders whose files with one of `sources.SUFFIXES` are read in order of their names.
-        See `DocumentFormat` for where documents end, `read_pieces` for what tokens they become.
+      paths: files, or folders, of this machine or in a store, whose files with one of `sources.SUFFIXES` are read in order
+        of their names. See `DocumentFormat` for where documents end, `read_pieces` for what tokens they become.
       cache: folder of the cache files; None takes corpora/ in that named by LLAMA_JAX_CACHE, or in the user's cache folder.
       cache_limit: bytes of all corpora in it, above which those go that were not opened for longest; None takes
         LLAMA_JAX_CACHE_LIMIT, gigabytes, or 100 of them. Several processes may use one cache at a time.
@@ -55,17 +53,17 @@ def open_corpus(
       DataError: an empty, damaged or binary file, a token outside the vocabulary, or a file that changes meanwhile; shards
         of `data.building` that are not all there, or that another tokenizer made.
     """
-    given = [on_disk(path, "data") for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    given = given_paths(paths)
     for build in builds_of(given):
         check_finished(build)  # before there is a shard in it, too
-    files = find_files(paths)
+    files = find_files(given)
     vocabulary = examine(tokenizer)
     builds = [
         (build, check_built(build, vocabulary.fingerprint, reading.token_type, files)) for build in builds_of(given, files)
     ]
     recipe = {"files": [str(file) for file in files], "reading": asdict(reading), "tokenizer": vocabulary.fingerprint}
-    folder = _cache_folder() if cache is None else Path(cache)
-    limit = _cache_limit() if cache_limit is None else cache_limit
+    folder = cache_folder() / CORPORA if cache is None else Path(cache)
+    limit = limit_of_environment() if cache_limit is None else cache_limit
     path = folder / f"{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]}.corpus"
     corpus = _cached(path, files, recipe)
     if corpus is None:
@@ -94,21 +92,6 @@ def _cached(path: Path, files: list[Path], recipe: dict[str, Any]) -> Corpus | N
         return None
     note_use(path)
     return corpus
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("LLAMA_JAX_CACHE") or platformdirs.user_cache_dir("llama_jax")) / "corpora"
-
-
-def _cache_limit() -> int:
-    text = os.environ.get("LLAMA_JAX_CACHE_LIMIT", str(LIMIT))
-    try:
-        limit = int(float(text) * 1e9)
-    except (ValueError, OverflowError):
-        limit = -1
-    if limit < 0:
-        raise DataError(f"LLAMA_JAX_CACHE_LIMIT={text} must be a number of gigabytes, at least 0; set it so, or not at all")
-    return limit
 
 
 def _read_all(

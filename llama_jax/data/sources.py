@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_jax.data.errors import DataError
+from llama_jax.data.fetched import on_this_machine
 from llama_jax.data.hub import data_files
 from llama_jax.data.mixture import shares
 from llama_jax.errors import shown
-from llama_jax.storage import on_disk
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -75,6 +75,11 @@ def find_data(data: Data) -> list[FoundData]:
     return found
 
 
+def given_paths(paths: Paths) -> list[Path]:
+    """The paths as they are on this machine; what a URL names is fetched."""
+    return [on_this_machine(path, SUFFIXES) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+
+
 class Source(NamedTuple):
     """A file as it was when it was read."""
 
@@ -95,7 +100,7 @@ def find_files(paths: Paths) -> list[Path]:
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        given = on_disk(path, "data").resolve()
+        given = on_this_machine(path, SUFFIXES).resolve()
         if not given.exists():
             raise DataError(f"{path} does not exist; give files of text, or a folder of them")
         if given.is_dir():

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from llama_jax.errors import UserError
-from llama_jax.runs.metrics import METRICS
+from llama_jax.errors import UserError, reading
+from llama_jax.runs.metrics import METRICS, PARTS
+from llama_jax.storage import Location, StoredPath, locate
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class RunHistory:
 
 TRAIN = ("step", "tokens", "loss", "learning_rate", "grad_norm", "tokens_per_second")
 VALIDATION = ("step", "tokens", "loss")
+READERS = 8  # of parts in a store, at a time
 OF_SOURCE = "loss/"  # before the name of a source
 # What runs of some kinds have beside, in panels of their own.
 MORE = {
@@ -57,29 +60,32 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     Raises:
       UserError: no metrics there, or none of training.
     """
-    path = Path(folder) / METRICS
-    if not path.is_file():
-        raise UserError(f"{folder} holds no {METRICS}; give the folder of a run, the --workdir of llama-jax train")
+    where = locate(folder)
+    with reading(where, UserError):
+        files = _files(where.resolve())
+        if not files:
+            raise UserError(f"{folder} holds no {METRICS}; give the folder of a run, the --workdir of llama-jax train")
+        with ThreadPoolExecutor(READERS) as pool:
+            parts = list(pool.map(_content, files))
     kept: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "validation": {}}
     unreadable = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                found = json.loads(line)
-                step, kind = int(found["step"]), str(found["kind"])
-            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                if line.strip():
-                    unreadable.append(number)
-                continue
-            if kind == "event" and found.get("event") in ("start", "resume"):
-                for lines in kept.values():
-                    for later in [one for one in lines if one > step]:
-                        del lines[later]
-            elif kind in kept:
-                kept[kind][step] = found
+    for number, line in enumerate(chain.from_iterable(part.splitlines() for part in parts), 1):
+        try:
+            found = json.loads(line)
+            step, kind = int(found["step"]), str(found["kind"])
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            if line.strip():
+                unreadable.append(number)
+            continue
+        if kind == "event" and found.get("event") in ("start", "resume"):
+            for lines in kept.values():
+                for later in [one for one in lines if one > step]:
+                    del lines[later]
+        elif kind in kept:
+            kept[kind][step] = found
     if not kept["train"]:
         damage = f"; {len(unreadable)} of its lines are not whole" if unreadable else ""
-        raise UserError(f"{path} has no line of training to draw{damage}; has the run logged a step yet?")
+        raise UserError(f"{where / METRICS} has no line of training to draw{damage}; has the run logged a step yet?")
     train, validation = (
         {name: _column(lines, name) for name in (*names, *_more(lines.values()))}
         for lines, names in ((kept["train"], TRAIN), (kept["validation"], VALIDATION))
@@ -87,7 +93,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     known = np.isfinite(train["tokens"])
     if known.any():
         validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
-    return RunHistory(Path(folder).resolve().name, train, validation, tuple(unreadable))
+    return RunHistory(where.resolve().name, train, validation, tuple(unreadable))
 
 
 def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
@@ -98,12 +104,33 @@ def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
     """
     if not folders:
         raise UserError("no run was given; give the folder of at least one")
-    parts = [Path(folder).resolve().parts for folder in folders]
+    parts = [_parts(locate(folder)) for folder in folders]
     for i, folder in enumerate(folders):
         if parts[i] in parts[:i]:
             raise UserError(f"{folder} is given twice; one curve would hide the other")
     runs = [read_run(folder) for folder in folders]
     return [replace(run, name=_shortest(part, parts)) for run, part in zip(runs, parts, strict=True)]
+
+
+def _files(folder: Location) -> list[Location]:
+    """Those that hold a run's metrics, in order: what was written in parts, to a store, and in one file, to a disk.
+
+    Of a run that has been on both, the older are the former on a disk, and the latter in a store.
+    """
+    whole: list[Location] = [folder / METRICS] if (folder / METRICS).is_file() else []
+    parts: list[Location] = []
+    if (folder / PARTS).is_dir():
+        parts = sorted((folder / PARTS).glob("*.jsonl"), key=lambda part: part.name)
+    return [*whole, *parts] if isinstance(folder, StoredPath) else [*parts, *whole]
+
+
+def _content(file: Location) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read()
+
+
+def _parts(path: Location) -> tuple[str, ...]:
+    return tuple(str(path).split("/")) if isinstance(path, StoredPath) else path.resolve().parts
 
 
 def _shortest(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:

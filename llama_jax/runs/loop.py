@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,27 +15,28 @@ from llama_jax.analysis.hardware import find_hardware
 from llama_jax.checkpoints import open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.data.sources import Data, find_data
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, StuckSaveError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import preparing
 from llama_jax.runs.base import load_weights
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
 from llama_jax.runs.profile import Profile
 from llama_jax.runs.program import Backend, TrainingProgram, make_program
 from llama_jax.runs.recipe import Recipe, to_dict
 from llama_jax.runs.recipes import check_weights, find
+from llama_jax.runs.run_folder import RunFolder
+from llama_jax.runs.run_folder import opened as opened_run
 from llama_jax.runs.samples import continued
 from llama_jax.runs.signals import Stopping, StopRequest
-from llama_jax.runs.snapshots import Snapshots
+from llama_jax.runs.snapshots import SAVE_TIMEOUT, Snapshots
 from llama_jax.runs.tasks.choose import kind_of
 from llama_jax.runs.tasks.task import Beginning, Feed, Finding, Given, Task
 from llama_jax.runs.trackers import Track, Tracking, check_trackers
 from llama_jax.runs.vocabulary import choose_tokenizer
-from llama_jax.storage import on_disk
+from llama_jax.storage import locate
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.flops import FORMULA, flops_utilization
 from llama_jax.training.optimizer import learning_rates
@@ -75,6 +74,7 @@ def train(
     backend: Backend = "jit",
     trace: range | None = None,
     track: Sequence[Track] = (),
+    save_timeout: float = SAVE_TIMEOUT,
     processes: Processes | None = None,
     log: Log | None = None,
 ) -> Result:
@@ -86,7 +86,8 @@ def train(
     Args:
       recipe: a `Recipe`, or what `runs.recipes.find` takes: the name of a built-in one, or FILE.py:FUNCTION.
       workdir: of this run alone, which no other run may use meanwhile. It gets recipe.json, metrics.jsonl and
-        checkpoints/STEP. Several processes share it, and so the file system that it is on.
+        checkpoints/STEP. Several processes share it, and so the file system that it is on. Or a URL, s3:// or gs://, for a
+        run on one host: metrics are then in parts, and TMPDIR needs room for a checkpoint (docs/storage.md).
       data: a file or folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each of which has
         its share of the rows, exactly, and epochs of its own.
       validation_data: likewise; without it a share of the documents of `data`, of each source, is kept apart.
@@ -99,13 +100,15 @@ def train(
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
       track: where the numbers of metrics.jsonl are shown, too: see `runs.trackers`.
+      save_timeout: seconds that writing a checkpoint may take, beside the training; then the run ends.
       processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
       log: what is told meanwhile, as `runs.log.Log()` prints it; None prints nothing.
 
     Raises:
       TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
         that the run does not have, or a run whose loss is not finite for `recipe.skip_limit` steps in a row.
-      UserError: data, a checkpoint or a mesh that cannot be used, or processes that were not given the same.
+      UserError: data, a checkpoint or a mesh that cannot be used, a checkpoint that cannot be written, or processes that
+        were not given the same.
     """
     processes = Processes() if processes is None else processes
     if processes.count != jax.process_count():
@@ -119,7 +122,7 @@ def train(
     if isinstance(recipe, str):
         check_weights(recipe, given=weights is not None)
         recipe = find(recipe)
-    folder = on_disk(workdir, "the folder of a run")
+    where = locate(workdir)
     opened = open_checkpoint(weights) if weights is not None else None
     if opened is not None:
         model = recipe.model if preparing.is_extended(recipe.model, opened.config) else opened.config
@@ -129,16 +132,27 @@ def train(
     if reweigh and not resume:
         raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
     # What is quick comes first: no mistake shall be found after minutes of reading or learning a vocabulary.
-    preparing.check(recipe, folder, trace, mesh, backend)
+    preparing.check(recipe, where, trace, mesh, backend)
+    if not processes.first_of_host:  # which fetches what is in a store
+        processes.wait("data fetched")
     sources = find_data(data)
     validation_sources = find_data(validation_data) if preparing.is_given(validation_data) else []
+    if processes.first_of_host:
+        processes.wait("data fetched")
     check_trackers(track)
     preparing.check_sources(recipe, sources, validation_sources)
     with (
-        locked(folder) if jax.process_index() == 0 else nullcontext(),
-        Snapshots(folder / CHECKPOINTS, keep_last=recipe.keep_last, keep_best=recipe.keep_best) as snapshots,
+        opened_run(where, processes, log) as run_folder,
+        Snapshots(
+            run_folder.path / CHECKPOINTS,
+            keep_last=recipe.keep_last,
+            keep_best=recipe.keep_best,
+            timeout=save_timeout,
+            shelf=run_folder.shelf,
+        ) as snapshots,
     ):
-        note = preparing.note_of(snapshots, folder, recipe, resume)
+        folder = run_folder.path
+        note = preparing.note_of(snapshots, run_folder.place, recipe, resume)
         if note is None and recipe.vocabulary == "bpe":
             log.line(f"learning a vocabulary of {recipe.model.vocab_size} pieces from the text")
         vocabulary = choose_tokenizer(
@@ -146,7 +160,7 @@ def train(
             [file for source in sources for file in source.files],
             given=tokenizer,
             of_weights=kind_of(recipe).tokenizer(recipe) if opened is None else opened.tokenizer(),
-            of_run=folder if note else None,
+            of_run=run_folder.place if note else None,
         )
         prompts = preparing.encode_prompts(recipe, vocabulary)
         if not processes.first_of_host:  # which leaves the tokenised text in the cache
@@ -177,7 +191,7 @@ def train(
         with StopRequest(quiet=processes.index > 0) as stop:
             run = _TrainingRun(
                 recipe=recipe,
-                folder=folder,
+                folder=run_folder,
                 program=program,
                 snapshots=snapshots,
                 tokenizer=vocabulary,
@@ -200,7 +214,7 @@ class _TrainingRun:
     """A run between its first and its last step: what it was made of, and the state of the loop that is not the model's."""
 
     recipe: Recipe
-    folder: Path
+    folder: RunFolder
     program: TrainingProgram
     snapshots: Snapshots
     tokenizer: Tokenizer
@@ -238,8 +252,8 @@ class _TrainingRun:
         self.tokens = 0 if note is None else note["tokens"]
         self.metrics = self.tracking = None
         if self.processes.index == 0:
-            self.metrics = Metrics(self.folder)
-            self.tracking = Tracking(self.track, self.folder, to_dict(recipe), begin, self.log)
+            self.metrics = Metrics(self.folder.path)
+            self.tracking = Tracking(self.track, self.folder.path, to_dict(recipe), begin, self.log)
         self._write("event", begin, event="start" if note is None else "resume", devices=self.program.devices)
         began = self._mark = time.perf_counter()
         marked, saved = begin, begin if note is not None else None
@@ -284,6 +298,7 @@ class _TrainingRun:
                 self.metrics.close()
             if self.tracking is not None:
                 self.tracking.close()
+        self.folder.put()
         self._conclude(step)
         return Result(step, state, None if self.validation is None else self.validation.result, self.stop.name)
 
@@ -292,8 +307,12 @@ class _TrainingRun:
         tokens, in_a_row = jax.device_get((metrics["tokens"], metrics["skipped_in_a_row"]))
         self.tokens += int(tokens)
         if in_a_row >= self.recipe.skip_limit:
-            with suppress(CheckpointError):  # one that is being written counts, and what became of it matters less here
+            try:
                 self.snapshots.wait()
+            except StuckSaveError:  # whose threads no end in order may wait for
+                raise
+            except CheckpointError:
+                pass  # one that is being written counts, and what became of it matters less here
             last = self.snapshots.latest()
             kept = "no checkpoint was saved" if last is None else f"the last checkpoint is step {last}"
             raise TrainingError(
@@ -377,7 +396,7 @@ class _TrainingRun:
         found = self.validation
         text = f"done: step {step}" + ("" if found is None else f", validation {found.text}")
         if best is not None and best != step:
-            text += f"; the best was step {best}, in {self.folder / CHECKPOINTS / str(best)}"
+            text += f"; the best was step {best}, in {self.folder.place / CHECKPOINTS / str(best)}"
         self.log.line(text)
 
     def _write(self, kind: str, step: int, **values: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from llama_jax.runs.errors import TrainingError
 
 METRICS = "metrics.jsonl"  # in the folder of a run
+PARTS = "metrics"  # of one in a store, which appends to nothing: a folder of 000001.jsonl and so on
 
 
 class Metrics:

@@ -30,6 +30,7 @@ from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.tasks.choose import check_task, kind_of
 from llama_jax.runs.tasks.task import Task
+from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
@@ -102,16 +103,16 @@ def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Seq
         )
 
 
-def check(recipe: Recipe, folder: Path, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
+def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
     """What can be wrong without looking at the data: TrainingError, MeshError."""
-    if folder.exists() and not folder.is_dir():
+    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
     if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
         raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
     check_task(recipe, mesh, backend)
 
 
-def note_of(snapshots: Snapshots, folder: Path, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
+def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
     """The note of the checkpoint to go on from, or None for a new run."""
     latest = snapshots.latest()
     if latest is None:

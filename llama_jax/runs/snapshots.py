@@ -2,7 +2,7 @@
 
 What lies on the disk is described in `llama_jax.checkpoints.steps`. A step's folder appears whole or not at all, for it is
 written under another name, with checksums of its files, and renamed; so whenever the process dies, the steps that were there
-can be restored.
+can be restored. Where it gets its name, on a disk or in a store, is the business of a `Shelf`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -42,16 +43,17 @@ from llama_jax.checkpoints.steps import (
 from llama_jax.checkpoints.store import asking_orbax, describe, name_of, read_arrays
 from llama_jax.checkpoints.sums import verify, write_sums
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
+from llama_jax.runs.shelf import REMOVED, LocalShelf, Shelf
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.step import TrainState
-from llama_jax.writing import clear_up, flush_folders, put, remedy_for
+from llama_jax.writing import clear_up, remedy_for
 
 # What follows the step's number in the name of a folder that is written or removed: no such folder is a checkpoint.
 TEMPORARY = ".orbax-checkpoint-tmp"  # orbax is writing it
 SAVING = ".saving"  # its checksums are being written; or what was replaced by it
 REPLACED = ".replaced"  # an older checkpoint of a step that was being saved again, as versions before this one named it
-REMOVED = ".removed"  # being deleted
+SAVE_TIMEOUT = 1800.0  # seconds
 
 
 class Snapshots:
@@ -60,31 +62,47 @@ class Snapshots:
     With several processes each makes one and calls the same methods; the first of them writes what is not an array.
     """
 
-    def __init__(self, folder: Path, *, keep_last: int = 2, keep_best: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        timeout: float = SAVE_TIMEOUT,
+        shelf: Shelf | None = None,
+    ) -> None:
         """Open a folder, which need not exist, and clear up what a killed process left in it.
 
         Args:
           keep_last: how many of the newest steps stay, at least 1.
           keep_best: how many of those with the lowest validation loss stay besides.
+          timeout: seconds that a save may take.
+          shelf: where whole steps are put; None is `folder`, in which they are written.
 
         Raises:
-          ConfigError: a number of checkpoints that cannot be kept.
+          ConfigError: a number of checkpoints that cannot be kept, or a time that is none.
           CheckpointError: a folder that cannot be made.
         """
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
+        if not timeout > 0:
+            raise ConfigError(f"save_timeout={timeout:g} must be above 0 seconds")
         self.folder = folder.absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
-        self._pending: Future[None] | None = None
+        self._timeout = timeout
+        self._shelf = LocalShelf(self.folder) if shelf is None else shelf
+        self._pending: _Save | None = None
+        self._latest: int | None = None  # as it was last known
         try:
             if _is_first():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_up()
+                self._shelf.clear_up()
         except OSError as error:
-            raise CheckpointError(f"{self.folder} cannot be used for checkpoints ({error}); give another folder") from None
+            where = self._shelf.place
+            raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); give another folder") from None
         _wait_for_all("opened")
 
     def __enter__(self) -> Snapshots:
@@ -128,43 +146,60 @@ class Snapshots:
             try:
                 with _writing():
                     saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
+                pending = _Save(step, partial(self._finish, step, saving, until_written.pop_all()))
+                pending.start()
             except Exception as error:  # of a full disk orbax and what lies under it raise whatever comes up
                 raise self._failure(step, error) from None
-            self._pending = self._thread.submit(self._finish, step, saving, until_written.pop_all())
+            self._pending = pending
 
     def wait(self) -> None:
         """Wait until what `save` began is written.
 
         Raises:
-          CheckpointError: it failed; see `save`.
+          CheckpointError: it failed; see `save`. A StuckSaveError where it has not ended in its time, or its thread has
+            died.
+          TrainingError: another run has taken the folder over.
         """
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if pending is None:
+            return
+        while not pending.ended.wait(min(1.0, max(0.0, self._left(pending)))):
+            if not pending.is_alive() and not pending.ended.is_set():
+                raise self._stuck(pending, "the thread that writes it has died")
+            if self._left(pending) <= 0:
+                raise self._stuck(
+                    pending,
+                    f"it has not been written within {self._timeout:g} s; where writing takes so long, give more with"
+                    " --save-timeout (save_timeout=)",
+                )
+        if pending.error is not None:
+            raise pending.error
 
     def check(self) -> None:
-        """Tell of a failed save as soon as it is known, without waiting; raises what `wait` does."""
-        if self._pending is not None and self._pending.done():
+        """Tell of a failed save, or one that takes too long, as soon as it is known, without waiting; raises what `wait`
+        does."""
+        self._shelf.check()
+        if self._pending is not None and (
+            self._pending.ended.is_set() or not self._pending.is_alive() or self._left(self._pending) <= 0
+        ):
             self.wait()
 
     def close(self) -> None:
-        """Wait as `wait` does, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self._thread.shutdown()
+        """Wait as `wait` does."""
+        self.wait()
 
     def steps(self) -> list[int]:
         """The steps that can be restored, ascending; one that is being saved is not among them."""
-        return steps_in(self.folder)
+        return steps_in(self._shelf.now())
 
     def latest(self) -> int | None:
         """The newest step, or None where there is none."""
-        return max(self.steps(), default=None)
+        self._latest = max(self.steps(), default=None)
+        return self._latest
 
     def best(self) -> int | None:
-        """The step with the lowest validation loss, or None where none has one; its model is in ``folder/STEP``."""
-        return next(iter(by_loss(self.folder)), None)
+        """The step with the lowest validation loss, or None where none has one."""
+        return next(iter(by_loss(self._shelf.now())), None)
 
     def restore(self, shapes: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """The state that was saved, bit for bit, and its note.
@@ -180,7 +215,7 @@ class Snapshots:
         """
         self.wait()
         _wait_for_all("restoring")  # the first has renamed what was saved
-        step = existing_step(self.folder, step)
+        step = existing_step(self._shelf.now(), step)
         try:
             return self._read(shapes, step)
         except DamagedError as error:
@@ -188,15 +223,18 @@ class Snapshots:
             remedy = (
                 "no older step is whole"
                 if older is None
-                else f"the last good checkpoint is step {older}: remove {self.folder / str(step)} to go on from there"
+                else f"the last good checkpoint is step {older}: remove {self._shelf.place / str(step)} to go on from there"
             )
             raise CheckpointError(f"step {step} is damaged: {error}; {remedy}") from None
 
     def _read(self, shapes: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
-        folder = self.folder / str(step)
+        with self._shelf.reading(step) as folder:
+            return self._read_folder(shapes, folder)
+
+    def _read_folder(self, shapes: TrainState, folder: Path) -> tuple[TrainState, dict[str, Any]]:
         wanted = {name: jax.tree.map(_described, part) for name, part in _parts(shapes).items()}
         self._verify(folder)
-        note = read_note(self.folder, step)
+        note = read_note(folder.parent, int(folder.name))
         stored = {name: describe(folder, name) for name in (PARAMS, EMA, REST) if (folder / name).is_dir()}
         for name in (PARAMS, REST):
             if name not in stored:
@@ -249,19 +287,19 @@ class Snapshots:
                 if not _is_first():
                     return
                 write_sums(self._saving(step))
-                flush_folders(self._saving(step))
-                put(self._saving(step), self.folder / str(step))
+                self._shelf.put(self._saving(step), step)
+                self._latest = step
+            except UserError:  # what was written may be another run's by now
+                raise
             except Exception as error:
                 raise self._failure(step, error) from None
         try:
             self._clear_up()
             steps = self.steps()
-            kept = {step, *steps[-self._keep_last :], *by_loss(self.folder)[: self._keep_best]}
+            kept = {step, *steps[-self._keep_last :], *by_loss(self._shelf.now())[: self._keep_best]}
             for old in steps:
                 if old not in kept:
-                    # Renamed first: a process that is killed meanwhile leaves no half of a checkpoint under a step's name.
-                    gone = (self.folder / str(old)).rename(self.folder / f"{old}{REMOVED}")
-                    shutil.rmtree(gone)
+                    self._shelf.remove(old)
         except OSError as error:
             raise CheckpointError(f"step {step} is saved, but an older checkpoint cannot be removed ({error})") from None
 
@@ -274,11 +312,28 @@ class Snapshots:
                 self._clear_up()
             except OSError as problem:
                 left = f"; what was written cannot be removed ({problem})"
-        latest = self.latest()
-        good = "there is no good checkpoint yet" if latest is None else f"the last good checkpoint is step {latest}"
-        cause = error_of_writing(error)
-        why = f"({cause.strerror or cause}){remedy_for(cause)}{left}"
-        return CheckpointError(f"{self.folder}: step {step} could not be saved {why}; {good}")
+        if isinstance(error, OSError) and "://" in str(error.filename):
+            cause, said = error, f"{error.filename}: {error.strerror}"
+        else:
+            cause = error_of_writing(error)
+            said = cause.strerror or str(cause)
+        why = f"({said}){remedy_for(cause)}{left}"
+        return CheckpointError(f"{self._shelf.place}: step {step} could not be saved {why}; {self._last_good()}")
+
+    def _stuck(self, pending: _Save, why: str) -> StuckSaveError:
+        """What was written stays: somebody may be writing there yet."""
+        return StuckSaveError(f"{self._shelf.place}: step {pending.step} is not saved: {why}; {self._last_good()}")
+
+    def _last_good(self) -> str:
+        with suppress(OSError):  # a store that cannot be reached
+            self.latest()
+        return (
+            "there is no good checkpoint yet" if self._latest is None else f"the last good checkpoint is step {self._latest}"
+        )
+
+    def _left(self, pending: _Save) -> float:
+        """Seconds until a save has taken too long."""
+        return pending.began + self._timeout - time.monotonic()
 
     def _saving(self, step: int) -> Path:
         return self.folder / f"{step}{SAVING}"
@@ -294,6 +349,32 @@ class Snapshots:
                     continue
             if path.name.endswith((TEMPORARY, SAVING, REPLACED, REMOVED)):
                 shutil.rmtree(path)
+
+
+class _Save(threading.Thread):
+    """A save that goes on beside the training. It may hang, in a disk or a network that does not answer, so that no end of
+    the process waits for it.
+
+    Attributes:
+      ended: set when it has, and `error` says how; never where the thread dies before it runs.
+      began: by the monotonic clock.
+    """
+
+    def __init__(self, step: int, finish: Callable[[], None]) -> None:
+        super().__init__(name=f"saving step {step}", daemon=True)
+        self.step = step
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self.began = time.monotonic()
+        self._finish = finish
+
+    def run(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:  # which `wait` raises
+            self.error = error
+        finally:
+            self.ended.set()
 
 
 @dataclass(frozen=True)

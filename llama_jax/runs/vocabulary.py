@@ -12,6 +12,7 @@ from llama_jax.data.vocabulary import examine
 from llama_jax.errors import TokenizerError, UserError
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
+from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.making import byte_tokenizer, train_bpe
 
@@ -22,7 +23,7 @@ def choose_tokenizer(
     *,
     given: str | os.PathLike[str] | None,
     of_weights: Tokenizer | None,
-    of_run: Path | None,
+    of_run: Location | None,
 ) -> Tokenizer:
     """The one that the run has had so far (`of_run`, its folder); else the one given, that of the weights, or a new one.
 

@@ -9,7 +9,7 @@ import errno
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.view import FOLDER, Listed, PassingError
@@ -48,6 +48,22 @@ def open_bucket(root: str) -> ObjectBucket:
         return ObjectBucket(root, from_url(root, client_options=CLIENT, retry_config={"max_retries": 0}))
     except (BaseError, ValueError) as error:
         raise UserError(f"{root} cannot be opened: {_first_line(error)}") from None
+
+
+Mark = Mapping[str, str]
+
+
+class Stamped(NamedTuple):
+    """An object as it is.
+
+    Attributes:
+      mark: of this version, by which `swap` replaces no other.
+      modified: when it was written by the store's clock, in seconds since 1970.
+    """
+
+    content: bytes
+    mark: Mark
+    modified: float
 
 
 class ObjectBucket:
@@ -95,6 +111,39 @@ class ObjectBucket:
         except AlreadyExistsError:
             raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
 
+    def stamped(self, key: str) -> Stamped | None:
+        """An object of few bytes, with what is needed to replace it; None where there is none."""
+        import obstore
+
+        def ask() -> Stamped:
+            found = obstore.get(self._bucket, key)
+            meta = found.meta
+            return Stamped(bytes(found.bytes()), _mark(meta), meta["last_modified"].timestamp())
+
+        try:
+            return self._asked(key, ask)
+        except FileNotFoundError:
+            return None
+
+    def swap(self, key: str, content: bytes, mark: Mark | None) -> Mark | None:
+        """Put a few bytes in the place of the version of a mark, or for None where nothing is; gives the new one's mark.
+
+        Returns:
+          None where something else is there, and nothing was written.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        mode: Any = "create" if mark is None else mark
+        try:
+            return _mark(self._asked(key, lambda: obstore.put(self._bucket, key, content, mode=mode)))
+        except AlreadyExistsError:
+            return None
+        except OSError as error:
+            if error.errno == errno.ESTALE or (mark is not None and isinstance(error, FileNotFoundError)):
+                return None
+            raise
+
     def delete(self, key: str) -> None:
         import obstore
 
@@ -133,6 +182,10 @@ class ObjectBucket:
         if "non-partial response" in line:
             return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
         return PassingError(_said(error))
+
+
+def _mark(meta: Mapping[str, Any]) -> Mark:
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
 
 
 def _first_line(error: Exception) -> str:

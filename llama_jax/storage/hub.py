@@ -18,10 +18,12 @@ from llama_jax.storage.view import FOLDER, Listed, PassingError
 
 Given = TypeVar("Given")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
+DATA = "datasets/"  # before the names of repositories of data
 
 
 def open_hub(root: str) -> Repository:
-    """The repository at hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION, in the commit that it is at now.
+    """The repository at hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION, in the commit that it is at now; of data
+    at hf://datasets/ORGANISATION/NAME.
 
     Raises:
       UserError: huggingface_hub is not installed.
@@ -32,7 +34,8 @@ def open_hub(root: str) -> Repository:
     except ImportError:
         raise UserError(f"{root} is read by huggingface_hub, which is not installed; pip install huggingface_hub") from None
     name, _, revision = root.removeprefix("hf://").partition("@")
-    commit = _asked(root, lambda: HfApi().model_info(name, revision=revision or None).sha)
+    kind, at = ("dataset", name.removeprefix(DATA)) if name.startswith(DATA) else ("model", name)
+    commit = _asked(root, lambda: HfApi().repo_info(at, revision=revision or None, repo_type=kind).sha)
     return Repository(root, name, str(commit), HfFileSystem())
 
 
@@ -53,11 +56,11 @@ class Repository:
             return {}
         if len(found) == 1 and found[0]["name"] == self._path(folder):  # a file, which it lists as itself
             return {}
-        return {each["name"].rpartition("/")[2]: _listed(each) for each in found}
+        return {each["name"].rpartition("/")[2]: self._listed(each) for each in found}
 
     def head(self, key: str) -> Listed | None:
         try:
-            return _listed(_asked(self._url(key), lambda: self._files.info(self._path(key))))
+            return self._listed(_asked(self._url(key), lambda: self._files.info(self._path(key))))
         except FileNotFoundError:
             return None
 
@@ -104,9 +107,14 @@ class Repository:
         from huggingface_hub import try_to_load_from_cache
 
         if key not in self._cached:
-            found = try_to_load_from_cache(self._name, key, revision=self._commit)
+            kind = "dataset" if self._name.startswith(DATA) else "model"
+            name = self._name.removeprefix(DATA)
+            found = try_to_load_from_cache(name, key, revision=self._commit, repo_type=kind)
             self._cached[key] = Path(found) if isinstance(found, str) else None
         return self._cached[key]
+
+    def _listed(self, found: Mapping[str, Any]) -> Listed:
+        return FOLDER if found["type"] == "directory" else Listed(found["size"], self._commit)
 
     def _path(self, key: str) -> str:
         return f"{self._name}@{self._commit}/{key}" if key else f"{self._name}@{self._commit}"
@@ -128,10 +136,6 @@ def _page(url: str) -> str:
 
     name = "/".join(url.removeprefix("hf://").split("/")[:2])
     return f"{constants.ENDPOINT}/{name.partition('@')[0]}"
-
-
-def _listed(found: Mapping[str, Any]) -> Listed:
-    return FOLDER if found["type"] == "directory" else Listed(found["size"], None)
 
 
 def _asked(url: str, ask: Callable[[], Given]) -> Given:

@@ -161,11 +161,13 @@ def locate(path: str | os.PathLike[str]) -> Location:
 
     Args:
       path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANISATION/NAME, after which @REVISION and the
-        path of a file or folder in the repository may stand.
+        path of a file or folder in the repository may stand; of a repository of data hf://datasets/ORGANISATION/NAME.
 
     Raises:
-      UserError: a URL of another kind, or one without a bucket or a repository.
+      UserError: a URL of another kind, one without a bucket or a repository, or one as a `Path`.
     """
+    if isinstance(path, Path) and LOOKS_STORED.match(os.fspath(path)):
+        raise UserError(f"{shown(os.fspath(path), 100)}: a URL as a Path has lost a slash; give it as text")
     if isinstance(path, Path | StoredPath):
         return path
     text = os.fspath(path)
@@ -176,7 +178,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     if scheme not in EXAMPLES:
         raise UserError(f"{shown(text, 100)}: {scheme}:// is not read; {', '.join(EXAMPLES.values())} and paths are")
     names = [name for name in found[2].split("/") if name]
-    first = 2 if scheme == "hf" else 1
+    first = 1 if scheme != "hf" else 3 if names[:1] == ["datasets"] else 2
     if len(names) < first or found[2].startswith("/") or any(name in (".", "..") for name in names):
         raise UserError(f"{shown(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
     root = f"{scheme}://{'/'.join(names[:first])}"
@@ -194,7 +196,7 @@ def on_disk(path: str | os.PathLike[str], what: str) -> Path:
     """
     text = os.fspath(path)
     if LOOKS_STORED.match(text):  # also as a `Path`, which has one of the two slashes
-        raise UserError(f"{shown(text, 100)}: {what} must be on this machine; in stores there are models alone so far")
+        raise UserError(f"{shown(text, 100)}: {what} must be on this machine: it is written to as disks are")
     return Path(text)
 
 

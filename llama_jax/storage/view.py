@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -195,19 +195,23 @@ class StoreView:
         return found.size, found.version
 
 
-def trying(url: str, ask: Callable[[], Given]) -> Given:
+def trying(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = None) -> Given:
     """What `ask` gives, asked again after a while for as long as it raises PassingError; each wait is logged as a warning.
+
+    Args:
+      waits: seconds; None is WAITS.
 
     Raises:
       OSError: it did to the last.
     """
-    for tried, wait in enumerate((*WAITS, None), 1):
+    waits = WAITS if waits is None else waits
+    for tried, wait in enumerate((*waits, None), 1):
         try:
             return ask()
         except PassingError as error:
             if wait is None:
                 raise OSError(errno.EIO, f"no whole answer in {tried} tries, the last: {error}", url) from None
-            _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(WAITS) + 1)
+            _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)
             time.sleep(wait * random.uniform(0.5, 1.0))
     raise AssertionError("the last try returns or raises")
 

@@ -16,6 +16,7 @@ from conftest import write_hf_folder
 
 import llama_jax
 from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.errors import StuckSaveError
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
 
@@ -271,6 +272,18 @@ def test_a_memory_that_is_too_small_is_one_line(run, monkeypatch):
     assert (done.returncode, done.stdout) == (2, "")
     said = "the machine's memory is too small (Unable to allocate 3.00 TiB for an array); try --dtype bfloat16"
     assert done.stderr == f"llama-jax: error: {said}\n"
+
+
+def test_a_save_that_hangs_ends_the_process_at_once(run, monkeypatch):
+    """An end in order would wait for its threads."""
+
+    def fail(self):
+        raise StuckSaveError("step 4 is not saved")
+
+    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", fail)
+    monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code + 40))
+    done = run("quickstart")
+    assert (done.returncode, done.stderr) == (42, "llama-jax: error: step 4 is not saved\n")
 
 
 def test_help_into_a_closed_pipe(environment):

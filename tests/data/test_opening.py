@@ -89,7 +89,7 @@ def test_the_second_time_no_source_is_read(data, cache, monkeypatch):
 
 
 def test_by_default_it_lies_in_the_users_cache(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(module.platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
     open_corpus(data, ByteTokenizer())
     assert only_file(tmp_path / "llama_jax/corpora").suffix == ".corpus"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,11 +111,19 @@ def environment_of(cache: Path) -> dict[str, str]:
     }
 
 
-def live(environment: Mapping[str, str], *arguments: object, stage: str = "-", save: int = 0, lines: int = 1000) -> int:
+def live(
+    environment: Mapping[str, str],
+    *arguments: object,
+    stage: str = "-",
+    save: int = 0,
+    lines: int = 1000,
+    started: Callable[[subprocess.Popen[str]], object] = lambda process: None,
+) -> int:
     """Runs `llama-jax train ARGUMENTS` as this program, kills it after so many lines about steps, and says how it ended."""
     command = [sys.executable, __file__, stage, str(save), "train", *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
+        started(process)
         for line in process.stdout:
             lines -= line.startswith("step ") and " · " in line
             if lines == 0:
@@ -128,6 +136,7 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
     from small_run import CASES
 
     from llama_jax.cli import main as command
+    from llama_jax.runs import lease
     from llama_jax.runs.snapshots import Snapshots
 
     real_save, saves = Snapshots.save, 0
@@ -142,6 +151,8 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
 
     if stage != "-":
         Snapshots.save = save
+    if "LLAMA_JAX_TEST_LEASE" in os.environ:  # so long, in seconds, is what a killed run held its folder by
+        lease.SECONDS, lease.POLL = float(os.environ["LLAMA_JAX_TEST_LEASE"]), 0.05
     sys.argv[1:] = arguments
     command()
 

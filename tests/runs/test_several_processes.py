@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import object_server
 import pytest
 from mortal_run import environment_of, recipe, write_words
 
@@ -181,6 +182,27 @@ def test_two_processes_train_what_one_does(started, alone, tmp_path, mesh, chang
     assert len(lines_of(tmp_path, "train")) == 6, "only process 0 writes"
     (sample, *_), (wanted, *_) = lines_of(tmp_path, "sample"), lines_of(expected, "sample")
     assert sample["text"] == wanted["text"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_into_a_store(started, environment, tmp_path, monkeypatch):
+    """Both are on one host: the first puts what they write, and brings what they go on from."""
+    with object_server.serving() as store:
+        for name, value in object_server.environment(store).items():
+            monkeypatch.setitem(environment, name, value)
+        for changes in ((*SHORT, "optimizer.schedule=constant", "steps=3"), (*SHORT, "optimizer.schedule=constant")):
+            with started("s3://bucket/run", *changes, "--mesh", "data=8") as running:
+                (first, second) = ended(running)
+            assert first[0] == second[0] == 0, first[2] + second[2]
+        for key, body in store.objects.items():
+            (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / key).write_bytes(body)
+    assert "resumed at step 3" in first[1]
+    parts = sorted((tmp_path / "run" / "metrics").iterdir())
+    (tmp_path / "run" / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in parts))
+    assert [line["step"] for line in lines_of(tmp_path / "run", "train")] == list(range(1, 7))
+    state, _ = state_in(tmp_path / "run", *changes)
+    assert int(state.step) == 6
 
 
 @pytest.mark.slow

@@ -24,10 +24,11 @@ from small_run import CASES, CONFIG, save, shapes_of, state_of
 import llama_jax
 from llama_jax.checkpoints.steps import steps_in
 from llama_jax.cli import main
-from llama_jax.errors import CheckpointError, ConfigError, UserError
+from llama_jax.errors import CheckpointError, ConfigError, StuckSaveError, UserError
 from llama_jax.model.trees import unstack
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.specs import param_specs, shardings
+from llama_jax.runs import snapshots
 from llama_jax.runs.snapshots import Snapshots, read_note
 from llama_jax.tokenizers import load_tokenizer
 
@@ -229,11 +230,51 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
     assert same(kept.restore(shapes_of())[0], state_of(20))
     assert threading.active_count() <= threads
 
-    monkeypatch.setattr("llama_jax.runs.snapshots.put", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr("llama_jax.runs.shelf.put", lambda *_: (_ for _ in ()).throw(OSError("read-only")))
     save(kept, 20, 21)
     with pytest.raises(CheckpointError, match=r"step 20 could not be saved \(read-only\); the last good .* is step 20$"):
         kept.wait()
     assert same(kept.restore(shapes_of())[0], state_of(20))
+
+
+def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
+    save(kept, 10, 10)
+    kept.wait()
+    hanging, on = threading.Event(), threading.Event()
+
+    def hang(step):
+        hanging.set()
+        on.wait()
+
+    monkeypatch.setattr("llama_jax.runs.snapshots.write_sums", hang)
+    with Snapshots(kept.folder, timeout=0.2) as other:
+        save(other, 20, 20)
+        hanging.wait()
+        with pytest.raises(
+            StuckSaveError,
+            match=r"checkpoints: step 20 is not saved: it has not been written within 0.2 s; where writing takes so long,"
+            r" give more with --save-timeout \(save_timeout=\); the last good checkpoint is step 10$",
+        ):
+            other.wait()
+        other.check()  # it was told
+    monkeypatch.undo()
+    assert same(kept.restore(shapes_of())[0], state_of(10))
+    thread = next(thread for thread in threading.enumerate() if thread.name == "saving step 20")
+    assert thread.daemon, "no end of the process waits for it"
+    on.set()
+    thread.join()
+
+
+def test_a_save_whose_thread_dies_is_an_error(kept, monkeypatch):
+    """As one does whose first call meets a profiler's hook."""
+    save(kept, 10, 10)
+    kept.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshots._Save, "run", lambda self: None)
+        save(kept, 20, 20)
+    with pytest.raises(StuckSaveError, match=r"step 20 is not saved: the thread that writes it has died; .* step 10$"):
+        kept.wait()
+    assert same(kept.restore(shapes_of())[0], state_of(10))
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,12 @@ def test_a_hub_that_fails_is_named(hub):
     hub.fault = 403
     with pytest.raises(PermissionError, match=r"the hub does not allow it \(403\)"):
         (locate("hf://org/name") / "model.safetensors").open().read()
+
+
+def test_a_repository_of_data(hub):
+    found = locate("hf://datasets/org/texts/config.json")
+    assert (found.view.root, found.key) == ("hf://datasets/org/texts", "config.json")
+    with found.open() as file:
+        assert file.read() == CONTENT["config.json"]
+    assert found.view.look("config.json").version == COMMIT
+    assert {path.name for path in found.parent.iterdir()} == {"config.json", "model.safetensors", "original"}

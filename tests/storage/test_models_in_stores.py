@@ -1,6 +1,5 @@
 """Models, vocabularies and adapters read from a store: the same as from a disk, and no more than is needed."""
 
-import json
 import shutil
 
 import jax
@@ -101,8 +100,7 @@ def test_over_a_mesh_each_byte_is_fetched_once(tmp_path, store):
 
 def test_google_storage(tmp_path, store, monkeypatch):
     key = tmp_path / "key.json"
-    account = {"gcs_base_url": store.url, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
-    key.write_text(json.dumps(account))
+    key.write_text(object_server.google_key(store))
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(key))
     folder = write_hf_folder(tmp_path / "model", CONFIG)
     url = store.upload(folder, "a/model").replace("s3://", "gs://")
@@ -195,12 +193,13 @@ def test_a_header_that_is_damaged(tmp_path, store):
             llama_jax.load(url)
 
 
-def test_orbax_is_read_from_a_disk(store):
+def test_of_orbax_the_steps_of_runs_are_read(store):
     store.objects |= {"run/checkpoints/4/about/config.json": b"{}", "saved/config.json": b"{}"}
     store.objects["saved/params/_CHECKPOINT_METADATA"] = b"{}"
-    for url in ("s3://bucket/run", "s3://bucket/saved"):
-        with pytest.raises(CheckpointError, match=f"^{url}.* is a checkpoint of orbax, which is read from a path of this"):
-            llama_jax.load(url)
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is a checkpoint of orbax but not of a run, which is"):
+        llama_jax.load("s3://bucket/saved")
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/run/checkpoints holds no checkpoint"):  # but half of one
+        llama_jax.load("s3://bucket/run")
 
 
 def test_commands(tmp_path, store):

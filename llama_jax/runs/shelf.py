@@ -1,0 +1,76 @@
+"""Where the whole checkpoints of a run lie: beside the one that is being written, or in a store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from llama_jax.storage import Location
+from llama_jax.writing import flush_folders, put
+
+REMOVED = ".removed"  # after the number of a step in the name of its folder, which is being deleted
+
+
+class Shelf(Protocol):
+    """The steps of one run, each whole or not there.
+
+    Attributes:
+      place: the folder of checkpoints, for messages.
+    """
+
+    @property
+    def place(self) -> Location: ...
+
+    def now(self) -> Location:
+        """`place`, as a reader finds it now."""
+
+    def clear_up(self) -> None:
+        """Remove what killed runs have left that is no step."""
+
+    def put(self, written: Path, step: int) -> None:
+        """Make a folder of this machine, with its checksums, the step; it is on the disk, or in the store, afterwards.
+
+        Raises:
+          OSError: it cannot be written, and there is no such step.
+          TrainingError: another run has taken this one's folder over; nothing was written.
+        """
+
+    def remove(self, step: int) -> None:
+        """Remove a step, so that a reader never finds a half of it."""
+
+    def reading(self, step: int) -> AbstractContextManager[Path]:
+        """A folder of this machine that holds the step's files, meanwhile."""
+
+    def check(self) -> None:
+        """Raise TrainingError where this run no longer has its folder to itself; asks nobody."""
+
+
+class LocalShelf:
+    """Steps on a disk: a folder gets its name when it is whole."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place.absolute()
+
+    def now(self) -> Path:
+        return self.place
+
+    def clear_up(self) -> None:
+        pass  # they lie in the folder where steps are written, which is cleared up before each
+
+    def put(self, written: Path, step: int) -> None:
+        flush_folders(written)
+        put(written, self.place / str(step))
+
+    def remove(self, step: int) -> None:
+        # Renamed first: a process that is killed meanwhile leaves no half of a checkpoint under a step's name.
+        shutil.rmtree((self.place / str(step)).rename(self.place / f"{step}{REMOVED}"))
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[Path]:
+        yield self.place / str(step)
+
+    def check(self) -> None:
+        pass

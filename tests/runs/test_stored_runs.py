@@ -1,0 +1,340 @@
+"""Runs in a store: the same as on a disk, whole at every moment, and of one writer at a time."""
+
+import dataclasses
+import json
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import jax
+import mortal_run
+import numpy as np
+import object_server
+import pytest
+from mortal_run import environment_of, recipe, write_words
+from small_run import CONFIG, save, shapes_of, state_of
+
+import llama_jax
+from llama_jax.checkpoints import sums
+from llama_jax.checkpoints.steps import by_loss, steps_in
+from llama_jax.errors import CheckpointError
+from llama_jax.parallel.processes import Processes
+from llama_jax.runs import lease, stored_run
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.history import read_run
+from llama_jax.runs.log import Log
+from llama_jax.runs.loop import train
+from llama_jax.runs.run_folder import opened
+from llama_jax.runs.snapshots import Snapshots
+from llama_jax.storage import buckets, locate
+
+RUN = "s3://bucket/run"
+STEPS = f"{RUN}/checkpoints"
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setattr(stored_run, "PATIENCE", ())
+    monkeypatch.setattr(lease, "POLL", 0.01)
+    with object_server.emulated(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture
+def run(store):
+    """The folder of a run, that is the writer's."""
+    with opened(locate(RUN), Processes(), Log(quiet=True)) as run:
+        yield run
+
+
+@pytest.fixture
+def kept(run):
+    with Snapshots(run.path / "checkpoints", shelf=run.shelf, keep_last=1) as kept:
+        yield kept
+
+
+def same(a, b):
+    pairs = list(zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    assert all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+    assert len(pairs) > 10
+
+
+def whole_at_every_change(store, step):
+    """The changes until a step is there, and that what makes it one came last."""
+    written = [key for way, key in store.changes if f"/checkpoints/{step}/" in key]
+    assert written[-1].endswith("about/SHA256SUMS")
+    assert sum(key.endswith("SHA256SUMS") for key in written) == 1
+
+
+@pytest.mark.slow
+def test_what_is_saved_comes_back(store, kept):
+    for step, loss in ((10, 2.0), (20, 1.0), (30, 3.0)):
+        save(kept, step, step, validation_loss=loss)
+        kept.wait()
+        whole_at_every_change(store, step)
+    assert steps_in(locate(STEPS)) == kept.steps() == [20, 30], "the best and the last"
+    assert by_loss(locate(STEPS)) == [20, 30]
+    assert (kept.best(), kept.latest()) == (20, 30)
+    same(kept.restore(shapes_of())[0], state_of(30))
+    same(kept.restore(shapes_of(), 20)[0], state_of(20))
+    assert not [key for key in store.objects if "checkpoints/10/" in key]
+    assert [path.name for path in kept.folder.iterdir()] == []
+    model = llama_jax.load(f"{STEPS}/20")
+    assert model.config == CONFIG
+    same(model.params, llama_jax.unstack(state_of(20).params))
+    same(llama_jax.load(RUN).params, llama_jax.unstack(state_of(30).params))
+    store.asked.clear()
+    llama_jax.load(RUN)
+    assert {key.split("/")[3] for key in store.asked if "/30/" in key} == {"about", "params"}, "and no optimizer"
+
+
+def test_half_of_a_step_is_none_and_goes(store, kept):
+    save(kept, 10, 10)
+    kept.wait()
+    store.objects |= {"run/checkpoints/20/params/manifest.ocdbt": b"half", "run/checkpoints/20/about/note.json": b"{}"}
+    assert (kept.steps(), steps_in(locate(STEPS))) == ([10], [10])
+    save(kept, 20, 20)
+    kept.wait()
+    same(kept.restore(shapes_of())[0], state_of(20))
+    store.objects["run/checkpoints/30/params/d/half"] = b"half"
+    kept._shelf.clear_up()
+    assert not [key for key in store.objects if "/30/" in key]
+    assert kept.steps() == [20]
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_leaves_the_last_good_one(store, kept):
+    save(kept, 10, 10)
+    kept.wait()
+    store.write_fault = lambda key, changes: 503 if "/20/rest/" in key else None
+    save(kept, 20, 20)
+    with pytest.raises(
+        CheckpointError,
+        match=r"^s3://bucket/run/checkpoints: step 20 could not be saved \(s3://bucket/run/checkpoints/20/rest/[^ ]*: no"
+        r" whole answer in 4 tries, the last: 503 InternalError.*; the last good checkpoint is step 10$",
+    ):
+        kept.wait()
+    store.write_fault = lambda key, changes: None
+    assert kept.steps() == [10]
+    same(kept.restore(shapes_of())[0], state_of(10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [500, "lost", "torn"])
+def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
+    if fault == "torn":  # a file goes in parts, and one of them does not arrive
+        monkeypatch.setattr(buckets, "LEAST_PART", 4096)
+        fault = 500
+    failed = set()
+
+    def once(key, changes):
+        first = key not in failed
+        failed.add(key)
+        return fault if first else None
+
+    store.write_fault = once
+    store.fault = lambda key, before: ("reset", "cut", None)[before % 3]
+    save(kept, 10, 10)
+    kept.wait()
+    assert any(way == "PARTS" for way, _ in store.changes) == (buckets.LEAST_PART == 4096)
+    same(kept.restore(shapes_of())[0], state_of(10))
+
+
+@pytest.mark.slow
+def test_damage_is_named(store, kept):
+    for step in (10, 20):
+        save(kept, step, step)
+    kept.wait()
+    victim = next(key for key in store.objects if "/20/params/d/" in key)
+    store.objects[victim] = bytes(len(store.objects[victim]))
+    with pytest.raises(CheckpointError, match=rf"^s3://bucket/{victim} is not what was saved"):
+        llama_jax.load(RUN)
+    with pytest.raises(CheckpointError, match=rf"step 20 is damaged: s3://bucket/{victim} is not what was saved.*no older"):
+        kept.restore(shapes_of())
+    lines = store.objects["run/checkpoints/20/about/SHA256SUMS"].decode().replace("about/note.json", "../../../note.json")
+    text = lines.rpartition("# ")[0]
+    store.objects["run/checkpoints/20/about/SHA256SUMS"] = (
+        f"{text}# {sums.hashlib.sha256(text.encode()).hexdigest()}\n".encode()
+    )
+    with pytest.raises(CheckpointError, match="its checksums name a file outside of it"):
+        llama_jax.load(RUN)
+
+
+def test_who_loses_the_folder_writes_nothing_more(store, run, kept):
+    save(kept, 10, 10)
+    kept.wait()
+    store.written["run/lease.json"] -= 100
+    other = stored_run.StoredRun(locate(RUN), Processes(), Log(quiet=True))
+    run._lease._renewed -= 100  # this process stood still
+    changes = len(store.changes)
+    save(kept, 20, 20)
+    with pytest.raises(TrainingError, match=r"lease.json was taken over by another run, process .*nothing more is written"):
+        kept.wait()
+    with pytest.raises(TrainingError, match="taken over"):
+        kept.check()
+    (run.path / "recipe.json").write_text("{}")
+    with pytest.raises(TrainingError, match="taken over"):
+        run.put()
+    run.end(failed=False)
+    assert len(store.changes) == changes
+    other.end(failed=False)
+    assert steps_in(locate(STEPS)) == [10]
+
+
+def test_metrics_are_put_in_parts(store, run, monkeypatch):
+    monkeypatch.setattr(stored_run, "PART", 300)
+    line = lambda step: json.dumps({"kind": "train", "step": step, "loss": 1 / step, "tokens": step}) + "\n"
+    whole = ""
+    with (run.path / "metrics.jsonl").open("a") as file:
+        for step in range(1, 20):
+            file.write(line(step) + line(step)[:7])
+            file.flush()
+            whole += line(step)
+            run.put()
+            parts = b"".join(body for key, body in sorted(store.objects.items()) if key.startswith("run/metrics/"))
+            assert parts.decode() == whole, "no half of a line"
+            file.seek(len(whole))
+            file.truncate()
+    assert sorted(key for key in store.objects if "metrics" in key) == [f"run/metrics/{n:06}.jsonl" for n in range(1, 5)]
+    history = read_run(RUN)
+    assert history.train["step"].tolist() == list(range(1, 20))
+    assert (history.name, history.unreadable) == ("run", ())
+    (run.path / "trace").mkdir()
+    (run.path / "trace/x").write_bytes(b"x")
+    (run.path / "reference.npz").write_bytes(b"r")
+    run.end(failed=False)
+    assert (store.objects["run/trace/x"], store.objects["run/reference.npz"]) == (b"x", b"r")
+    with opened(locate(RUN), Processes(), Log(quiet=True)) as later:
+        assert [path.name for path in later.path.iterdir()] == ["reference.npz"]
+        (later.path / "metrics.jsonl").write_text(line(20))
+    assert store.objects["run/metrics/000005.jsonl"] == line(20).encode()
+
+
+def test_where_no_run_can_be():
+    with pytest.raises(TrainingError, match="hf://a/b is on the hub, where no run can be"):
+        train("tiny", "hf://a/b", [__file__])
+
+
+# Whole runs.
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_words(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    return environment_of(tmp_path_factory.mktemp("cache"))
+
+
+SHORT = dataclasses.replace(recipe(), steps=24)
+
+
+def lines_of(lines, kind):
+    kept = []
+    for line in map(json.loads, lines):
+        if line.get("event") in ("start", "resume"):
+            kept = [old for old in kept if old["step"] <= line["step"]]
+        elif line["kind"] == kind:
+            kept.append({name: line.get(name) for name in ("step", "loss", "grad_norm", "tokens", "bits_per_byte")})
+    return kept
+
+
+def check_the_same(store, folder, tmp_path):
+    """What is in the store is, to the bit, what the run on a disk wrote."""
+    here = tmp_path / "copy"
+    for key, body in store.objects.items():
+        (here / key).parent.mkdir(parents=True, exist_ok=True)
+        (here / key).write_bytes(body)
+    stored, local = here / "run", folder
+    names = {path.name for path in (local / "checkpoints").iterdir()}
+    assert {path.name for path in (stored / "checkpoints").iterdir()} == names
+    parts = b"".join(path.read_bytes() for path in sorted((stored / "metrics").iterdir()))
+    for kind in ("train", "validation"):
+        assert lines_of(parts.splitlines(), kind) == lines_of((local / "metrics.jsonl").read_text().splitlines(), kind)
+    with Snapshots(stored / "checkpoints") as one, Snapshots(local / "checkpoints") as other:
+        shapes = shapes_of_run()
+        for step in sorted(map(int, names)):
+            (state, note), (expected, expected_note) = one.restore(shapes, step), other.restore(shapes, step)
+            same(state, expected)
+            assert note == expected_note
+    shutil.rmtree(here)
+
+
+def shapes_of_run():
+    from llama_jax.model.trees import init
+    from llama_jax.training.optimizer import make_optimizer
+    from llama_jax.training.step import init_state
+
+    return jax.eval_shape(
+        lambda key: init_state(make_optimizer(SHORT.optimizer, SHORT.steps), init(SHORT.model, key), ema=True),
+        jax.random.key(0),
+    )
+
+
+def live(store, environment, *arguments, **death):
+    there = environment | object_server.environment(store) | {"JAX_NUM_CPU_DEVICES": "1", "LLAMA_JAX_TEST_LEASE": "1"}
+    given = f"{mortal_run.__file__}:recipe", "steps=24", "--resume", *arguments
+    return mortal_run.live(there, *given, **death)
+
+
+@pytest.fixture(scope="module")
+def local(text, environment, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("local") / "run"
+    with object_server.serving() as unused:
+        assert live(unused, environment, "--workdir", folder, "--data", text) == 0
+    return folder
+
+
+def killed(environment, text, local, tmp_path, kills, seed):
+    """A run that is killed after so many requests that change something, again and again, and then let live."""
+    random = np.random.default_rng(seed)
+    with object_server.serving() as store:
+        for _ in range(kills):
+            process = []
+            until = len(store.changes) + int(random.integers(1, 60))
+            ended = threading.Event()
+
+            def watch(until=until, process=process, ended=ended, wait=float(random.random() * 0.01)):
+                while not ended.is_set():
+                    if len(store.changes) >= until and process:
+                        time.sleep(wait)
+                        process[0].kill()
+                        return
+                    time.sleep(0.001)
+
+            thread = threading.Thread(target=watch)
+            thread.start()
+            status = live(store, environment, "--workdir", RUN, "--data", text, started=process.append)
+            ended.set()
+            thread.join()
+            assert status in (-signal.SIGKILL, 0)
+        assert live(store, environment, "--workdir", RUN, "--data", text) == 0
+        check_the_same(store, local, tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_and_the_same_to_the_bit(environment, text, local, tmp_path):
+    killed(environment, text, local, tmp_path, 2, 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_killed_twenty_times_and_the_same_to_the_bit(environment, text, local, tmp_path, seed):
+    killed(environment, text, local, tmp_path, 5, seed)
+
+
+@pytest.mark.slow
+def test_commands_read_a_run_in_a_store(store, environment, text, local, tmp_path, monkeypatch, calling):
+    from llama_jax.cli.inspect import Inspect
+    from llama_jax.cli.plot import Plot
+
+    url = store.upload(local, "copied")
+    assert f"{url}/checkpoints/24: orbax, step 24 of a run" in calling(Inspect, url).out
+    assert calling(Plot, url, "--output", tmp_path / "curves.png").out.strip() == str(tmp_path / "curves.png")
+    same(llama_jax.load(url).params, llama_jax.load(local).params)
+    again = Path(shutil.copytree(local, tmp_path / "again"))
+    same(llama_jax.load(again).params, llama_jax.load(url).params)
