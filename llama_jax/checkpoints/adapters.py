@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf_adapter, peft, store
 from llama_jax.checkpoints.appearing import appearing
-from llama_jax.checkpoints.step_fetching import fetch_step, of_model
 from llama_jax.checkpoints.huggingface_config import read_config
 from llama_jax.checkpoints.newest import taking_the_newest
+from llama_jax.checkpoints.step_fetching import fetch_step, of_model
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, existing_step, find_checkpoints, is_step
 from llama_jax.checkpoints.sums import verify
 from llama_jax.checkpoints.tensors import target_dtype

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints import stored_weights
-from llama_jax.checkpoints.step_fetching import FetchedStep, fetch_step, of_model
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.step_fetching import FetchedStep, fetch_step, of_model
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, DamagedError, cannot_read, is_step, steps_in
 from llama_jax.checkpoints.sums import verify
 from llama_jax.checkpoints.tensors import kind_of, target_dtype
