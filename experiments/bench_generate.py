@@ -239,7 +239,6 @@ def write_random_gguf(path: Path, config, kind: str) -> None:
 def quantize_file(source: Path, target: Path, kind: str) -> None:
     """By llama.cpp's own quantiser, every matrix to this kind."""
     import llama_cpp
-
     from llama_cpp import _logger
 
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
