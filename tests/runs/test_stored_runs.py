@@ -317,6 +317,7 @@ def killed(environment, text, local, tmp_path, kills, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_killed_and_the_same_to_the_bit(environment, text, local, tmp_path):
     killed(environment, text, local, tmp_path, 2, 0)
 
@@ -328,6 +329,7 @@ def test_killed_twenty_times_and_the_same_to_the_bit(environment, text, local, t
 
 
 @pytest.mark.slow
+@pytest.mark.rotating
 def test_commands_read_a_run_in_a_store(store, environment, text, local, tmp_path, monkeypatch, calling):
     from llama_jax.cli.inspect import Inspect
     from llama_jax.cli.plot import Plot
