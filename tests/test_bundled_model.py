@@ -15,7 +15,7 @@ import llama_jax
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.model.trees import count
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 GREEDY = "Once upon a time, there was a little girl named Lily. She loved to play"
 
 
@@ -97,7 +97,7 @@ def test_eval_gives_the_figure_of_the_card(run, card, text, tmp_path, monkeypatc
     assert found["bytes"] == int(said[1].replace(",", ""))
     assert found["bits_per_byte"] == pytest.approx(float(said[2]), rel=2e-3)
     commands = "python experiments/bundled.py stories stories.jsonl", "llama-jax eval llama_jax/assets --data stories.jsonl"
-    for page in (card, README.read_text("utf-8")):
+    for page in (card, PAGE.read_text("utf-8")):
         assert all(command in " ".join(page.split()) for command in commands)
         assert "unseen" not in page
 
