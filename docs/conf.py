@@ -42,13 +42,15 @@ napoleon_use_ivar = True
 
 
 def _files_beside(app, docname, source):
-    """A link to Markdown that is no page (tables of `experiments/results`) is one to the file."""
+    """A link to Markdown that is no page (tables of `experiments/results`) is one to the file; a folder has its name alone."""
 
     def found(link: re.Match) -> str:
-        path = (HERE / docname).parent / link[1]
-        return f"](path:{link[1]})" if path.is_file() and HERE not in path.resolve().parents else link[0]
+        path = ((HERE / docname).parent / link[2]).resolve()
+        if HERE in path.parents:
+            return link[0]
+        return link[1] if path.is_dir() else f"[{link[1]}](path:{link[2]})" if path.is_file() else link[0]
 
-    source[0] = re.sub(r"\]\(([\w./-]+\.md)\)", found, source[0])
+    source[0] = re.sub(r"(?<!!)\[([^]\[]*)\]\(([\w./-]+)\)", found, source[0])
 
 
 def _no_aliases(app, what, name, obj, options, lines):
