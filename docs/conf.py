@@ -42,7 +42,7 @@ napoleon_use_ivar = True
 
 
 def _files_beside(app, docname, source):
-    """A link to Markdown that is no page (tables of `experiments/results`) is one to the file; a folder has its name alone."""
+    """A link to Markdown that is no page (tables of `experiments/results`) is one to the file, a folder its name."""
 
     def found(link: re.Match) -> str:
         path = ((HERE / docname).parent / link[2]).resolve()

@@ -262,6 +262,14 @@ def test_extras_that_pages_install_exist():
             assert set(named.split(",")) <= set(extras), f"{page.name}: {named}"
 
 
+def test_every_dependency_is_in_the_table():
+    named = set(re.findall(r"^\| (`.+?) \|", _text("docs/install.md"), re.MULTILINE))
+    asked = tomllib.loads(_text("pyproject.toml"))["project"]["dependencies"]
+    assert {re.match(r"[\w-]+", each)[0] for each in asked} <= {
+        name for row in named for name in re.findall(r"`([\w-]+)`", row)
+    }
+
+
 def anchor(title: str) -> str:
     """As GitHub and MyST make it of a heading."""
     plain = re.sub(r"`|\[([^]]*)\]\([^)]*\)", r"\1", title.lower())
