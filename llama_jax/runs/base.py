@@ -1,4 +1,4 @@
-"""What a run begins with: a model to go on training, or a frozen one for the adapters that it trains."""
+"""The model that a run starts from: one to continue training, or a frozen one under the adapters that it trains."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from llama_jax.runs.recipe import Recipe
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen model, as the step of a run reads it.
+    """A frozen model, as the training step reads it.
 
     Attributes:
       params: with stacked blocks, on the devices of the run.
-      note: for checkpoints: where it was read, and its digest.
+      note: for checkpoints: the path it was read from, and its digest.
     """
 
     params: Llama
@@ -40,15 +40,15 @@ class Base:
 def load_weights(
     recipe: Recipe, weights: str | os.PathLike[str] | None, mesh: MeshSizes, note: dict[str, Any] | None
 ) -> tuple[Llama | None, Base | None]:
-    """The parameters that a new run begins with, or None; and the base of adapters, which a resumed run needs too.
+    """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run needs too.
 
-    Blocks are stacked, and each device gets its share as it is read: nothing is ever whole on one.
+    Blocks are stacked, and each device gets its share as it is read: no device ever holds a whole array.
 
     Args:
-      note: of the checkpoint to go on from.
+      note: of the checkpoint to resume from.
 
     Raises:
-      TrainingError: the base of adapters is another one than the run began with.
+      TrainingError: the base model of adapters differs from the one that the run began with.
     """
     if recipe.lora is None:
         if weights is None or note is not None:
@@ -60,8 +60,8 @@ def load_weights(
     before = {} if note is None else note.get("base", {})
     if note is not None and before.get("digest") != found["digest"]:
         raise TrainingError(
-            f"{found['path']} is not the model that this run's adapters began with, {before.get('path')}: its numbers are"
-            " others; resume with the same --weights"
+            f"{found['path']} is not the model that this run's adapters began with, {before.get('path')}: its weights"
+            " differ; resume with the same --weights"
         )
     return None, Base(params, found)
 
@@ -69,10 +69,10 @@ def load_weights(
 def load_frozen(
     path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept
 ) -> tuple[Llama, dict[str, str]]:
-    """A model that a run reads and does not change, its blocks stacked, where `param_specs` says; its path and digest.
+    """A model that a run only reads, blocks stacked, placed as `param_specs` says; and its path and digest.
 
     Args:
-      quantize: "none", or what its matrices are kept as.
+      quantize: "none", or the type in which its matrices are kept.
     """
     kind = None if quantize == "none" else quantize
     params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, fitted=False)).params
@@ -81,7 +81,7 @@ def load_frozen(
 
 
 def _stacked(params: Llama) -> Llama:
-    """`stack`, a matrix after the other: of each the blocks' own arrays are deleted, so that no second model is held."""
+    """`stack`, one matrix at a time, deleting the blocks' own arrays, so that memory never holds the model twice."""
     assert isinstance(params.blocks, tuple)
     blocks = [jax.tree.flatten(block) for block in params.blocks]
 
@@ -99,10 +99,10 @@ def _stacked(params: Llama) -> Llama:
 
 
 def digest(params: Any) -> str:
-    """A number that tells trees of arrays apart: a sum over all bits of each array, weighted by their places in it.
+    """A digest of a tree of arrays: a sum over all bits of each array, weighted by their positions in it.
 
-    Sums of integers do not depend on their order: it is the same however the arrays lie over devices, and of integers of 4
-    bits whether they are `planes.packed` or not. It finds what was mistaken for something else, not what was forged.
+    Sums of integers do not depend on their order, so the digest is the same however the arrays are sharded, and for 4-bit
+    integers whether they are `planes.packed` or not. It detects a wrong file, not a forged one.
     """
     sums = {}
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):

@@ -1,4 +1,4 @@
-"""How far the predictions of a model are from those of a reference on a text: of a quantised model from its dense self."""
+"""How far a model's predictions on a text are from a reference's: a quantised model's from its dense original's."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ QUANTILES = (0.5, 0.99)
 
 @dataclass(frozen=True)
 class Divergence:
-    """What `divergence` found; nan where a model gives numbers that are not finite.
+    """What `divergence` found; nan where a model's outputs are not finite.
 
     Standard errors are from the spread between windows, see `evaluate`; nan for a single window.
 
     Attributes:
       model, reference: loss, perplexity and bits per byte of each, on the same tokens.
-      loss_difference: model's minus reference's, in nats per token, with its standard error: far smaller than those of the
-        two losses, for both read the same text.
+      loss_difference: the model's loss minus the reference's, in nats per token, with its standard error, which is far
+        smaller than those of the two losses because both read the same text.
       perplexity_ratio: model's / reference's.
       kl: Kullback-Leibler divergence of the model's next-token distribution from the reference's, sum of p ln(p / q) with p
         the reference's: mean over predicted tokens in nats, with its standard error.
-      kl_median, kl_99, kl_max: of the tokens: half of them, and 99 in 100, are at most that.
-      same_top: share of the predicted tokens at which both hold the same token for the most probable.
+      kl_median, kl_99, kl_max: median, 99th percentile and maximum of the divergence over tokens.
+      same_top: share of the predicted tokens at which both models have the same most probable token.
     """
 
     model: Evaluation
@@ -64,14 +64,14 @@ def divergence(
     compute: Compute = Compute(),
     progress: Progress | None = None,
 ) -> Divergence:
-    """Compare what two models predict of every token of documents, which both read through the same sliding window.
+    """Compare two models' predictions of every token of documents, read through the same sliding window.
 
-    Both are in memory at once, and logits of 64 positions of each row.
+    Both are in memory at once, with logits of 64 positions of each row.
 
     Args:
-      params: of the model, as `model.trees.quantize(reference, "int8")`.
-      reference: of the other.
-      reference_config: its configuration, where it is another; any model of the same vocabulary.
+      params: of the model, for example `model.trees.quantize(reference, "int8")`.
+      reference: parameters of the reference.
+      reference_config: its configuration, if it differs; any model of the same vocabulary.
       length, stride, batch, progress: see `evaluate`.
       compute: of both.
 
@@ -136,7 +136,7 @@ def compare_tokens(
         q, p = (jax.nn.log_softmax(one) for one in logits)
         target = jnp.maximum(targets, 0)[..., None]
         nats = [-jnp.take_along_axis(one, target, axis=-1)[..., 0] for one in (q, p)]
-        # It is never negative but for rounding; of a token that p excludes nothing counts.
+        # Negative only by rounding; a token with p = 0 contributes nothing.
         kl = jnp.maximum(jnp.sum(jnp.where(p == -jnp.inf, 0, jnp.exp(p) * (p - q)), axis=-1), 0)
         top = (q.argmax(-1) == p.argmax(-1)).astype(q.dtype)
         return tuple(jnp.where(targets >= 0, one, 0) for one in (*nats, kl, top))

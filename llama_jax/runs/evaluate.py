@@ -1,4 +1,4 @@
-"""How well a model predicts a text: nats per token, perplexity, and bits per byte, which compares across tokenizers."""
+"""How well a model predicts a text: nats per token, perplexity, and bits per byte, comparable across tokenizers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from llama_jax.model.params import Llama
 from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows
 
 CHUNK = 64
-LONGEST = 4096  # tokens of a window where none are asked for: a layer's scores grow with their square
+LONGEST = 4096  # default tokens of a window: a layer's scores grow with their square
 
 Measure = Callable[[Llama, WindowRows], jax.Array]
 
 
 class Sizes(NamedTuple):
-    """Tokens of a window, tokens from it to the next, and rows that are read at once."""
+    """Tokens of a window, tokens from one window's start to the next's, and rows that are read at once."""
 
     length: int
     stride: int
@@ -38,16 +38,16 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found; nan where a model gives numbers that are not finite, or a text has no bytes.
+    """What `evaluate` found; nan where a model's outputs are not finite, or a text has no bytes.
 
     Attributes:
       loss: mean negative log-likelihood of a predicted token, in nats.
       standard_error: of `loss`, in nats, from the spread between windows (see `evaluate`); nan for a single window.
       perplexity: exp(loss).
       bits_per_byte: the nats of all predicted tokens / ln 2 / `bytes`.
-      tokens: that were predicted.
+      tokens: predicted tokens.
       bytes: UTF-8 bytes of the text of all documents.
-      documents, windows: how many.
+      documents, windows: their numbers.
     """
 
     loss: float
@@ -74,31 +74,32 @@ def evaluate(
 ) -> Evaluation:
     """Loss, perplexity and bits per byte of a model on documents, read through a sliding window.
 
-    Every token but a document's first is predicted once, its end-of-sequence token included; of a corpus with targets, as
-    `data.open_chats` gives it, these alone, and bits per byte are of their bytes. A document begins with BOS where the
-    vocabulary has one, so that its first token of text is predicted too; where it has none the text's first token costs
-    nothing, although its bytes count. Bits per byte divide by the bytes of the text itself: two models that read the same
-    files can be compared whatever their tokenizers, nats per token and perplexity cannot.
+    Every token but a document's first is predicted once, its end-of-sequence token included. In a corpus with targets, as
+    `data.open_chats` makes, only the targets are predicted, and bits per byte count their bytes alone. A document begins
+    with BOS where the vocabulary has one, so that its first token of text is predicted too; where it has none, the first
+    token costs nothing although its bytes count. Bits per byte divide by the bytes of the text itself, so they compare two
+    models that read the same files whatever their tokenizers; nats per token and perplexity do not.
 
-    The standard error takes windows for independent draws and the loss for a ratio of two sums over them (Cochran 1977,
-    chapter 6). A document that fits into a window is one window. Those of a long document resemble each other: of few
-    long documents the true error is larger.
+    The standard error treats windows as independent draws and the loss as a ratio of two sums over them (Cochran 1977,
+    chapter 6). A document that fits into a window is one window. Windows of a long document resemble each other, so with
+    few long documents the true error is larger.
 
     Args:
       params: blocks as a tuple or stacked.
-      length: T, tokens of a window; by default the model's context, 4096 at most. Windows share rows of T tokens and do not
-        see each other, so short documents cost what their tokens cost.
-      stride: tokens from a window to the next in a document, and which each but the first predicts; by default half of
-        `length`. With `length` itself windows do not overlap: quicker, but tokens at their beginnings lack context.
-      batch: B, rows that are read at once, the last ones filled up with padding; by default 1 on a CPU, where the scores
-        of more leave its caches (measured: 8 rows of 512 tokens take 6 times as long as one by one), and 8 elsewhere.
+      length: T, tokens of a window; by default the model's context, 4096 at most. Windows are packed into rows of T tokens
+        and do not see each other, so short documents cost no more than their tokens.
+      stride: tokens from the start of a window to that of the next one in the document, and the tokens that each window but
+        the first predicts; by default half of `length`. With stride = length windows do not overlap, which is quicker, but
+        tokens at their beginnings lack context.
+      batch: B, rows that are read at once, the last ones padded; by default 1 on a CPU, where the scores of more do not fit
+        into its caches (measured: 8 rows of 512 tokens take 6 times as long as one by one), and 8 elsewhere.
       compute: dtype and attention.
-      measure: `token_nats` with all but its last two arguments given, under `jax.jit`. Given once to several calls, it is
-        compiled once for each shape [B, T]; it also decides about compute and layout over devices.
+      measure: `token_nats` with all but its last two arguments bound, under `jax.jit`. Pass the same one to several calls
+        and it is compiled once for each shape [B, T]; it also determines the computation and the layout over devices.
       progress: wraps the range of batches, as `tqdm.tqdm` does.
 
     Raises:
-      DataError: sizes that cannot be, a corpus of another vocabulary, or one with nothing to predict.
+      DataError: impossible sizes, a corpus of another vocabulary, or one with nothing to predict.
     """
     length, stride, batch = choose_sizes(config, corpus, length=length, stride=stride, batch=batch)
     windows = cut_windows(corpus, length, stride)
@@ -112,15 +113,15 @@ def evaluate(
 def measured(
     corpus: Corpus, windows: Windows, batch: int, measure: Callable[[WindowRows], Any], progress: Progress | None
 ) -> Iterator[tuple[Any, np.ndarray]]:
-    """What `measure` gives for all predicted tokens of the windows, a batch of B rows after the other.
+    """What `measure` gives for all predicted tokens of the windows, one batch of B rows at a time.
 
     Args:
       measure: from rows to a tree of arrays [B, T].
 
     Yields:
-      The tree of float64[n], n tokens that are predicted, and int64[n], the window of each.
+      The tree of float64[n] for n predicted tokens, and int64[n], the window of each.
     """
-    length = int(windows.read.max())  # where no document fills a window, no row is as long
+    length = int(windows.read.max())  # if no document fills a window, rows are shorter
     rows = pack(windows.read.tolist(), length)
 
     def collect(found: Any, owner: np.ndarray) -> tuple[Any, np.ndarray]:
@@ -140,7 +141,7 @@ def measured(
 
 
 def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, stride: int | None, batch: int | None) -> Sizes:
-    """The sizes that `evaluate` takes where they are not given; for its arguments and errors see there."""
+    """The sizes of `evaluate`, with its defaults; see there for arguments and errors."""
     length = min(config.max_seq_len, LONGEST) if length is None else length
     if not 1 <= length <= config.max_seq_len:
         raise DataError(f"length={length} must be at least 1 and within the model's context of {config.max_seq_len}")
@@ -160,12 +161,12 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
 
 
 def usual_batch() -> int:
-    """Rows that a device reads at once where nobody says, see `evaluate`."""
+    """The default number of rows that a device reads at once, see `evaluate`."""
     return 1 if jax.default_backend() == "cpu" else 8
 
 
 def check_vocabulary(config: LlamaConfig, corpus: Corpus) -> None:
-    """Raise DataError for a corpus with tokens that the model has not."""
+    """Raise DataError for a corpus with tokens that the model does not have."""
     if corpus.vocab_size > config.vocab_size:
         raise DataError(
             f"the corpus has a vocabulary of {corpus.vocab_size}, the model one of {config.vocab_size};"
@@ -186,8 +187,8 @@ def token_nats(
 
     Args:
       compute: of the forward pass. Logits and their sum are float32 at least.
-      chunk: positions of each row whose logits [B, chunk, V] are held at a time; those of chunks without a target, which
-        are context alone, are not computed.
+      chunk: positions of each row whose logits [B, chunk, V] are held at a time; chunks without a target, which are only
+        context, are not computed.
       layout: see `forward`; here `constrain` is told of "hidden", what `forward` gave, and of "logits", [B, chunk, V].
     """
     tokens, targets, segment_ids, positions = map(jnp.asarray, rows)
@@ -223,12 +224,12 @@ def nats_of(
 
 
 def in_chunks(predict: Callable[[Any, jax.Array], Any], hidden: Any, targets: jax.Array, chunk: int) -> Any:
-    """What a function of hidden states and targets gives, which makes logits of `chunk` positions of each row at a time.
+    """Apply a function of hidden states and targets that makes logits, to `chunk` positions of each row at a time.
 
     Args:
       predict: from a tree of [B, chunk, D] and targets [B, chunk] to a tree of [B, chunk].
       hidden: a tree of [B, T, D].
-      targets: int32[B, T]. Of chunks in which all are negative everything is 0, and nothing is computed.
+      targets: int32[B, T]. For chunks in which all are negative nothing is computed and the result is 0.
 
     Returns:
       The tree of [B, T].
@@ -269,7 +270,7 @@ def summary(corpus: Corpus, windows: Windows, sums: np.ndarray) -> Evaluation:
 
 
 def mean_of_tokens(windows: Windows, sums: np.ndarray) -> tuple[float, float]:
-    """The mean over predicted tokens of what `sums` has of each window, float64[n]; its standard error, see `evaluate`."""
+    """The mean over predicted tokens, from the sums of each window, float64[n]; and its standard error, see `evaluate`."""
     tokens, count = int(windows.predicted.sum()), len(sums)
     mean = float(sums.sum()) / tokens
     if count < 2:

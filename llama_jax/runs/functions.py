@@ -1,4 +1,4 @@
-"""Functions in a Python file of the user's: ``FILE.py:FUNCTION``."""
+"""Functions in the user's own Python files: ``FILE.py:FUNCTION``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from llama_jax.runs.errors import TrainingError
 
 
 def function_of(name: str, what: str) -> Callable[..., Any]:
-    """The function of that name, of which the file is run, with its folder among those that it may import from.
+    """Run the file, which may import from its own folder, and return its function of that name.
 
     Args:
       what: what it is for, in messages.
 
     Raises:
-      TrainingError: another form of name, a file that is not there or that fails when it is run, or no such function in it.
+      TrainingError: a name of another form, a file that does not exist or that fails, or no such function in it.
     """
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function:
@@ -33,7 +33,7 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
-    sys.path.insert(0, str(path.parent))  # the file may import what lies beside it, as a script may
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbours, as a script may
     try:
         spec.loader.exec_module(module)
     except UserError:

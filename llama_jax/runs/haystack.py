@@ -36,7 +36,7 @@ class Keys(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Which of the keys is hidden, and where the text begins, as a share of the haystack."""
+    """Which of the keys is hidden, and where in the haystack the text begins, as a fraction."""
 
     key: int
     start: float
@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Hidden:
-    """What is hidden, where, and how often; for the fields and errors see `needle`. Lengths and depths come in order."""
+    """What is hidden, where, and how often; see `needle` for the fields and errors. Lengths and depths are sorted."""
 
     lengths: Sequence[int]
     depths: Sequence[float]
@@ -95,7 +95,7 @@ class Hidden:
 
 
 def prepare(config: LlamaConfig, tokenizer: Tokenizer, haystack: Sequence[int] | np.ndarray, hidden: Hidden) -> Prepared:
-    """What `needle` does before it needs parameters, all checks among it; for arguments and errors see there."""
+    """The part of `needle` that needs no parameters, all checks included; see there for arguments and errors."""
     haystack = np.asarray(haystack)
     check_tokens(config, haystack, "haystack token")
     shortest, longest = hidden.lengths[0], hidden.lengths[-1]
@@ -117,7 +117,7 @@ def prepare(config: LlamaConfig, tokenizer: Tokenizer, haystack: Sequence[int] |
 
 
 def draw_keys(count: int, digits: int, seed: int) -> list[str]:
-    """Different numbers by chance, without a zero in front."""
+    """Different random numbers without a leading zero."""
     random = np.random.default_rng([seed, 0])
     keys: dict[str, None] = {}
     while len(keys) < count:
@@ -133,7 +133,7 @@ def encode_keys(tokenizer: Tokenizer, keys: Sequence[str], statement: str, quest
         [tokenizer.encode(space + sentence.replace("{key}", key), bos=False) for key in keys]
         for sentence in (statement, question)
     )
-    # A key may begin inside a token, or share its first one with all others: up to there it is the question.
+    # A key may begin inside a token, or all keys may share their first token: up to there it belongs to the question.
     shared = next((i for i, tokens in enumerate(zip(*asked, strict=False)) if len(set(tokens)) > 1), len(asked[0]))
     answers = [tokens[shared:] for tokens in asked]
     if len(set(map(tuple, answers))) < len(keys) or not all(answers):
@@ -156,7 +156,7 @@ def lay_prompt(
     """The prompt of a trial up to its answer, with which it has exactly `length` tokens: int32[n]."""
     said, answer = keys.statements[trial.key], keys.answers[trial.key]
     room = length - len(start) - len(said) - len(keys.question) - len(answer)
-    # All lengths begin at the same place where the text is long enough, so that the shorter are parts of the longer.
+    # If the text is long enough all lengths begin at the same place, so that the shorter are prefixes of the longer.
     begin = min(int(trial.start * haystack.size), haystack.size - room)
     hay = haystack[begin : begin + room]
     place = round(depth * room)

@@ -1,4 +1,4 @@
-"""What runs wrote into their metrics.jsonl, as arrays."""
+"""The metrics.jsonl of runs, as arrays."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from llama_jax.storage import Location, StoredPath, locate
 
 @dataclass(frozen=True)
 class RunHistory:
-    """What a run wrote down, in the order of its steps.
+    """The metrics of a run, in the order of its steps.
 
     Attributes:
       name: of its folder.
       train: float64[n] each, by the names of `TRAIN` and those of `MORE` that it has; nan where a value is missing or not
         finite.
-      validation: float64[m] each, likewise by `VALIDATION`, `MORE` and what begins with `OF_SOURCE`; tokens are those of the
-        training line at that step.
-      unreadable: lines, counted from 1, that are not whole: of a run that was killed while it wrote.
+      validation: float64[m] each, likewise by `VALIDATION`, `MORE` and names that begin with `OF_SOURCE`; tokens are those
+        of the training line at that step.
+      unreadable: numbers, from 1, of incomplete lines, left by a run that was killed while it wrote.
     """
 
     name: str
@@ -54,8 +54,8 @@ MORE = {
 def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     """The metrics of a run's folder.
 
-    Of several lines for a step the last holds, and where a run went on from a step, what an earlier process wrote
-    of later steps is dropped.
+    Of several lines for a step the last one counts, and where a run was resumed at a step, lines of later steps that an
+    earlier process wrote are dropped.
 
     Raises:
       UserError: no metrics there, or none of training.
@@ -97,7 +97,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
 
 
 def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
-    """The metrics of several folders, each with a name that no other has: as much of its path as that takes.
+    """The metrics of several folders, each with a unique name: as much of the end of its path as that needs.
 
     Raises:
       UserError: no folder, one that is given twice, or one without metrics.
@@ -134,7 +134,7 @@ def _parts(path: Location) -> tuple[str, ...]:
 
 
 def _shortest(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:
-    """The end of a path by which it is known among others."""
+    """The shortest end of a path that tells it from the others."""
     depth = next(n for n in range(1, len(path) + 1) if sum(other[-n:] == path[-n:] for other in paths) == 1)
     return os.path.join(*path[-depth:])
 
@@ -146,7 +146,7 @@ def _more(lines: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _column(lines: dict[int, dict[str, Any]], name: str) -> np.ndarray:
-    """A value of every line in the order of the steps, nan where there is none: float64[n]."""
+    """One value of every line in the order of steps, nan where there is none: float64[n]."""
     return np.array([_number(step) if name == "step" else _number(lines[step].get(name)) for step in sorted(lines)])
 
 

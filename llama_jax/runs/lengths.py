@@ -1,4 +1,4 @@
-"""How well a model predicts a text by the length of its window and by position: does context help, and how far?"""
+"""Loss by length of the window and by position in it: does context help, and how far?"""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LengthLoss:
-    """What `evaluate_lengths` found at one length; nan or infinite where the model's numbers are not finite.
+    """What `evaluate_lengths` found at one length; nan or infinite where the model's outputs are not finite.
 
     Attributes:
       length: T, tokens of a window.
@@ -46,7 +46,7 @@ class LengthLoss:
       loss: mean over all of them, in nats.
       standard_error: of `loss` in nats, from the spread between windows of the longest length; nan for a single one.
       perplexity: exp(loss).
-      last_quarter: mean loss of the last quarter of each window, in nats: of tokens that have the most context.
+      last_quarter: mean loss of the last quarter of each window, in nats: of the tokens with the most context.
       by_position: float64[T], mean loss of the prediction made from t + 1 tokens of context, in nats.
     """
 
@@ -61,7 +61,7 @@ class LengthLoss:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Loss by the tokens of context: 1, 2, 3 to 4, 5 to 8, and on by powers of two; the last may be cut short."""
+        """Loss by the tokens of context: 1, 2, 3 to 4, 5 to 8, and so on by powers of two; the last may be cut short."""
         ends = [1 << power for power in range(math.ceil(math.log2(self.length)))] + [self.length]
         begins = [0, *ends[:-1]]
         return tuple(Bucket(a + 1, b, float(self.by_position[a:b].mean())) for a, b in zip(begins, ends, strict=True))
@@ -81,27 +81,27 @@ def evaluate_lengths(
 ) -> tuple[LengthLoss, ...]:
     """Loss of the same text in windows of each length, and by position in them.
 
-    The text is cut into spans of the longest length, and each span into consecutive windows of every other length: where
-    a length divides the longest, all lengths predict the same tokens and differ only in what the model sees before them.
-    (Where it does not, the rest of each span is left out there.) So a model that uses its context has less loss at a greater
-    length, and one that breaks beyond the length it was trained at has more, from that position on. A window lies in one
-    document: those that are shorter than the longest length are passed over.
+    The text is cut into spans of the longest length, and each span into consecutive windows of every other length. If a
+    length divides the longest, all lengths predict the same tokens and differ only in what the model sees before them; if
+    it does not, it leaves out the rest of each span. So a model that uses its context has a lower loss at a greater length,
+    and one that breaks beyond its training length has a higher one from that position on. A window lies within one
+    document: documents shorter than the longest length are skipped.
 
-    This is not the sliding window of `evaluate`: a window's first tokens have little context, and count.
+    This is not the sliding window of `evaluate`: the first tokens of a window have little context, and count.
 
-    A window is read in pieces through a cache of its length, so what is held beside the weights is that cache and the scores
-    of one piece.
+    A window is read in pieces through a cache of its length, so that memory holds the weights, that cache and the scores of
+    one piece.
 
     Args:
       params: blocks as a tuple or stacked.
-      lengths: tokens of the windows, in any order. They may go beyond `config.max_seq_len`: to see what happens there is
-        what this is for. A changed `rope_scaling` in the configuration tries an extension without training.
-      max_tokens: to predict at each length, at most; as many whole spans as that allows, evenly over the text. By default
-        all.
+      lengths: tokens of the windows, in any order. They may exceed `config.max_seq_len`, to measure what happens there. A
+        changed `rope_scaling` in the configuration tries an extension without training.
+      max_tokens: most tokens to predict at each length: as many whole spans as that allows, evenly over the text. By
+        default all.
       batch: windows that are read at once at every length; by default 1 on a CPU and as many as make up 32,768 tokens
         elsewhere.
-      cache: in which tokens are remembered as in generation: what int8, or a window, costs. Of an int8 cache also the
-        tokens of a piece are read back.
+      cache: the cache, as in generation, to measure what int8 or a window costs. From an int8 cache even the tokens of
+        the current piece are read back.
       compute: dtype and attention.
       progress: wraps the range of all pieces, as `tqdm.tqdm` does.
 
@@ -109,8 +109,8 @@ def evaluate_lengths(
       What was found at each length, the shortest first.
 
     Raises:
-      DataError: a length that cannot be or for which the text is too short, a limit that leaves nothing, or a corpus of
-        another vocabulary.
+      DataError: an impossible length, a text too short for it, a limit that leaves nothing, or a corpus of another
+        vocabulary.
     """
     lengths = choose_lengths(config, corpus, lengths, max_tokens=max_tokens, batch=batch)
     spans = cut_spans(corpus, lengths[-1], max_tokens)
@@ -125,7 +125,7 @@ def evaluate_lengths(
 def choose_lengths(
     config: LlamaConfig, corpus: Corpus, lengths: Sequence[int], *, max_tokens: int | None = None, batch: int | None = None
 ) -> tuple[int, ...]:
-    """The lengths in order, after all checks of `evaluate_lengths`; for arguments and errors see there."""
+    """The sorted lengths, after all checks of `evaluate_lengths`; see there for arguments and errors."""
     if not len(lengths):
         raise DataError("lengths are empty; give the tokens of a window at least once")
     for length in lengths:
@@ -163,9 +163,9 @@ class _WindowPlan(NamedTuple):
 
     Attributes:
       length: T, tokens of a window.
-      windows_of_span, windows: how many are in a span, and in all.
-      batch, batches: windows that are read at once, and how often.
-      piece, pieces: tokens of each that are read at once, and how often; the last piece may be filled up.
+      windows_of_span, windows: the number in a span, and in all.
+      batch, batches: windows that are read at once, and the number of such batches.
+      piece, pieces: tokens of each window that are read at once, and the number of such pieces; the last may be padded.
     """
 
     length: int
@@ -184,12 +184,12 @@ def _plan(length: int, longest: int, spans: int, batch: int | None) -> _WindowPl
 
 
 def rows_at_once(length: int) -> int:
-    """How many rows of `length` tokens are read side by side: on a CPU, whose caches more would leave, one."""
+    """How many rows of `length` tokens are read at once: one on a CPU, because the scores of more leave its caches."""
     return 1 if jax.default_backend() == "cpu" else max(TOKENS_AT_ONCE // length, 1)
 
 
 def cut_pieces(length: int) -> tuple[int, int]:
-    """Tokens of a piece, and in how many a row is read: of one size, so that there is one program, and none nearly empty."""
+    """Tokens of a piece and pieces of a row: all of one size, so that there is one program, and no piece nearly empty."""
     pieces = -(-length // LARGEST_PREFILL)
     return -(-length // pieces), pieces
 
@@ -235,7 +235,7 @@ def empty_cache(
 
 
 def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:
-    """A window that is as long as the text, and would only take room, left out."""
+    """Without a window that is as long as the text, which would only take memory."""
     return options if options.window is None or options.window < length else CacheOptions(dtype=options.dtype)
 
 
@@ -248,7 +248,7 @@ def _measure(
     options: tuple[CacheOptions, Compute],
     ticks: Iterator[int],
 ) -> LengthLoss:
-    """All windows of one length, a batch after the other and each piece by piece; a tick for every piece."""
+    """All windows of one length, batch by batch and piece by piece, with a tick for every piece."""
     starts = (spans[:, None] + np.arange(plan.windows_of_span) * plan.length).reshape(-1)
     by_position = np.zeros(plan.pieces * plan.piece)
     by_window = np.zeros(plan.windows)
@@ -263,7 +263,7 @@ def _measure(
     running: Callable[[], None] | None = None
     for first in range(0, plan.windows, plan.batch):
         tokens, targets = _lay(corpus, starts[first : first + plan.batch], plan, capacity)
-        # What an earlier window left in the cache lies after the new length, where nothing reads it.
+        # What an earlier window left in the cache lies beyond the new length, where nothing reads it.
         cache = cache.replace(length=jnp.zeros(plan.batch, jnp.int32))
         for begin in range(0, capacity, plan.piece):
             next(ticks)
@@ -278,7 +278,7 @@ def _measure(
 
 
 def _lay(corpus: Corpus, starts: np.ndarray, plan: _WindowPlan, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the windows read and what follows each token: int32[B, capacity] each, filled up with 0 and -1."""
+    """The tokens of the windows and the token after each: int32[B, capacity] each, padded with 0 and -1."""
     tokens, targets = (np.full((plan.batch, capacity), filling, np.int32) for filling in (0, -1))
     for row, start in enumerate(starts):
         tokens[row, : plan.length] = corpus.tokens[start : start + plan.length]

@@ -20,14 +20,14 @@ OF_A_RUN = (RECIPE, METRICS)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, which is made where there is none. The lock ends with the process, however that ends.
+    """Lock a folder, which is created if missing. The lock ends with the process, however that ends.
 
     Two runs in one folder would delete each other's checkpoints while they are written. On Windows, which has no such
-    locks, nothing is held; on a file system without them neither, which warns. Where what runs meanwhile fails before it has
-    written anything, what was made here is removed.
+    locks, nothing is locked; nor on a file system without them, with a warning. If the body fails before it has written
+    anything, what was created here is removed.
 
     Raises:
-      TrainingError: another process holds it, or a folder that cannot be written to.
+      TrainingError: another process holds the lock, or the folder cannot be written to.
     """
     missing = [path for path in (folder, *folder.absolute().parents) if not path.exists()]
     was_there = (folder / FILE).exists()

@@ -1,4 +1,4 @@
-"""What somebody who watches a run sees."""
+"""The lines that a run prints."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from llama_jax.writing import send_nowhere
 
 
 class Log:
-    """Lines on stdout. On a terminal the line of progress is written over itself; in a file every one stays."""
+    """Lines on stdout. On a terminal a line of progress replaces the one before; in a file all of them stay."""
 
     def __init__(self, stream: TextIO | None = None, *, quiet: bool = False) -> None:
-        """`quiet` is for all processes but the first, and where nobody asked: nothing is said."""
+        """`quiet` prints nothing: for all processes but the first, and for callers that want no log."""
         self._stream = sys.stdout if stream is None else stream
         self.quiet = quiet
         self._in_place = self._stream.isatty()
@@ -50,7 +50,7 @@ class Log:
 
 
 def duration(seconds: float) -> str:
-    """About how long: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
+    """A duration, rounded: ``45 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

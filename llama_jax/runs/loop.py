@@ -1,4 +1,4 @@
-"""The training loop: data in, checkpoints, curves and samples out, until the steps are done or somebody says stop."""
+"""The training loop: data in; checkpoints, curves and samples out; until the steps are done or a signal stops it."""
 
 from __future__ import annotations
 
@@ -80,29 +80,29 @@ def train(
 ) -> Result:
     """Train a recipe into a folder, from which `llama_jax.load` reads the model at any time.
 
-    What comes out depends on the recipe, the data and the software alone: a run that is killed and resumed ends with the
-    same bits as one that is not, on the same devices, and with the same order of data on any others.
+    The result depends on the recipe, the data and the software alone: a run that is killed and resumed ends with the same
+    bits as an uninterrupted one on the same devices, and reads the data in the same order on any others.
 
     Args:
       recipe: a `Recipe`, or what `runs.recipes.find` takes: the name of a built-in one, or FILE.py:FUNCTION.
-      workdir: of this run alone, which no other run may use meanwhile. It gets recipe.json, metrics.jsonl and
-        checkpoints/STEP. Several processes share it, and so the file system that it is on. Or a URL, s3:// or gs://, for a
-        run on one host: metrics are then in parts, and TMPDIR needs room for a checkpoint (docs/storage.md).
-      data: a file or folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each of which has
-        its share of the rows, exactly, and epochs of its own.
-      validation_data: likewise; without it a share of the documents of `data`, of each source, is kept apart.
+      workdir: a folder that no other run uses at the same time. It gets recipe.json, metrics.jsonl and checkpoints/STEP.
+        Several processes share it, and so the file system that it is on. Or a URL, s3:// or gs://, for a run on one host:
+        metrics are then in parts, and TMPDIR needs room for a checkpoint (docs/storage.md).
+      data: a file, a folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each of which has
+        exactly its share of the rows, and epochs of its own.
+      validation_data: likewise; without it a share of the documents of each source of `data` is held out.
       tokenizer: a vocabulary's file or folder, for a recipe that does not make its own.
-      weights: a model to go on training, of any format; its shape and tokenizer replace the recipe's. Where the recipe's
-        model is that model but for rope scaling, theta and context, these are the recipe's: an extension.
-      resume: go on from the newest checkpoint in `workdir`, where there is one.
-      reweigh: resume with other weights of the same sources; otherwise these are an error.
+      weights: a model to continue training, of any format; its shape and tokenizer replace the recipe's. If the recipe's
+        model differs from it only in rope scaling, theta and context, the recipe's are used: a context extension.
+      resume: continue from the newest checkpoint in `workdir`, if there is one.
+      reweigh: resume with other weights of the same sources, which is an error otherwise.
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
-      track: where the numbers of metrics.jsonl are shown, too: see `runs.trackers`.
-      save_timeout: seconds that writing a checkpoint may take, beside the training; then the run ends.
-      processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
-      log: what is told meanwhile, as `runs.log.Log()` prints it; None prints nothing.
+      track: services that also get the numbers of metrics.jsonl, see `runs.trackers`.
+      save_timeout: seconds that writing a checkpoint may take in the background before the run ends with an error.
+      processes: what `parallel.processes.start` returned, if there are several: each calls this with the same arguments.
+      log: where progress is printed, as `runs.log.Log()`; None prints nothing.
 
     Raises:
       TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
@@ -116,7 +116,7 @@ def train(
             f"this is one of {jax.process_count()} processes; join them with llama_jax.parallel.processes.start, and give"
             " what it gives as processes="
         )
-    # First of all: what JAX offers to wait for each other takes for granted that each has as many devices.
+    # First of all, since JAX's own barriers assume that each process has equally many devices.
     processes.agree("devices", {"devices": jax.local_device_count()})
     log = Log(quiet=True) if log is None else log
     if isinstance(recipe, str):
@@ -131,7 +131,7 @@ def train(
         raise TrainingError("lora trains adapters beside a model that stays as it is; give that with --weights (weights=)")
     if reweigh and not resume:
         raise TrainingError("--reweigh (reweigh=True) goes on with other weights of the data; it needs --resume")
-    # What is quick comes first: no mistake shall be found after minutes of reading or learning a vocabulary.
+    # Quick checks come first, so that no mistake is found after minutes of reading or learning a vocabulary.
     preparing.check(recipe, where, trace, mesh, backend)
     if not processes.first_of_host:  # which fetches what is in a store
         processes.wait("data fetched")

@@ -1,4 +1,4 @@
-"""The numbers of a run, as they come, in lines of JSON."""
+"""The metrics of a run, written as lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Metrics:
 
     def __init__(self, folder: Path) -> None:
         self._path = path = folder / METRICS
-        # The last line of a run that was killed may be half a line: what follows begins on its own.
+        # The last line of a killed run may be incomplete: the next one begins on a new line.
         broken = _last_byte(path) not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
         if broken:
             self._file.write("\n")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """A line. A number that is not finite is null, for JSON has no name for it.
+        """Write a line. A number that is not finite becomes null, for JSON cannot express it.
 
         Raises:
           TrainingError: the disk is full, or the file cannot be written to any more.

@@ -1,4 +1,4 @@
-"""Needle in a haystack: does a model find one sentence in a long text, and does it depend on where it stands?"""
+"""Needle in a haystack: does a model find one sentence in a long text, and does that depend on its position?"""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class NeedleCell:
       length: tokens of the prompt with its answer.
       depth: where the needle stands: 0 at the beginning, 1 just before the question.
       trials: how many.
-      exact: share of trials in which every token of the key was the most probable one, so that greedy decoding writes it.
+      exact: share of trials in which every token of the key was the most probable one: greedy decoding would write it.
       chosen: share in which the key was more probable than each of the wrong keys; 1 / (wrong keys + 1) by chance.
       rank: mean place of the key among all, from 1.
       log_probability: mean natural logarithm of the whole key's probability.
-      margin: mean of that less the mean of the wrong keys: 0 for a model that does not find the needle, whatever it thinks
-        of numbers. The most sensitive of all.
+      margin: that minus the mean over the wrong keys: 0 for a model that does not find the needle, whatever its preferences
+        among numbers. The most sensitive of these measures.
     """
 
     length: int
@@ -54,7 +54,7 @@ class NeedleTest:
 
     Attributes:
       lengths, depths: of the cells.
-      wrong_keys: with which each key was compared.
+      wrong_keys: the number of wrong keys that each key was compared with.
     """
 
     lengths: tuple[int, ...]
@@ -63,7 +63,7 @@ class NeedleTest:
     cells: tuple[NeedleCell, ...]
 
     def grid(self, name: str) -> np.ndarray:
-        """A value of every cell, as a cell calls it: float64[depths, lengths]."""
+        """One field of every cell, by its name: float64[depths, lengths]."""
         found = [getattr(cell, name) for cell in self.cells]
         return np.array(found, np.float64).reshape(len(self.lengths), len(self.depths)).T
 
@@ -87,21 +87,21 @@ def needle(
 ) -> NeedleTest:
     """Hide a pass key in a text and measure whether the model says it when asked (Mohtashami and Jaggi 2023, section 4.2).
 
-    Small models hardly ever say the key right to the last digit. So its probability is compared with that of other numbers
-    of as many digits, which are not hidden: a model that has found the needle, if only in part, prefers the key. The trials
-    hide the same numbers in turn. Where `trials` is a multiple of `wrong_keys` + 1, each is hidden as often as the others,
-    and what a model thinks of them without having found one cancels out.
+    Small models hardly ever give the key exactly to the last digit. So its probability is compared with those of other
+    numbers with as many digits, which are not hidden: a model that has found the needle, if only in part, prefers the key.
+    The trials hide the same numbers in turn. If `trials` is a multiple of `wrong_keys` + 1, each is hidden equally often,
+    and the model's preferences among the numbers themselves cancel out.
 
-    A prompt is put together from tokens, and so is exactly as long as asked, its answer included: BOS where the vocabulary
-    has one, haystack, needle, haystack, question. The needle is moved back by up to 64 tokens to stand between two words.
-    A trial has the same key and the same haystack at every depth, and at every length as far as that goes, so that cells
-    can be compared. The prompt is read in pieces through a cache, and logits are computed for the answers alone.
+    A prompt is assembled from tokens, so that it has exactly the requested length, its answer included: BOS if the
+    vocabulary has one, haystack, needle, haystack, question. The needle is moved back by up to 64 tokens to stand between
+    two words. A trial has the same key and the same haystack at every depth, and at every length as far as the haystack is
+    shared, so that cells can be compared. The prompt is read in pieces through a cache, and logits are computed for the
+    answers alone.
 
     Args:
       params: blocks as a tuple or stacked.
       haystack: int[n] tokens of a text without special ones, at least as many as the longest prompt has.
-      lengths: tokens of a prompt with its answer. They may go beyond `config.max_seq_len`: to see what happens there is what
-        this is for.
+      lengths: tokens of a prompt with its answer. They may exceed `config.max_seq_len`, to measure what happens there.
       depths: where the needle stands in the haystack, from 0 to 1.
       trials: of each length and depth, each with a piece of the haystack of its own.
       wrong_keys: numbers to compare each key with.
@@ -112,7 +112,7 @@ def needle(
       progress: wraps the range of all pieces of all prompts, as `tqdm.tqdm` does.
 
     Raises:
-      UserError: values that cannot be, a haystack that is too short, or a length that has no room for the question.
+      UserError: impossible values, a haystack that is too short, or a length that has no room for the question.
       TokenizerError: a vocabulary that does not tell the keys apart.
     """
     hidden = Hidden(
@@ -146,7 +146,7 @@ def needle(
 
 
 class _PromptPlan(NamedTuple):
-    """How the prompts of one length are read: how many at once, and in how many pieces of how many tokens."""
+    """How the prompts of one length are read: the number at once, and the number and size of their pieces."""
 
     length: int
     batch: int
@@ -217,7 +217,7 @@ def _measure(
     plan: _PromptPlan,
     ticks: Iterator[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `answer_scores` says of all prompts: float64[n, N] and bool[n, N]."""
+    """The results of `answer_scores` for all prompts: float64[n, N] and bool[n, N]."""
     packed = np.full((len(answers), max(map(len, answers))), -1, np.int32)
     for row, answer in zip(packed, answers, strict=True):
         row[: len(answer)] = answer
@@ -231,7 +231,7 @@ def _measure(
         tokens = np.zeros((plan.batch, width), np.int32)
         for row, prompt in zip(tokens, filled, strict=True):
             row[: len(prompt) - 1] = prompt[:-1]
-        # What an earlier prompt left in the cache lies after the new length, where nothing reads it.
+        # What an earlier prompt left in the cache lies beyond the new length, where nothing reads it.
         cache = cache.replace(length=jnp.zeros(plan.batch, jnp.int32))
         for start in range(0, width, plan.piece):
             next(ticks)
@@ -252,7 +252,7 @@ def _cells(
     chosen = np.arange(count) == np.tile(hidden, len(depths))[:, None]
     right = scores[chosen][:, None]
     wrong = scores[~chosen].reshape(-1, count - 1)
-    # What is as probable as the key is before it: a model that knows nothing is not given the place by chance. Nor is nan.
+    # Ties and nan rank before the key, so that a model that knows nothing does not get the first place by chance.
     ranks = 1 + (~(wrong < right)).sum(axis=1)
     columns = best[chosen], ranks == 1, ranks, right[:, 0], right[:, 0] - wrong.mean(axis=1)
     of_depth = [np.asarray(column, np.float64).reshape(len(depths), trials).mean(axis=1) for column in columns]

@@ -1,4 +1,4 @@
-"""Changes of a recipe as they stand on a command line: ``steps=100 optimizer.learning_rate=1e-3 model=stories-15m``."""
+"""Changes of a recipe from the command line: ``steps=100 optimizer.learning_rate=1e-3 model=stories-15m``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Settings = TypeVar("Settings")
 
 
 def override(settings: Settings, changes: Sequence[str]) -> Settings:
-    """Apply changes to a frozen dataclass, one after the other; a dot leads into a nested one.
+    """Apply changes to a frozen dataclass in order; a dot leads into a nested one.
 
-    Values are read by the field's type: a model is the name of a preset, a tuple is JSON or a single text; a text may
-    have a line break as a backslash and n. What is None or gets another ``kind``, as ``model.rope_scaling.kind=yarn
-    model.rope_scaling.factor=4`` do, is made anew of the parts that are given.
+    Values are parsed by the field's type: a model is the name of a preset, a tuple is JSON or a single text; in a text a
+    backslash and n are a line break. A nested dataclass that is None or gets another ``kind``, as by
+    ``model.rope_scaling.kind=yarn model.rope_scaling.factor=4``, is built from the given parts alone.
 
     Raises:
-      TrainingError: what is not ``key=value``, a key that is not there (the nearest is named), or a value of another type.
-      UserError: what the dataclass itself refuses.
+      TrainingError: a change that is not ``key=value``, an unknown key (the nearest is named), or a value of another type.
+      UserError: a value that the dataclass itself refuses.
     """
     nested: dict[str, Any] = {}
     for change in changes:
@@ -44,7 +44,7 @@ def override(settings: Settings, changes: Sequence[str]) -> Settings:
 
 
 def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
-    """All changes of one dataclass at once, so that values which only fit together may be given in any order."""
+    """All changes of one dataclass at once, so that values that are only valid together may come in any order."""
     types_ = get_type_hints(type(settings))
     found = {}
     for name, value in changes.items():
@@ -64,13 +64,13 @@ def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[st
 
 
 def dataclass_of(kind: Any) -> Any:
-    """The dataclass that a field of this type holds, also where it may be None; None for a type of another sort."""
+    """The dataclass that a field of this type holds, or may hold beside None; None for any other type."""
     options = [option for option in get_args(kind) or (kind,) if option is not type(None)]
     return options[0] if len(options) == 1 and dataclasses.is_dataclass(options[0]) else None
 
 
 def _made(kind: Any, values: dict[str, Any], within: str, known: list[str]) -> Any:
-    """A dataclass of the values given for it."""
+    """A dataclass built from the values given for it."""
     types_, fields = get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
     for name, value in values.items():
         if name not in fields:
@@ -84,7 +84,7 @@ def _made(kind: Any, values: dict[str, Any], within: str, known: list[str]) -> A
 
 
 def _meant(key: str, within: str, known: list[str]) -> str:
-    """The nearest of the keys at that place, and of all where it is the recipe itself; else what there is at that place."""
+    """The nearest key at that level, or of all levels for the recipe itself; else the list of keys at that level."""
     last = {k: k.rpartition(".")[2] for k in known if k.startswith(within)}
     close = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), 1, 0.7)
     near = [k for k in last if last[k] in close]
@@ -95,7 +95,7 @@ def _meant(key: str, within: str, known: list[str]) -> str:
 
 
 def _read(text: str, kind: Any, key: str) -> Any:
-    """The value that a text is for a field of this type."""
+    """The value of a text for a field of this type."""
     origin = get_origin(kind)
     if origin in (Union, types.UnionType):
         if text.lower() in ("none", "null") and type(None) in get_args(kind):

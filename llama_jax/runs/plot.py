@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 By = Literal["step", "tokens"]
 
-# Okabe and Ito's colours, which all eyes tell apart, without the yellow that is too pale for a line.
+# Okabe and Ito's colours, distinguishable with colour blindness, without the yellow, which is too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1)))  # the first for so many runs as there are colours, then the next
+DASHES = ("solid", (0, (4, 1.5)), (0, (1, 1)))  # the first for as many runs as there are colours, then the next
 GREY = "#555555"
 DOTS: dict[str, Any] = {
     "linestyle": (0, (1, 1)),
@@ -36,10 +36,10 @@ MOST_DOTS = 16  # of a run; more would hide the line
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """A mean over neighbours, twice: float64[n]; values that are not finite count nothing and stay nan.
+    """A mean over neighbours, applied twice: float64[n]; values that are not finite do not count and stay nan.
 
-    Centred, and so without the delay of a running average. Where a run begins and its curves are steep, fewer neighbours
-    count.
+    It is centred and so has no lag, unlike a running average. At the beginning of a run, where curves are steep, fewer
+    neighbours count.
 
     Args:
       reach: neighbours on each side; 0 changes nothing.
@@ -57,16 +57,16 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 
 
 def draw(runs: Sequence[RunHistory], *, by: By = "step", log: bool = False, smoothing: float = 0.01) -> Figure:
-    """Loss, learning rate, gradient norm and throughput of runs, and what one of them has of `MORE`, one over the other.
+    """Panels of loss, learning rate, gradient norm and throughput of runs, and of each of `MORE` that one of them has.
 
     Args:
       runs: what `history.read_runs` gave.
-      by: what goes to the right, steps or tokens.
+      by: the horizontal axis, steps or tokens.
       log: logarithmic axes for that, the loss and the gradient norm.
-      smoothing: how far the mean reaches that is drawn over the faint curve, as a fraction of a run; 0 draws none.
+      smoothing: reach of the mean that is drawn over the faint curve, as a fraction of a run; 0 draws none.
 
     Returns:
-      A figure that belongs to no window: `figure.savefig(path)`, or as the last line of a notebook's cell.
+      A figure without a window: use `figure.savefig(path)`, or make it the last line of a notebook's cell.
 
     Raises:
       UserError: matplotlib is missing, nothing to draw, or an impossible argument.
@@ -226,7 +226,7 @@ def _whole(value: float, _: Any = None) -> str:
 
 
 def _blank(width: float, height: float) -> Figure:
-    """An empty figure in inches that belongs to no window; UserError where matplotlib is missing."""
+    """An empty figure without a window, its size in inches; UserError if matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -240,12 +240,12 @@ def _blank(width: float, height: float) -> Figure:
 
 
 def _looks() -> Iterator[tuple[str, Any]]:
-    """A colour and a dash pattern for each run; after 21 runs they come again."""
+    """A colour and a dash pattern for each run; they repeat after 21 runs."""
     return cycle((colour, dashes) for dashes in DASHES for colour in COLOURS)
 
 
 def _style(axes: Axes, title: str) -> None:
-    """A panel of little ink: no box, a faint grid under the curves."""
+    """A plain panel: no box, a faint grid under the curves."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
@@ -255,7 +255,7 @@ def _style(axes: Axes, title: str) -> None:
 
 
 def _scale(panels: dict[str, Axes], log: bool) -> None:
-    """Axes from zero or logarithmic, and numbers on them as one says them."""
+    """Axes from zero or logarithmic, with readable tick labels."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     for name, axes in panels.items():
@@ -277,7 +277,7 @@ def _scale(panels: dict[str, Axes], log: bool) -> None:
 
 
 def _power(value: float) -> str:
-    """A learning rate as one says it: 3e-4, 2.5e-3."""
+    """A learning rate as people write it: 3e-4, 2.5e-3."""
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.3e}".split("e")
@@ -285,6 +285,6 @@ def _power(value: float) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name that matplotlib takes as it is: without mathematics, nor hidden for its first letter."""
+    """A name escaped for matplotlib, which reads $ as mathematics and hides labels that begin with an underscore."""
     plain = name.replace("$", r"\$")
     return f" {plain}" if plain.startswith("_") else plain

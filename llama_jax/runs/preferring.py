@@ -1,4 +1,4 @@
-"""How often a model prefers the answers that are preferred, by itself and beside a reference."""
+"""How often a model prefers the chosen answers of preference pairs, by itself and relative to a reference."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Preferring:
     """What `prefer` found of N pairs; the means are over pairs, in nats.
 
     Attributes:
-      accuracy: the share of pairs whose chosen answer the model finds more probable; against a reference, whose chosen
-        answer gains more over the reference than the rejected one.
-      accuracy_error: standard error of it, of a share of N.
-      margin: by how much more probable the chosen answer is than the rejected one; against a reference, how much more than
-        to that. Times beta it is the margin of rewards in DPO.
-      margin_error: standard error, from the spread between pairs; nan of a single one.
-      accuracy_per_token: as `accuracy`, of log-probabilities divided by the tokens of the answer: long answers are less
-        probable for being long.
+      accuracy: the share of pairs whose chosen answer is more probable than the rejected one; against a reference, whose
+        chosen answer gains more log-probability over the reference than the rejected one.
+      accuracy_error: its standard error, as of a binomial share of N.
+      margin: log-probability of the chosen answer minus that of the rejected one; against a reference, minus the same
+        difference there. Times beta it is the margin of rewards in DPO.
+      margin_error: its standard error, from the spread between pairs; nan for a single one.
+      accuracy_per_token: as `accuracy`, with log-probabilities divided by the tokens of the answer, since long answers are
+        less probable because of their length.
       chosen_logprob, rejected_logprob: of the answers by the model.
       pairs: N.
       tokens: of all answers.
@@ -69,7 +69,7 @@ def log_answers(
 
 
 def prefer(answers: AnswerSums, reference: AnswerSums | None = None) -> Preferring:
-    """The numbers, given what a model, and where there is one a reference, think of pairs."""
+    """The numbers, from the log-probabilities of a model and, if there is one, of a reference."""
     own = np.asarray(answers.logprobs, np.float64)
     ratios = own if reference is None else own - np.asarray(reference.logprobs, np.float64)
     lengths = np.maximum(np.asarray(answers.lengths, np.float64), 1)

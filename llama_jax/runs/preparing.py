@@ -1,4 +1,4 @@
-"""What must be right before the first step of a run: its folder, data and prompts, the same in all processes."""
+"""Checks before the first step of a run: its folder, data and prompts, the same in all processes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
 
-MARK_SECONDS = 30  # until what one host writes is seen by the others: file systems over a network remember what is missing
+MARK_SECONDS = 30  # until the others see what one host writes: network file systems cache missing files
 
 
 def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
-    """Whether two models differ at most in how far they read: the parameters of one fit the other."""
+    """Whether two models differ at most in their context and rotary settings: the parameters of one fit the other."""
     return original == replace(
         model, rope_scaling=original.rope_scaling, rope_theta=original.rope_theta, max_seq_len=original.max_seq_len
     )
@@ -54,7 +54,7 @@ def agree(
     task: Task,
     note: dict[str, Any] | None,
 ) -> None:
-    """Processes that do not compute the same would wait for each other in different places."""
+    """Compare the arguments of all processes: those that compute different things would wait for each other forever."""
     if processes.count == 1:
         return
     processes.agree(
@@ -72,7 +72,7 @@ def agree(
 
 
 def _mark_of(folder: Path, processes: Processes) -> str:
-    """What process 0 has just written into the folder of the run: where another cannot read it, that has another folder."""
+    """Check that every process can read what process 0 has just written into the folder of the run."""
     mark = folder / ".shared"
     if processes.index == 0:
         mark.write_text(f"{folder.resolve()} on {platform.node()}")
@@ -91,7 +91,7 @@ def _mark_of(folder: Path, processes: Processes) -> str:
 
 
 def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Sequence[FoundData]) -> None:
-    """Raise TrainingError for a mixture where none can be, or validation files of other sources than are trained on."""
+    """Raise TrainingError for a mixture in a kind of training without mixtures, or validation files of other sources."""
     kind = kind_of(recipe)
     if len(training) > 1 and not kind.mixes:
         raise TrainingError(f"{kind.name} are not mixed by weights; give the files without names and weights")
@@ -104,7 +104,7 @@ def check_sources(recipe: Recipe, training: Sequence[FoundData], validation: Seq
 
 
 def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes, backend: Backend) -> None:
-    """What can be wrong without looking at the data: TrainingError, MeshError."""
+    """Checks that need no data; raises TrainingError, MeshError."""
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
     if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
@@ -113,7 +113,7 @@ def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes
 
 
 def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
-    """The note of the checkpoint to go on from, or None for a new run."""
+    """The note of the checkpoint to resume from, or None for a new run."""
     latest = snapshots.latest()
     if latest is None:
         return None
@@ -143,7 +143,7 @@ def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool
 
 
 def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequence[str]) -> bool:
-    """Whether all that differs is how the learning rate goes on, and not what it was in the steps that are done."""
+    """Whether only the future of the learning rate differs, and not its values in the steps that are done."""
     names = {difference.partition(":")[0] for difference in changed}
     if not names <= {"steps", "optimizer.schedule", "optimizer.decay_share", "optimizer.final_share"} or recipe.steps < done:
         return False
@@ -154,7 +154,7 @@ def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequen
 
 
 def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
-    """What is trained, before minutes may go into compiling it."""
+    """Print what is trained, before the compilation, which may take minutes."""
     r = recipe
     learnt = ""
     if r.lora is not None:
@@ -166,7 +166,7 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
 
 
 def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:
-    """Raise TrainingError where a run that goes on is given other data than it began with, or other shares unasked."""
+    """Raise TrainingError if a resumed run is given other data than before, or other shares without `reweigh`."""
     if note is None:
         return
     for name, digest in task.digests.items():
@@ -183,7 +183,7 @@ def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> Non
 
 
 def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
-    """The prompts as tokens, with room after them: checked here, and not hours later at the first evaluation."""
+    """The prompts as tokens that leave room for an answer: checked now rather than hours later at the first evaluation."""
     found = [tokenizer.encode(prompt, bos=tokenizer.bos_id >= 0) for prompt in recipe.prompts]
     context = recipe.model.max_seq_len
     for prompt, ids in zip(recipe.prompts, found, strict=True):
@@ -201,7 +201,7 @@ def is_given(paths: Data) -> bool:
 
 
 def write_recipe(folder: Path, recipe: Recipe) -> None:
-    """For people: what counts is the copy in every checkpoint."""
+    """Write the recipe for people to read; a resumed run reads the copy in its checkpoint."""
     if jax.process_index() == 0:
         with appearing(folder / RECIPE, raises=TrainingError) as target:
             target.write_text(json.dumps(to_dict(recipe), indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A recipe as compiled functions over devices: the only place where a run knows how it is spread."""
+"""A recipe as compiled functions over devices: the only place where a run knows how it is sharded."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ Metrics = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class TrainingProgram:
-    """What the loop calls.
+    """The functions that the loop calls.
 
     Attributes:
-      step: a state, which is donated, and a placed batch to the next state and the step's metrics.
-      place: the rows that this process reads onto its devices.
-      share: which part of a batch these are, of how many.
-      start: the state before the first step, from random parameters or from given ones: stacked, where `param_specs` says,
-        and not to be used again.
+      step: from a state, which is donated, and a placed batch to the next state and the step's metrics.
+      place: puts the rows that this process reads onto its devices.
+      share: which part of a batch these rows are, and of how many.
+      start: the state before the first step, from random parameters or from given ones: stacked, placed as `param_specs`
+        says, and not to be used again.
       shapes: of the state, with shardings, for `Snapshots.restore`.
-      adopt: makes a restored state one that `step` takes.
-      model: the model that trained parameters are: they themselves, or adapters joined with their base.
-      jit: `jax.jit` of a function of such a model and of arrays that every process has, whose result every process gets.
-      fit: makes of such a model one of `config`, which can be evaluated and generate where it lies.
+      adopt: turns a restored state into one that `step` accepts.
+      model: the model of trained parameters: they themselves, or adapters joined with their base.
+      jit: `jax.jit` of a function of such a model and of arrays that every process has; every process gets the result.
+      fit: turns such a model into one of `config`, which can be evaluated and can generate where it lies.
       config: of that model, as the mesh holds it.
-      layout: of passes that only read with it: its `shares` are how many ways the rows are divided.
-      devices: how many.
+      layout: of forward passes for evaluation and generation; rows are divided `shares` ways.
+      devices: their number.
       description: of the devices, in words.
       compile_seconds: of `step`.
-      attention: how `step` computes it, in words; empty where it is compiled later, as by pmap.
+      attention: how `step` computes attention, in words; empty if it is compiled later, as by pmap.
     """
 
     step: Callable[[TrainState, Any], tuple[TrainState, Metrics]]
@@ -81,12 +81,12 @@ def make_program(
     """Compile the step of a recipe: by `jax.jit` over a mesh, or by `jax.pmap` over `sizes.data` devices.
 
     Args:
-      objective: the loss, and what it reads; by pmap one without `prepare` and `frozen`.
-      base: of a recipe that trains adapters, what they are joined with, stacked, where `param_specs` says.
+      objective: the loss, and the models that it reads; pmap accepts only one without `prepare` and `frozen`.
+      base: for a recipe that trains adapters, the model under them, stacked, placed as `param_specs` says.
 
     Raises:
       MeshError: devices, a model or a batch that do not fit together, or a process without a device in the mesh.
-      TrainingError: a mesh that pmap cannot have.
+      TrainingError: a mesh that pmap does not support.
     """
     check_mesh(recipe, sizes, backend)
     if backend == "pmap":
@@ -97,7 +97,7 @@ def make_program(
 def _step(
     recipe: Recipe, objective: Objective, frozen: Frozen, step: Callable[..., tuple[TrainState, Metrics]]
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """`train_step` with its configuration bound, told the rest of the recipe."""
+    """`train_step` with the configuration and the options of the recipe bound."""
     return partial(
         step,
         make_optimizer(recipe.optimizer, recipe.steps),
@@ -129,12 +129,12 @@ def _random(recipe: Recipe, base: Llama | None = None) -> TrainState:
 
 
 def check_mesh(recipe: Recipe, sizes: MeshSizes, backend: Backend) -> None:
-    """Raise what `make_program` would of a mesh that there is not or that cannot divide the recipe, without compiling."""
+    """Raise the errors of `make_program` about a mesh that does not exist or cannot divide the recipe, without compiling."""
     if backend == "pmap" and recipe.lora is not None:
         raise TrainingError("pmap trains whole models; train adapters with the backend jit")
     if backend == "pmap" and sizes.devices != sizes.data:
         raise TrainingError(f"pmap copies the whole model to every device and cannot have mesh {sizes}; use the backend jit")
-    make_mesh(sizes)  # says where there are too few devices
+    make_mesh(sizes)  # raises if there are too few devices
     if backend == "pmap":
         if recipe.batch % sizes.data or recipe.batch // sizes.data % recipe.accumulate:
             raise TrainingError(
@@ -158,7 +158,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
     rows = NamedSharding(mesh, batch_spec(sizes, recipe.batch // recipe.accumulate, recipe.length))
     whole = NamedSharding(mesh, P())
     begins_as = base if lora is not None and lora.dora else None
-    # Nothing is ever whole on one device: the state is born where it stays.
+    # The state is created sharded: nothing is ever whole on one device.
     shapes = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         jax.eval_shape(partial(_random, recipe), begins_as),
@@ -181,7 +181,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         return params if base is None or lora is None else settled(adapted(base, params, lora))
 
     _, reading = reading_over(recipe.model, mesh)
-    # Where nothing is padded or copied the model is as it is: `jit` would copy it.
+    # If nothing is padded or copied the model is returned unchanged: `jit` would copy it.
     as_it_is = laid_out(recipe.model, sizes) == recipe.model
     models = base, objective.frozen
     batches = jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=rows), objective.shapes)
@@ -252,7 +252,7 @@ def _pmap_program(recipe: Recipe, objective: Objective, sizes: MeshSizes) -> Tra
 
 
 def _share(rows: NamedSharding, batch: int) -> tuple[int, int]:
-    """Which part of a batch, of how many equal ones, this process's devices hold; of parts that are not equal, all."""
+    """Which of how many equal parts of a batch this process's devices hold; the whole batch if parts are not equal."""
     parts = rows.addressable_devices_indices_map((batch,)).values()
     bounds = {part[0].indices(batch)[:2] for part in parts if part is not None}
     begin, end = min(bounds)[0], max(bounds)[1]

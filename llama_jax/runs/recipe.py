@@ -1,4 +1,4 @@
-"""What decides a run: all that must be the same for the same numbers to come out."""
+"""The recipe of a run: everything that determines its numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from llama_jax.training.step import Loss
 
 RECIPE = "recipe.json"  # in the folder of a run
 Vocabulary = Literal["given", "byte", "bpe"]
-# What may change when a run is resumed: what it shows and keeps, not what it computes.
+# Settings that may change when a run is resumed: what it prints and keeps, not what it computes.
 BOOKKEEPING = frozenset(
     {"evaluate_every", "evaluate_tokens", "save_every", "keep_last", "keep_best", "log_every", "prompts", "sample_tokens"}
     | {"rewards.held", "rewards.samples"}
@@ -38,21 +38,21 @@ NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A run, apart from its data, its folder and its devices.
+    """The settings of a run, apart from its data, its folder and its devices.
 
     Attributes:
       model: the shape of the model.
       steps: updates of the parameters.
       batch: B, rows of a step, over all devices and parts.
       length: T, predicted tokens of a row.
-      accumulate: parts of a batch whose gradients are accumulated one after the other, which saves memory.
+      accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
       optimizer: see `OptimizerSettings`.
       vocabulary: "given" by ``--tokenizer`` or by the weights that training begins with; "byte"; or "bpe", learnt from the
         training text with `model.vocab_size` pieces.
-      lora: train adapters of these settings beside a model that stays as it is (``--weights``); checkpoints hold them alone.
-        None trains the model.
-      quantize: with `lora`, the matrices of that model are kept in fewer bits, see `model.trees.quantize` ("nf4" is QLoRA:
-        Dettmers et al. 2023); "none" keeps them in `dtype`.
+      lora: train adapters with these settings on a frozen model (``--weights``); checkpoints hold the adapters alone. None
+        trains the model.
+      quantize: with `lora`, the matrices of the frozen model are kept in fewer bits, see `model.trees.quantize` ("nf4" is
+        QLoRA: Dettmers et al. 2023); "none" keeps them in `dtype`.
       seed: seed of the initial parameters and of the order of the data.
       dtype: type of the computation; the trained parameters are float32.
       remat: what the backward pass recomputes to save memory; see `Compute` of `model.options`.
@@ -65,19 +65,19 @@ class Recipe:
         on the seed and the number of the batch.
       ema_decay: decay of a moving average of the parameters, which is then evaluated and loaded in their place; 0 keeps
         none.
-      skip_limit: steps in a row without finite gradients after which the run gives up.
+      skip_limit: consecutive steps without finite gradients after which the run ends with an error.
       reading: where documents end in the data.
-      chats: how conversations in the data are read; the loss and the evaluation are then of what the assistant says alone,
-        and rows hold whole conversations (`data.open_chats`). None for data that are text.
+      chats: how conversations in the data are read; loss and evaluation then count the assistant's messages alone, and rows
+        hold whole conversations (`data.open_chats`). None for data that are text.
       preference: the data are preferences, read as `chats` says, and this is their loss. Each of the B rows has two sides of
         T tokens, the chosen and the rejected answers of several pairs. The reference is the model that training begins with.
-      distill: what a teacher predicts is learnt, see `DistillOptions`.
-      rewards: the data are prompts, and what is learnt are the model's own answers by their rewards. The B rows are answers.
-      validation: share of the documents that is kept for validation where no file is given for it, and, where documents are
-        few, of the tokens (`data.split`).
-      evaluate_every: steps between evaluations, and 0 for only one, at the end.
-      evaluate_tokens: whole documents up to about so many tokens are evaluated; 0 takes all.
-      save_every: steps between checkpoints, beside the last one; 0 for only that.
+      distill: learn the predictions of a teacher, see `DistillOptions`.
+      rewards: the data are prompts, and the model learns from its own answers by their rewards. The B rows are answers.
+      validation: share of the documents that is held out for validation if no file is given for it; with few documents, of
+        the tokens (`data.split`).
+      evaluate_every: steps between evaluations; 0 for only one, at the end.
+      evaluate_tokens: whole documents up to about this many tokens are evaluated; 0 takes all.
+      save_every: steps between checkpoints, in addition to the last one; 0 for only that.
       keep_last: how many of the newest checkpoints are kept.
       keep_best: how many of the checkpoints with the lowest validation loss are kept.
       log_every: steps between lines of the log.
@@ -85,7 +85,7 @@ class Recipe:
       sample_tokens: most tokens of such a continuation.
 
     Raises:
-      TrainingError, ConfigError: a value that cannot be.
+      TrainingError, ConfigError: an impossible value.
     """
 
     model: LlamaConfig
@@ -138,7 +138,7 @@ class Recipe:
         if self.lora is not None:
             if self.optimizer.name == "muon":
                 raise TrainingError("optimizer.name='muon' is for whole matrices; train adapters with adamw")
-            adapter_shapes(self.model, self.lora)  # raises for targets that the model has not
+            adapter_shapes(self.model, self.lora)  # raises for targets that the model does not have
         elif self.optimizer.lora_plus != 1:
             raise TrainingError(f"optimizer.lora_plus={self.optimizer.lora_plus} is for adapters; give lora.rank, too")
         elif self.quantize != "none":
@@ -160,7 +160,7 @@ class Recipe:
         if self.chats is not None and self.vocabulary == "bpe":
             raise TrainingError("vocabulary='bpe' is learnt from text, and the data are chats; give a tokenizer, or byte")
         if self.preference is not None and self.chats is None:
-            raise TrainingError("preference is of data that are read as chats are; give chats, too, as chats.format=auto")
+            raise TrainingError("preference needs data that are read as chats; give chats, too, as chats.format=auto")
         losses = [name for name in ("preference", "distill", "rewards") if getattr(self, name) is not None]
         if len(losses) > 1:
             raise TrainingError(f"{' and '.join(losses)} exclude each other: each is a loss; leave one of them out")
@@ -178,15 +178,15 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def _name_of(function: Callable[..., Any] | None) -> str | None:
-    """What a function is called where it is defined: all of it that JSON can hold."""
+    """The qualified name of a function, for JSON cannot hold more of it."""
     return None if function is None else f"{function.__module__}:{getattr(function, '__qualname__', function)}"
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What two recipes, as `to_dict` gives them, compute differently: ``optimizer.b2: 0.95 in the folder, 0.99 now``.
+    """The differences of two recipes from `to_dict` that change numbers: ``optimizer.b2: 0.95 in the folder, 0.99 now``.
 
-    A field that an older version did not write is as its default says: who adds a field gives it a default that computes
-    what was computed without it.
+    A field that an older version did not write has its default: a new field needs a default that computes what was computed
+    without it.
     """
     old, new = _flat(_completed(before, Recipe)), _flat(after)
     return [
@@ -197,7 +197,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _completed(written: dict[str, Any], kind: Any) -> dict[str, Any]:
-    """A recipe, or a part of one, with the fields of its dataclass that it has not."""
+    """A recipe, or a part of one, with defaults for the fields of its dataclass that it lacks."""
     found, types_ = dict(written), get_type_hints(kind)
     for f in dataclasses.fields(kind):
         inner = dataclass_of(types_[f.name])

@@ -1,4 +1,4 @@
-"""The built-in recipes: functions of no arguments that return a `Recipe`, as a file of your own may hold too."""
+"""The built-in recipes: functions without arguments that return a `Recipe`, as a file of your own may contain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny() -> Recipe:
 
 
 def shakespeare() -> Recipe:
-    """Byte by byte, as Karpathy's char-rnn and nanoGPT read Shakespeare's plays: minutes on a laptop."""
+    """Shakespeare's plays byte by byte, as Karpathy's char-rnn and nanoGPT read them: minutes on a laptop."""
     return Recipe(
         model=LlamaConfig(
             vocab_size=-(-BYTE_VOCABULARY // 64) * 64,
@@ -99,8 +99,8 @@ def tinyllama() -> Recipe:
 
 
 def sft() -> Recipe:
-    """Fine-tuning of all parameters on conversations, by what the assistant says in them. The model is that of the weights,
-    and the learning rate that of TRL's SFT."""
+    """Fine-tuning of all parameters on the assistant's messages in conversations. The model is that of the weights, and the
+    learning rate that of TRL's SFT."""
     return Recipe(
         model=preset("stories-260k"),
         steps=500,
@@ -127,7 +127,8 @@ def dpo() -> Recipe:
 
 
 def distill() -> Recipe:
-    """A small model of the vocabulary of a teacher (``--teacher``), or that of the weights, learns what that predicts."""
+    """A small model with the vocabulary of a teacher (``--teacher``), or that of the weights, learns the teacher's
+    predictions."""
     return Recipe(
         model=preset("stories-260k"),
         steps=2000,
@@ -166,13 +167,13 @@ FINE_TUNING = ("sft", "dpo", "grpo")  # whose model is that of the weights
 
 
 def check_weights(name: str, *, given: bool) -> None:
-    """Raise TrainingError where a built-in recipe needs a model to begin with and there is none."""
+    """Raise TrainingError if a built-in recipe needs a model to begin with and there is none."""
     if name in FINE_TUNING and not given:
-        raise TrainingError(f"the recipe {name} goes on with a model; give one with --weights")
+        raise TrainingError(f"the recipe {name} continues the training of a model; give one with --weights")
 
 
 def find(name: str) -> Recipe:
-    """The recipe of that name: a built-in one, or ``FILE.py:FUNCTION``, of which the file is run.
+    """The recipe of that name: a built-in one, or ``FILE.py:FUNCTION``, whose file is run.
 
     Raises:
       TrainingError: no such recipe, or something else that the function returns.

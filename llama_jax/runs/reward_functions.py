@@ -1,4 +1,4 @@
-"""Functions of the user's that say how good answers are: found in a file, called, and held against what they must give."""
+"""The user's reward functions: found in a file, called, and their results checked."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True)
 class Reward:
-    """A function that gives each answer a number, of which more is better.
+    """A function that gives each answer a number; higher is better.
 
     Attributes:
       name: FILE.py:FUNCTION.
-      function: called as ``function(completions, **columns)``, with the texts of the answers and, by the names of the fields
-        in the data, what the lines of their prompts have there; lists of the same length. Also ``stopped``, where it takes
-        that: whether each answer ended by itself, and was not cut off.
-      weight: in the sum of all rewards.
+      function: called as ``function(completions, **columns)``, with the texts of the answers and, for each field in the
+        data, its values for their prompts; lists of equal length. If it accepts ``stopped`` it also gets whether each
+        answer ended by itself rather than at the limit.
+      weight: its factor in the sum of all rewards.
       digest: SHA-256 of the file.
     """
 
@@ -46,10 +46,10 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
     """The functions of ``FILE.py:FUNCTION``, whose files are run.
 
     Args:
-      weights: one for each; none is 1 for all.
+      weights: one for each; empty for 1 each.
 
     Raises:
-      TrainingError: none is named, a file or function that is not there, a file that fails, or another number of weights.
+      TrainingError: no name, a missing file or function, a file that fails, or another number of weights.
     """
     if not names:
         raise TrainingError("rewards need a function that gives them; give one with --reward FILE.py:FUNCTION")
@@ -65,7 +65,7 @@ def find_rewards(names: Sequence[str], weights: Sequence[float] = ()) -> tuple[R
 
 
 def digest_of(rewards: Sequence[Reward]) -> str:
-    """A number by which a resumed run knows them again: of names and files, wherever these lie."""
+    """A digest by which a resumed run recognises them: of their names and files, wherever these lie."""
     found = hashlib.sha256()
     for reward in rewards:
         found.update(f"{reward.name.rpartition(':')[2]} {reward.digest}\n".encode())
@@ -73,7 +73,7 @@ def digest_of(rewards: Sequence[Reward]) -> str:
 
 
 def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
-    """Raise TrainingError for a function that does not take the columns of the data, before anything is sampled."""
+    """Raise TrainingError for a function that does not accept the columns of the data, before anything is sampled."""
     for name, what in ((COMPLETIONS, "what the answers are called"), (STOPPED, "whether an answer ended by itself")):
         if name in columns:
             raise TrainingError(f"the data has a field {name!r}, which is {what}; rename it")
@@ -95,7 +95,7 @@ def check_columns(rewards: Sequence[Reward], columns: Sequence[str]) -> None:
 
 
 def judge(rewards: Sequence[Reward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> np.ndarray:
-    """What each function gives each answer: float64[functions, B].
+    """The rewards of each function for each answer: float64[functions, B].
 
     Raises:
       TrainingError: a function that raises, by its file and line; or that gives anything but a finite number for each.
@@ -157,7 +157,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _where(error: BaseException, reward: Reward) -> str:
-    """What was raised, and the last line of the function's own file that led to it, on one line."""
+    """The exception and the last line of the function's own file that led to it, on one line."""
     what = f"{type(error).__name__}: {reason_of(error)}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     file = str(Path(reward.name.rpartition(":")[0]).resolve())

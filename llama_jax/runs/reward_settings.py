@@ -1,4 +1,4 @@
-"""How a run learns from rewards."""
+"""The settings of training by rewards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Truncated = Literal["count", "mask"]
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """Which answers are sampled, by what they are judged, and which loss is made of it.
+    """How answers are sampled and judged, and the loss that is computed from the rewards.
 
     Attributes:
       functions: ``FILE.py:FUNCTION`` each, called as ``function(completions, **columns)``; see `runs.reward_functions`. The
         command line's ``--reward`` adds one.
-      weights: of the functions in their sum; none is 1 for all.
+      weights: of the functions in their sum; empty for 1 each.
       group: answers to each prompt; the recipe's batch / group are the prompts of a step.
       answer: tokens of an answer at most, its stop token included; a prompt has room for the recipe's length + 1 - answer.
       temperature: of the sampling, above 0; the loss has its log-probabilities at the same one.
@@ -28,7 +28,7 @@ class RewardSettings:
       loss, clip, clip_high, beta: see `training.rewards.PolicyOptions`. With beta the reference is the model without its
         adapters, or the weights that training began with.
       scale: whether advantages are divided by the standard deviation of their group.
-      truncated: whether answers that were cut off are learnt from as others are, "count", or not, "mask" (Yu et al. 2025,
+      truncated: whether answers that were cut off are learnt from as others are ("count") or not ("mask", Yu et al. 2025,
         section 3.4); either way they count in their group's mean.
       format: of prompts that are messages, see `tokenizers.resolve_format`.
       special: whether "<|eot_id|>" and the like are special tokens in prompts that are texts; by default they are text.
@@ -36,7 +36,7 @@ class RewardSettings:
       samples: how many of these answers are shown in the log.
 
     Raises:
-      TrainingError, ConfigError: a value that cannot be.
+      TrainingError, ConfigError: an impossible value.
     """
 
     functions: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Answers of a model as it lies where it is trained, as one function to compile."""
+"""Sampling answers from a model in its training layout, as one function to compile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llama_jax.parallel.serving import layout_to_generate
 def sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
 ) -> Callable[[Llama, Prompts], Answers]:
-    """`roll_out` from a model that lies over a mesh as it is trained: of stacked layers, with adapters or quantised too."""
+    """`roll_out` from a model sharded as in training: with stacked layers, possibly adapters or quantised weights."""
     held, layout = layout_to_generate(config, mesh)
 
     def sample(model: Llama, prompts: Prompts) -> Answers:

@@ -16,7 +16,7 @@ from llama_jax.training.batch import Batch
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """What an answer adds to its prompt, a space that it begins with included."""
+    """The text that an answer adds to its prompt, with a leading space if it begins with one."""
     stream = TextStream(tokenizer)
     return "".join([*map(stream.push, ids), stream.finish()])
 

@@ -1,4 +1,4 @@
-"""What a model that is being trained writes after the prompts of its recipe."""
+"""Samples of a model in training: its continuations of the recipe's prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llama_jax.tokenizers import Tokenizer
 def continued(
     recipe: Recipe, program: TrainingProgram, model: Llama, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
 ) -> list[str]:
-    """The prompts with what comes after them, generated where the model lies: all processes take part.
+    """The prompts with their continuations, generated in the training layout: all processes take part.
 
     Args:
       model: as `TrainingProgram.model` gives it.
@@ -24,7 +24,7 @@ def continued(
     """
     if not prompts:
         return []
-    # Rows are divided over the devices, so as many as they are ways: the last prompt again and again.
+    # Rows are divided over the devices, so the last prompt is repeated up to a multiple of the shares.
     rows = [*prompts, *[prompts[-1]] * (-len(prompts) % program.layout.shares)]
     new = min(recipe.sample_tokens, recipe.model.max_seq_len - max(map(len, prompts)))
     sampling = Sampling(temperature=0.8, top_p=0.95, seed=recipe.seed % 2**32)

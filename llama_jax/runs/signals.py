@@ -1,4 +1,4 @@
-"""Being asked to stop."""
+"""Signals that ask a run to stop."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class StopRequest:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """What asks a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP, without those that it ignores, as under nohup."""
+    """The signals that ask a process to end: SIGINT (Ctrl-C), SIGTERM and SIGHUP, without ignored ones, as under nohup."""
     asked = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
     return [number for number in asked if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _say(text: str) -> None:
-    """A line on stderr, if that is still there: a terminal that has hung up is not."""
+    """Print a line to stderr, if it still exists: it does not after a terminal has hung up."""
     with suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
@@ -67,8 +67,8 @@ def _say(text: str) -> None:
 class Stopping:
     """Whether to stop before the next step: all processes after the same one, whichever of them was asked.
 
-    They vote every half a second, or at every step where one takes longer. When the next vote comes depends on what
-    the last one told of the time of a step, so that all count alike.
+    They vote every half second, or at every step if one takes longer. The step of the next vote follows from the step time
+    agreed on in the last one, so that it is the same in all processes.
     """
 
     def __init__(self, request: StopRequest, processes: int) -> None:
@@ -81,7 +81,7 @@ class Stopping:
 
     @property
     def name(self) -> str | None:
-        """The name of the signal that all know of, else None."""
+        """The name of the signal that all processes know of, else None."""
         return self._request.name if self._vote is None else self._name
 
     def now(self) -> bool:
@@ -92,7 +92,7 @@ class Stopping:
         if votes is not None:
             number, microseconds = votes
             wanted = round(VOTE_SECONDS * 1e6 / max(microseconds, 1))
-            self._every = max(min(wanted, 2 * self._every, MOST_STEPS), 1)  # by and by: one quick step is no rule
+            self._every = max(min(wanted, 2 * self._every, MOST_STEPS), 1)  # gradually: one quick step proves little
             if number:
                 self._name = signal.Signals(number).name
                 return True

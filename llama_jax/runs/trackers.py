@@ -1,4 +1,4 @@
-"""A run's numbers where people look: TensorBoard, Weights & Biases, MLflow. The truth is in metrics.jsonl."""
+"""A run's metrics in other services: TensorBoard, Weights & Biases, MLflow. The authoritative copy is metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from llama_jax.writing import appearing
 
 Track = Literal["tensorboard", "wandb", "mlflow"]
 PACKAGES: dict[Track, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # what is imported
-NAMES = "trackers.json"  # in the folder of a run: by which name each service knows it, so that a resumed run goes on there
+NAMES = "trackers.json"  # in the folder of a run: its name in each service, so that a resumed run continues there
 KINDS = ("train", "validation")  # whose numbers are sent
 
 
 class Tracker(Protocol):
-    """One place for numbers.
+    """A service that gets the metrics.
 
     Attributes:
-      name: by which it knows the run, and goes on with it.
+      name: of the run in the service, by which a resumed run continues there.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Tracker(Protocol):
         """The numbers of a step, by names like "train/loss"."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the rest and close."""
 
 
 def check_trackers(track: Sequence[Track]) -> None:
-    """Raise TrainingError for a name that is none, or a package that is not installed."""
+    """Raise TrainingError for an unknown name, or a package that is not installed."""
     for name in track:
         if name not in PACKAGES:
             raise TrainingError(f"track={name!r} must be one of {', '.join(get_args(Track))}")
@@ -49,13 +49,13 @@ def check_trackers(track: Sequence[Track]) -> None:
 
 
 class Tracking:
-    """All places that a run's numbers go to. One that fails is left out from then on, and the run goes on."""
+    """All trackers of a run. One that fails is dropped, and the run continues."""
 
     def __init__(self, track: Sequence[Track], folder: Path, recipe: dict[str, Any], step: int, log: Log) -> None:
         """
         Args:
           recipe: as `recipe.to_dict` gives it, for the services' own record of settings.
-          step: after which the run goes on; 0 of a new one.
+          step: at which the run is resumed; 0 for a new one.
         """
         self._log, self._trackers = log, dict[str, Tracker]()
         path = folder / NAMES
@@ -63,15 +63,15 @@ class Tracking:
         for name in dict.fromkeys(track):
             try:
                 self._trackers[name] = tracker = MADE[name](folder, recipe, step, known.get(name))
-            except Exception as error:  # of a service of whatever kind
-                raise TrainingError(f"{name} cannot be told of this run: {_first_line(error)}") from None
+            except Exception as error:  # services may raise anything
+                raise TrainingError(f"{name} cannot record this run: {_first_line(error)}") from None
             known[name] = tracker.name
         if self._trackers:
             with appearing(path, raises=TrainingError) as target:
                 target.write_text(json.dumps(known, indent=2) + "\n", "utf-8")
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """The finite numbers of a line of metrics.jsonl, of training and of validation."""
+        """Send the finite numbers of a line of metrics.jsonl, of training or of validation."""
         if kind not in KINDS:
             return
         numbers = {
@@ -83,16 +83,16 @@ class Tracking:
             self._try(name, lambda tracker: tracker.write(step, numbers))
 
     def close(self) -> None:
-        """End all."""
+        """Close all."""
         for name in list(self._trackers):
             self._try(name, lambda tracker: tracker.close())
 
     def _try(self, name: str, use: Callable[[Tracker], None]) -> None:
         try:
             use(self._trackers[name])
-        except Exception as error:  # of a service of whatever kind: no run is to end for its curves
+        except Exception as error:  # services may raise anything, and no run should end because of its curves
             del self._trackers[name]
-            self._log.line(f"{name} failed and is told nothing more; metrics.jsonl has all: {_first_line(error)}")
+            self._log.line(f"{name} failed and gets no more metrics; metrics.jsonl has them all: {_first_line(error)}")
 
 
 class _TensorBoard:
@@ -101,7 +101,7 @@ class _TensorBoard:
     def __init__(self, folder: Path, recipe: dict[str, Any], step: int, known: str | None) -> None:
         from tensorboardX import SummaryWriter  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra, without types
 
-        # Of a run that was killed, steps after the checkpoint are drawn anew.
+        # A resumed run draws the steps after its checkpoint anew.
         purge = step + 1 if step else None
         self._writer = SummaryWriter(str(folder / self.name), purge_step=purge, filename_suffix=f".{step}")
         if known is None:

@@ -1,4 +1,4 @@
-"""Which tokenizer a run reads its data with."""
+"""The tokenizer with which a run reads its data."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def choose_tokenizer(
 
 
 def _learn(data: Sequence[Path], recipe: Recipe) -> Tokenizer:
-    """A vocabulary of the data. What is wrong with a file comes back through SentencePiece as an error of its own."""
+    """A vocabulary learnt from the data. An error in a file passes through SentencePiece and comes back as it was."""
     failed: list[UserError] = []
 
     def texts() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Documents cut into windows, and windows packed into rows: what a model reads so that every token is predicted once."""
+"""Documents cut into windows, and windows packed into rows, so that every token is predicted once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from llama_jax.data import Corpus
 
 
 class Windows(NamedTuple):
-    """Runs of tokens of a corpus; each is inside one document.
+    """Spans of tokens of a corpus, each inside one document.
 
     Attributes:
-      start: int64[n], where in `corpus.tokens` a window begins.
-      read: int64[n], how many tokens the model reads; the same number, one further on, could be predicted.
-      context: int64[n], how many of these are not, as an earlier window has predicted them.
-      predicted: int64[n], tokens that each window predicts: all others, or those of them that are targets of the corpus.
+      start: int64[n], the index in `corpus.tokens` at which a window begins.
+      read: int64[n], the number of tokens that the model reads; each could predict its next token.
+      context: int64[n], how many of these predict nothing, since an earlier window has predicted the tokens after them.
+      predicted: int64[n], the number of predicted tokens: the others, or those of them that are targets of the corpus.
     """
 
     start: np.ndarray
@@ -43,8 +43,8 @@ class WindowRows(NamedTuple):
 
 
 def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
-    """Every token but a document's first predicted by one window, from as much before it as the window holds; of a corpus
-    with targets, these alone.
+    """Cut documents so that every token but a document's first is predicted in one window, from what the window holds before
+    it; in a corpus with targets, these alone.
 
     A document's first window predicts `length` tokens; each that follows begins `stride` tokens further on and predicts
     the `stride` tokens that are new to it, each from at least `length - stride` tokens before.
@@ -65,7 +65,7 @@ def cut_windows(corpus: Corpus, length: int, stride: int) -> Windows:
 def lay_rows(
     corpus: Corpus, windows: Windows, rows: Sequence[Sequence[int]], batch: int, length: int
 ) -> tuple[WindowRows, np.ndarray]:
-    """The rows as the model reads them, filled up to `batch` rows of `length` tokens with padding.
+    """The rows as the model reads them, padded to `batch` rows of `length` tokens.
 
     Returns:
       The rows, and int64[B, T], the window that predicts each target, or -1.

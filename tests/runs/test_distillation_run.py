@@ -189,7 +189,7 @@ def test_teachers_that_cannot_be(teacher, text, student, whole, tmp_path):
     ):
         with pytest.raises(TrainingError, match=message):
             train(replace(student, **changes), folder, "missing.txt")
-    with pytest.raises(TrainingError, match="pmap does not train on a teacher's predictions; use the backend jit"):
+    with pytest.raises(TrainingError, match="pmap does not train on a teacher's predictions; use jit"):
         train(student, folder, "missing.txt", backend="pmap")
     assert not folder.exists()
     config, params, tokenizer = llama_jax.load(teacher)

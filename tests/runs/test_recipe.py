@@ -203,16 +203,16 @@ def test_preferences_on_the_command_line():
     assert changed.preference == PreferenceOptions("simpo", 2.0, margin=1.0)
     with pytest.raises(ConfigError, match=r"margin=1.0 is read by simpo alone, not by sigmoid; leave it out"):
         override(found, ["preference.margin=1"])
-    with pytest.raises(TrainingError, match="preference is of data that are read as chats are; give chats, too"):
+    with pytest.raises(TrainingError, match="preference needs data that are read as chats; give chats, too"):
         replace(found, chats=None)
-    with pytest.raises(TrainingError, match="the recipe dpo goes on with a model; give one with --weights"):
+    with pytest.raises(TrainingError, match="the recipe dpo continues the training of a model; give one with --weights"):
         check_weights("dpo", given=False)
 
 
 @pytest.mark.parametrize(
     ("changes", "mesh", "backend", "message"),
     [
-        ({}, MeshSizes(), "pmap", "pmap does not train on preferences; use the backend jit"),
+        ({}, MeshSizes(), "pmap", "pmap does not train on preferences; use jit"),
         ({}, MeshSizes(context=2), "jit", "divides rows over context, and answers are read whole; use data, fsdp"),
         ({"z_loss": 1e-4}, MeshSizes(), "jit", "z_loss=0.0001 is no part of a preference loss; leave it at 0"),
         ({"loss": print}, MeshSizes(), "jit", "loss and preference exclude each other"),

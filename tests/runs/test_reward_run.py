@@ -246,7 +246,7 @@ def test_nothing_is_compiled_after_the_first_step(file, prompts, tmp_path, caplo
         ({"chats": ChatReading()}, MeshSizes(), "rewards are for prompts, and chats for conversations"),
         ({"z_loss": 1e-4}, MeshSizes(), "rewards have a loss of their own"),
         ({"batch": 30}, MeshSizes(), "batch=30 answers must be a multiple of rewards.group=8"),
-        ({}, MeshSizes(data=8), r"are 4 prompts, which cannot be divided over data\*fsdp=8; give a multiple"),
+        ({}, MeshSizes(data=8), r"= 4 prompts, which cannot be divided over data\*fsdp=8; give a multiple"),
         ({}, MeshSizes(context=2), "which context divides"),
         ({"length": 7}, MeshSizes(), "rewards.answer=8 leaves no room for a prompt in length=7"),
     ],

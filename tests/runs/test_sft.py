@@ -120,7 +120,7 @@ def test_the_command(whole, chats, tmp_path):
     given = ("train", "sft", "--workdir", tmp_path / "run", "--data", chats)
     found = run_here(*given)
     assert found.returncode == 2
-    assert "the recipe sft goes on with a model; give one with --weights" in found.stderr
+    assert "the recipe sft continues the training of a model; give one with --weights" in found.stderr
     changes = "steps=2 batch=8 length=40 chats.too_long=drop dtype=float32 remat=none optimizer.warmup_steps=1"
     found = run_here(*given, "--weights", whole[0], *changes.split())
     assert found.returncode == 0, found.stderr
@@ -129,7 +129,7 @@ def test_the_command(whole, chats, tmp_path):
 
 
 def test_fine_tuning_needs_a_model(chats, tmp_path):
-    with pytest.raises(TrainingError, match="the recipe sft goes on with a model; give one with --weights"):
+    with pytest.raises(TrainingError, match="the recipe sft continues the training of a model; give one with --weights"):
         train("sft", tmp_path, chats)
     assert find("sft").chats == ChatReading()
     talk = tmp_path / "talk.jsonl"

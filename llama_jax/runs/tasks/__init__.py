@@ -1,1 +1,1 @@
-"""What a run trains on, and by which loss: one file for each kind, `choose` for the recipe's, `task` for what they share."""
+"""Kinds of training, their data and losses: one file for each, `choose` for the recipe's, `task` for their interface."""

@@ -1,4 +1,4 @@
-"""Which kind of training a recipe is: the only place that asks."""
+"""The kind of training of a recipe: the only place that decides it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llama_jax.runs.tasks.task import TaskKind
 
 
 def kind_of(recipe: Recipe) -> TaskKind:
-    """By the settings that only this kind has."""
+    """The kind whose settings the recipe has."""
     if recipe.preference is not None:
         return preferences.KIND
     if recipe.distill is not None:
@@ -22,11 +22,11 @@ def kind_of(recipe: Recipe) -> TaskKind:
 
 
 def check_task(recipe: Recipe, mesh: MeshSizes, backend: Backend) -> None:
-    """What can be wrong without looking at the data: TrainingError, MeshError."""
+    """Checks that need no data; raises TrainingError, MeshError."""
     kind = kind_of(recipe)
     check_mesh(recipe, mesh, backend)
     if backend not in kind.backends:
-        raise TrainingError(f"{backend} does not train on {kind.name}; use the backend {' or '.join(kind.backends)}")
+        raise TrainingError(f"the backend {backend} does not train on {kind.name}; use {' or '.join(kind.backends)}")
     if recipe.neftune and kind is not text.KIND:
-        raise TrainingError(f"neftune={recipe.neftune} is noise in learning texts and chats, not {kind.name}; leave it at 0")
+        raise TrainingError(f"neftune={recipe.neftune} works for texts and chats, not for {kind.name}; leave it at 0")
     kind.check(recipe, mesh)

@@ -1,4 +1,4 @@
-"""Distillation: text or chats, of which a student learns what a teacher predicts."""
+"""Distillation: a student learns a teacher's predictions on text or chats."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from llama_jax.training.distillation import DistillOptions, Teacher, distillatio
 from llama_jax.training.flops import step_flops
 from llama_jax.training.step import Loss
 
-EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # which two vocabularies seldom spell alike
+EXAMPLE = "One day, a llama said 42 times: Grüße, world!\n"  # which two vocabularies seldom encode alike
 
 
 @dataclass(frozen=True)
 class DistillationEvaluation:
-    """What an evaluation of a student found.
+    """The evaluation of a student.
 
     Attributes:
-      loss: of the divergence and the likelihood, each by its weight, at temperature 1.
+      loss: weighted sum of the divergence and the negative log-likelihood, at temperature 1.
       kl: mean divergence of its predictions from the teacher's, in nats.
-      text: the student's likelihood of the text.
+      text: the student's own loss on the text.
     """
 
     loss: float
@@ -49,7 +49,7 @@ class DistillationEvaluation:
 
 
 def options_of(recipe: Recipe) -> DistillOptions:
-    """Of a recipe that distils."""
+    """The distillation settings of a recipe that has them."""
     assert recipe.distill is not None
     return recipe.distill
 
@@ -80,7 +80,7 @@ def teacher_config(recipe: Recipe) -> LlamaConfig:
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """What distillation cannot have; see `TaskKind.check`."""
+    """Raise an error for settings that distillation does not support; see `TaskKind.check`."""
     if recipe.loss is not None:
         raise TrainingError("loss and distill exclude each other: distillation has a loss; leave one of them out")
     if recipe.z_loss:
@@ -89,7 +89,7 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
 
 
 def tokenizer_of(recipe: Recipe) -> Tokenizer | None:
-    """The teacher's, which a student that is made anew takes."""
+    """The teacher's tokenizer, which a new student takes."""
     return open_checkpoint(options_of(recipe).teacher).tokenizer()
 
 

@@ -1,4 +1,4 @@
-"""Training on preferences: of two answers the one that is to be more probable, or single answers that are good or bad."""
+"""Training on preferences: pairs of a chosen and a rejected answer, or single answers that are good or bad."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ REFERENCE = "reference.npz"  # in the folder of a run that trains all parameters
 
 @dataclass(frozen=True)
 class PreferenceEvaluation:
-    """What an evaluation of preferences found; nan where there is none.
+    """The evaluation of preferences; nan where a number does not exist.
 
     Attributes:
       loss: mean over pairs.
-      accuracy: the share of pairs whose chosen answer has the larger reward; of KTO none.
-      margin: by how much the mean reward of chosen answers is larger.
-      chosen_reward, rejected_reward: means; see `Preferred`. Chosen answers of KTO are the good ones.
+      accuracy: the share of pairs whose chosen answer has the larger reward; none for KTO.
+      margin: mean reward of the chosen answers minus that of the rejected ones.
+      chosen_reward, rejected_reward: means; see `Preferred`. For KTO the chosen answers are the good ones.
       chosen_logprob, rejected_logprob: means of the sums over an answer's tokens.
-      pairs: how many, or for KTO answers.
+      pairs: number of pairs, or of answers for KTO.
     """
 
     loss: float
@@ -71,7 +71,7 @@ class PreferenceEvaluation:
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """What is not for preferences; see `TaskKind.check`."""
+    """Raise an error for settings that preferences do not support; see `TaskKind.check`."""
     if recipe.loss is not None:
         raise TrainingError("loss and preference exclude each other: a preference is a loss; leave one of them out")
     if recipe.z_loss:
@@ -127,13 +127,13 @@ KIND = TaskKind("preferences", open_task, check)
 
 
 def options_of(recipe: Recipe) -> PreferenceOptions:
-    """Of a recipe that trains on preferences."""
+    """The preference settings of a recipe that has them."""
     assert recipe.preference is not None
     return recipe.preference
 
 
 def needs_reference(options: PreferenceOptions) -> bool:
-    """Whether a loss compares with a reference."""
+    """Whether the loss needs a reference model."""
     return options.kind not in FREE
 
 
@@ -166,7 +166,7 @@ def is_judged(paths: Sequence[Path]) -> bool:
 
 
 def read_pairs(recipe: Recipe, paths: Sequence[Path], tokenizer: Tokenizer) -> tuple[Pairs, Any]:
-    """The pairs of files, or for KTO their answers beside mismatched ones; and what became of the lines."""
+    """The pairs of files, or for KTO their answers beside mismatched ones; and counts of the lines read."""
     reading, length, kto = recipe.chats, recipe.length, options_of(recipe).kind == "kto"
     assert reading is not None
     judged = is_judged(paths)
@@ -212,7 +212,7 @@ class PreferenceFeed:
         self._batches = Batches(rows, place["next_batch"])
 
     def _cached(self, beginning: Beginning, parts: dict[str, Pairs]) -> tuple[dict[str, np.ndarray], str]:
-        """Log-probabilities of the model that training begins with, and their digest: made once, and kept in the folder."""
+        """Log-probabilities of the initial model, and their digest: computed once, and kept in the folder."""
         path = beginning.folder / REFERENCE
         if beginning.place is None:
             params, hidden = beginning.state.params, True if beginning.log.quiet else None
@@ -265,7 +265,7 @@ def shortened(held: Pairs, limit: int) -> Pairs:
 
 
 class Measure:
-    """What models think of pairs, through the program of a run, with one compilation for all."""
+    """Log-probabilities of pairs by models, through the program of a run, with one compilation for all."""
 
     def __init__(self, recipe: Recipe, program: TrainingProgram) -> None:
         options = loss_options(recipe)
@@ -291,10 +291,10 @@ def read_all(
     share: tuple[int, int] = (0, 1),
     progress: Progress | None = None,
 ) -> AnswerSums:
-    """What is read of each of N pairs, float32[N, 2] each.
+    """Log-probabilities and lengths of N pairs, float32[N, 2] each.
 
     Args:
-      read: of the rows of this process, whose share of B that is, to the answers of all B.
+      read: from this process's share of B rows to the answers of all B.
       progress: wraps the range of batches, as `tqdm.tqdm` does.
     """
     rows = PairRows(pairs, batch, length, seed=None, host=share[0], hosts=share[1])
@@ -321,7 +321,7 @@ def digest_of(found: dict[str, np.ndarray]) -> str:
 def compare(
     answers: AnswerSums, reference: np.ndarray | None, pairs: Pairs, options: PreferenceOptions
 ) -> PreferenceEvaluation:
-    """The numbers of an evaluation, given what model and reference think of N pairs: float32[N, 2] each."""
+    """The numbers of an evaluation, from the log-probabilities of N pairs by model and reference: float32[N, 2] each."""
     rows = PairBatch(
         *(None,) * 4,
         there=np.ones((pairs.count, 1), bool),
@@ -340,7 +340,7 @@ def compare(
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:
-    """Of the sums that `pair_loss` gives."""
+    """The numbers of an evaluation, from the sums that `pair_loss` gives."""
     chosen, rejected = max(sums["chosen"], 1.0), max(sums["rejected"], 1.0)
     reward = sums["chosen_reward"] / chosen, sums["rejected_reward"] / rejected
     return {

@@ -1,4 +1,4 @@
-"""Training by rewards: answers of the model itself to prompts, judged by functions of the user's (GRPO and its kin)."""
+"""Training by rewards: the model's own answers to prompts, judged by the user's functions (GRPO and its variants)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from llama_jax.training.rewards import PolicyOptions, group_advantages
 
 
 def check(recipe: Recipe, mesh: MeshSizes) -> None:
-    """Raise TrainingError or MeshError for what cannot be, without looking at data."""
+    """Checks that need no data; raises TrainingError, MeshError."""
     r = settings_of(recipe)
     if recipe.chats is not None:
         raise TrainingError("rewards are for prompts, and chats for conversations; leave one of the two out")
@@ -54,7 +54,7 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     prompts = recipe.batch // r.group
     if prompts % mesh.rows:
         raise TrainingError(
-            f"batch={recipe.batch} / rewards.group={r.group} are {prompts} prompts, which cannot be divided over"
+            f"batch={recipe.batch} / rewards.group={r.group} = {prompts} prompts, which cannot be divided over"
             f" data*fsdp={mesh.rows}; give a multiple"
         )
     if r.answer > recipe.length:
@@ -62,7 +62,7 @@ def check(recipe: Recipe, mesh: MeshSizes) -> None:
     scaling = recipe.model.rope_scaling
     if scaling is not None and scaling.kind in BY_LENGTH and recipe.length >= (scaling.original_max_seq_len or 0):
         raise TrainingError(
-            f"with rope scaling {scaling.kind!r} a model that generates remembers other keys than one that reads a row of"
+            f"with rope scaling {scaling.kind!r} generation caches other keys than a pass over a row of"
             f" over {scaling.original_max_seq_len} tokens at once; give a length below that"
         )
 
@@ -89,7 +89,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
         train = without(whole, held)
         if len(train) < len(whole):
             twice = len(whole) - len(train)
-            warnings.warn(f"{twice} prompts of the data are in the validation data: not trained on", stacklevel=2)
+            warnings.warn(f"{twice} prompts of the data are also in the validation data: not trained on", stacklevel=2)
     else:
         train, held = hold_apart(read(given.data), recipe.validation, recipe.seed)
     for prompts in (train, held):
@@ -120,20 +120,20 @@ KIND = TaskKind("rewards", open_task, check)
 
 
 def settings_of(recipe: Recipe) -> RewardSettings:
-    """Of a recipe that has them."""
+    """The reward settings of a recipe that has them."""
     assert recipe.rewards is not None
     return recipe.rewards
 
 
 def loss_of(recipe: Recipe) -> AnswerLoss:
-    """Which loss the recipe asks for."""
+    """The loss of the recipe."""
     r = settings_of(recipe)
     length = r.answer if r.loss == "dr_grpo" else None
     return AnswerLoss(PolicyOptions(r.loss, r.clip, r.clip_high, r.beta, length), r.temperature)
 
 
 def length_of(recipe: Recipe, train: PromptSet, held: PromptSet) -> int:
-    """T: what the longest prompt and an answer need of the recipe's length."""
+    """T: the part of the recipe's length that the longest prompt and an answer need."""
     return max(train.longest, held.longest) + settings_of(recipe).answer - 1
 
 
@@ -166,7 +166,7 @@ def objective(recipe: Recipe, length: int) -> Objective:
 
 
 def about(recipe: Recipe, train: PromptSet, held: PromptSet) -> str:
-    """How much there is to train on."""
+    """A line about the amount of data."""
     r = settings_of(recipe)
     prompts = recipe.batch // r.group
     epochs = recipe.steps / r.updates * prompts / len(train)
@@ -182,12 +182,12 @@ class Evaluated:
     """How good answers to held-out prompts are.
 
     Attributes:
-      loss: -`reward`, by which the best checkpoint is known.
+      loss: -`reward`, by which the best checkpoint is chosen.
       reward: the mean of all answers.
       standard_error: of `reward`, from the spread between prompts; nan of a single prompt.
-      length: tokens of an answer.
+      length: mean tokens of an answer.
       stopped: share of the answers that a stop token ended.
-      answers: how many.
+      answers: their number.
     """
 
     loss: float
@@ -199,7 +199,7 @@ class Evaluated:
 
 
 class RewardFeed:
-    """Answers of the model as it is, judged; see `task.Feed`."""
+    """Answers sampled from the current model and judged; see `task.Feed`."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class RewardFeed:
         return jitted.lower(model, asked).compile()
 
     def _compiled_score(self, model: Llama, mesh: jax.sharding.Mesh) -> Any:
-        """The trainer's log-probabilities of the rows, part by part as in the step."""
+        """The trainer's log-probabilities of the rows, computed part by part as in the step."""
         config, layout = layout_over(self._recipe.model, mesh)
         options, parts = loss_options(self._recipe), self._recipe.accumulate
 
@@ -270,7 +270,7 @@ class RewardFeed:
         return jax.tree.map(lambda part: part[share * size : (share + 1) * size], rows)
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Means since the last report; what is of the step is of the last one."""
+        """Means since the last report; the step's own metrics are those of the last step."""
         means = {name: float(np.mean([one[name] for one in self._found])) for name in self._found[0]}
         self._found = self._found[-1:]
         self._reported = True
@@ -279,7 +279,7 @@ class RewardFeed:
         return {**means, **divergence, "clipped": metrics["clipped"] / tokens, "gap": metrics["gap"] / tokens}
 
     def evaluate(self, model: Llama) -> Finding:
-        """By answers to held-out prompts, sampled as in training."""
+        """Evaluate answers to held-out prompts, sampled as in training."""
         r, count = self._settings, min(len(self._held), self._settings.held or len(self._held))
         totals, lengths, stopped = [], [], []
         for begin in range(0, count, self._prompts):
@@ -305,10 +305,10 @@ class RewardFeed:
         return Finding(-mean, facts, text, found)
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Nothing to close."""
 
     def _show(self, number: int, text: str, reward: float) -> None:
-        """A held-out prompt, its first answer and the reward, in the log."""
+        """Log a held-out prompt, its first answer and the reward."""
         prompt = self._tokenizer.decode(list(self._held.ids[number]))
         self._log.line(f"    [{reward:.4g}] {shown(prompt, 80)} -> {shown(text, 400)}")
 
@@ -341,13 +341,13 @@ class RewardFeed:
         return judged
 
     def _answered(self, model: Llama, prompts: PromptSet, asked: Asking) -> tuple[Answers, list[str], np.ndarray, float]:
-        """Answers, their texts, what each function gives them, and the seconds that sampling took."""
+        """Answers, their texts, the rewards of each function, and the seconds that sampling took."""
         began = time.perf_counter()
         found = self._sample(model, self._asked(prompts, asked))
         answers = Answers(*(np.asarray(part) for part in found))
         seconds = time.perf_counter() - began
         if np.isnan(answers.logprobs[answers.valid]).any():
-            raise TrainingError("the model's logits are not numbers while it answers; try a lower optimizer.learning_rate")
+            raise TrainingError("the model's logits are not finite while it answers; try a lower optimizer.learning_rate")
         stops = set(prompts.stops)
         ids = [row[valid].tolist() for row, valid in zip(answers.tokens, answers.valid, strict=True)]
         texts = [text_of(self._tokenizer, row[:-1] if row[-1] in stops else row) for row in ids]
@@ -359,7 +359,7 @@ class RewardFeed:
         return answers, texts, self._agreed(texts, columns), seconds
 
     def _agreed(self, texts: list[str], columns: dict[str, list[Any]]) -> np.ndarray:
-        """What the functions say; of several processes the first one's, for a function may be one of chance."""
+        """The rewards; with several processes those of the first one, since a function may be random."""
         if jax.process_count() == 1:
             return judge(self._rewards, texts, columns)
         values = np.full((len(self._rewards), len(texts)), np.nan)
@@ -369,7 +369,7 @@ class RewardFeed:
                 values = judge(self._rewards, texts, columns)
             except TrainingError as error:
                 problem = error
-        # As bits: JAX would make float32 of them, and several processes would learn from other numbers than one.
+        # As bits: JAX would round them to float32, and several processes would learn from other numbers than one.
         values = np.asarray(multihost_utils.broadcast_one_to_all(values.view(np.uint32))).view(np.float64)
         if problem is not None:
             raise problem

@@ -1,4 +1,4 @@
-"""What a run trains on, and by which loss: what the loop and the program ask for, whatever it is."""
+"""The interface of a kind of training, its data and loss, to the loop and the program."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Frozen(NamedTuple):
     """Models that a step reads and does not change.
 
     Attributes:
-      base: under adapters that are trained, in the shape that the layout's configuration has: what the model is with its
-        adapters switched off. None where the whole model is trained.
-      other: what the task brought along, `Objective.frozen`, as a teacher.
+      base: the model under the adapters in training, in the shapes of the layout's configuration: the model with its
+        adapters switched off. None if the whole model is trained.
+      other: the task's own, `Objective.frozen`, such as a teacher.
     """
 
     base: Llama | None
@@ -40,17 +40,17 @@ class Frozen(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """The part of a task that is compiled.
+    """The compiled part of a task.
 
     Attributes:
       shapes: the batch of all processes, a tree of `jax.ShapeDtypeStruct` [B, ...].
       loss: given the frozen models, the loss of one part of a batch, see `training.step.Loss`.
       count: see `StepOptions.count`.
-      prepare: None, or given the frozen models a function with the arguments of a loss that gives the batch anew, with what
-        is computed of all its rows before it is divided into parts, without gradients: the log-probabilities of a reference,
-        or a mean over the batch. It gets the whole batch and must divide it itself where memory needs that
-        (`training.step.in_parts`). What it returns has B rows as well.
-      frozen: arrays that are handed to the step as `Frozen.other`, where they are to lie.
+      prepare: None, or given the frozen models a function with the arguments of a loss that returns the batch extended by
+        what is computed from all its rows, without gradients, before it is divided into parts: the log-probabilities of a
+        reference, or a mean over the batch. It gets the whole batch and must divide it itself if memory requires it
+        (`training.step.in_parts`). Its result has B rows as well.
+      frozen: arrays that are passed to the step as `Frozen.other`, already placed.
     """
 
     shapes: Any
@@ -61,11 +61,11 @@ class Objective:
 
 
 class Finding(NamedTuple):
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-      loss: by which the best checkpoints are known: the lower, the better.
-      numbers: for the line in metrics.jsonl, `loss` among them.
+      loss: by which the best checkpoints are chosen: lower is better.
+      numbers: for the line in metrics.jsonl, including `loss`.
       text: for the log: "loss 2.1, perplexity 8.2".
       result: what `Result.validation` is; it has a `loss`.
     """
@@ -77,39 +77,39 @@ class Finding(NamedTuple):
 
 
 class Feed(Protocol):
-    """A run's data on their way, for one process."""
+    """The batches of a run, for one process."""
 
     @property
     def state(self) -> dict[str, Any]:
-        """What brings back this place, as JSON: the `Beginning.place` of a run that goes on. No name in it is a digest's."""
+        """The position in the data, as JSON: the `Beginning.place` of a resumed run. No name in it is that of a digest."""
 
     def next(self, model: Callable[[], Llama]) -> Any:
         """This process's rows of the next batch, a tree as `Objective.shapes`.
 
         Args:
-          model: gives the model as it is before the step, with adapters joined to their base; its arrays are deleted in the
-            step. Who asks for it waits for the step before. What is made of it must depend on the model, the recipe's seed
-            and the number of the batch alone, so that a resumed run makes it again.
+          model: returns the model before the step, with adapters joined to their base; its arrays are deleted in the step.
+            Calling it waits for the previous step. Whatever is computed from it must depend on the model, the recipe's seed
+            and the number of the batch alone, so that a resumed run computes the same.
         """
 
     def report(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Numbers for the line of a report, beside loss and speed: of a step's metrics, and of what the batches were."""
+        """Numbers for the line of a report besides loss and speed: from a step's metrics, and about the batches."""
 
     def evaluate(self, model: Llama) -> Finding:
-        """How good a model is; all processes take part, and each gets the whole answer."""
+        """Evaluate a model; all processes take part, and each gets the whole result."""
 
     def close(self) -> None:
         """Stop making batches."""
 
 
 class Beginning(NamedTuple):
-    """What is there when the batches begin.
+    """The arguments of `Task.begin`.
 
     Attributes:
-      program: compiled, and where its arrays lie.
-      state: before the first step; the first step deletes its arrays.
-      base: the model under adapters that are trained, or None.
-      place: what `Feed.state` was, with the digests, in the checkpoint that the run goes on from; None for a new run.
+      program: compiled, with the placement of its arrays.
+      state: before the first step, which deletes its arrays.
+      base: the model under the adapters in training, or None.
+      place: `Feed.state` with the digests, from the checkpoint that the run resumes from; None for a new run.
       folder: of the run.
     """
 
@@ -127,16 +127,16 @@ class Task:
     """A kind of training with its data, read and checked.
 
     Attributes:
-      objective: what is compiled.
-      digests: of "train" and "validation", by which a resumed run knows its data again, and of what else it must be the same
-        for. Each is kept in checkpoints and compared.
+      objective: the compiled part.
+      digests: of "train" and "validation", by which a resumed run recognises its data, and of everything else that must not
+        change. They are kept in checkpoints and compared.
       facts: lines about the data, for the log.
       tokens: that a step reads, padding included: for tokens per second.
       flops: of a step, for MFU.
-      begin: the feed, once everything is compiled.
-      mixture: the share of each source, as it is written in the note of a checkpoint; None where there is but one.
-      load: reads what all processes must read together, as the weights of a teacher; None where there is nothing. It comes
-        when the data of all are known to be the same, and gives the task with it.
+      begin: makes the feed, once everything is compiled.
+      mixture: the share of each source, as written in the note of a checkpoint; None for a single source.
+      load: reads what all processes must read together, such as the weights of a teacher, and returns the task with it; None
+        if there is nothing. Called when the data of all processes are known to be the same.
       shown: names of `Feed.report` that the log's line has; the others are in metrics.jsonl alone.
     """
 
@@ -152,11 +152,11 @@ class Task:
 
 
 class Given(NamedTuple):
-    """What a task is made of, beside the recipe.
+    """The inputs of a task besides the recipe.
 
     Attributes:
       sources: of a mixture, or the only one.
-      validation_sources: likewise; none where a share of the data is kept for validation.
+      validation_sources: likewise; empty if a share of the data is held out for validation.
     """
 
     sources: Sequence[FoundData]
@@ -183,11 +183,11 @@ class TaskKind:
 
     Attributes:
       name: in messages: "preferences".
-      check: raises what is wrong with a recipe, a mesh or a backend, without looking at any data.
+      check: raises errors about a recipe, a mesh or a backend, without looking at any data.
       open: reads the data; raises DataError or TrainingError.
-      backends: that it can be trained by.
-      mixes: whether several sources can have each its share.
-      tokenizer: of a model that is made anew, where neither --tokenizer nor --weights gives one.
+      backends: those that support it.
+      mixes: whether it supports mixtures of sources.
+      tokenizer: for a new model if neither --tokenizer nor --weights gives one.
     """
 
     name: str
@@ -199,5 +199,5 @@ class TaskKind:
 
 
 def compute_of(recipe: Recipe) -> Compute:
-    """How a recipe's passes compute."""
+    """The `Compute` options of a recipe."""
     return Compute(recipe.dtype, recipe.remat, recipe.attention, recipe.attend)

@@ -1,4 +1,4 @@
-"""Training on text, or on what the assistant says in chats: the next token's loss."""
+"""Training on text, or on the assistant's messages in chats, by the loss of the next token."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from llama_jax.runs.tasks.task import Beginning, Finding, Given, Objective, Task
 from llama_jax.training.flops import step_flops
 from llama_jax.training.objective import total_loss
 
-REPEATED = 4  # epochs up to which what is read again teaches almost as much as new text: Muennighoff et al. 2023
+REPEATED = 4  # epochs up to which repeated text teaches almost as much as new text: Muennighoff et al. 2023
 
 
 class HeldSource(NamedTuple):
-    """Documents of a source that are kept apart, and what their loss counts in that of all."""
+    """Held-out documents of a source, and the weight of their loss in the total."""
 
     name: str
     corpus: Corpus
@@ -43,13 +43,13 @@ class HeldSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpora:
-    """What a run reads: the documents to train on, and those that are kept apart.
+    """The documents of a run, to train on and held out.
 
     Attributes:
-      train: of each source, by name; of a single one that has none the name is empty.
-      shares: of each, of the rows of a batch.
-      held: of each source, or of none in particular where plain files were given to validate on.
-      kept: share of the tokens that was kept for validation; None where it has files of its own.
+      train: of each source, by name; a single source without a name has the empty one.
+      shares: of each source, in the rows of a batch.
+      held: of each source, or a single unnamed one if plain files were given for validation.
+      kept: share of the tokens that was held out for validation; None if validation has its own files.
     """
 
     train: dict[str, Corpus]
@@ -59,7 +59,7 @@ class Corpora:
 
     @property
     def mixture(self) -> dict[str, str] | None:
-        """The shares as a note of a checkpoint has them; None of a single source."""
+        """The shares as written in the note of a checkpoint; None for a single source."""
         return {name: str(share) for name, share in self.shares.items()} if len(self.train) > 1 else None
 
 
@@ -172,11 +172,11 @@ class TextFeed:
 
 @dataclass(frozen=True)
 class MixtureEvaluation:
-    """What an evaluation found on the sources of a mixture.
+    """The evaluation of the sources of a mixture.
 
     Attributes:
-      loss: the mean of theirs, each by its share, in nats per token.
-      sources: what was found on each.
+      loss: the mean of their losses, weighted by their shares, in nats per token.
+      sources: the evaluation of each.
     """
 
     loss: float
@@ -184,7 +184,7 @@ class MixtureEvaluation:
 
 
 def over_sources(held: Sequence[HeldSource], find: Callable[[Corpus], Finding]) -> Finding:
-    """What a function finds on each source, and their mean by the shares; of a single source what it finds there.
+    """Evaluate each source by a function, with the mean weighted by the shares; a single source by itself.
 
     The numbers of a mixture are those of each source, `loss/NAME`, and the mean loss.
     """
@@ -199,7 +199,7 @@ def over_sources(held: Sequence[HeldSource], find: Callable[[Corpus], Finding]) 
 
 
 def about(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
-    """How much there is to train on, and how often it is read."""
+    """Lines about the amount of data, and how often it is read."""
     r, train = recipe, corpora.train.values()
     read = r.steps * r.batch * r.length
     sizes = f"{sum(each.token_count for each in train):,} tokens in {sum(each.document_count for each in train):,} documents"
@@ -227,7 +227,7 @@ def about(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
 
 
 def read_data(recipe: Recipe, given: Given) -> Corpora:
-    """The files as documents of tokens, and which of them are kept for validation where no files are.
+    """The files as documents of tokens, split for validation if no files are given for it.
 
     Raises:
       TrainingError: nothing to validate on, or a vocabulary larger than the model's.
@@ -254,7 +254,7 @@ def read_data(recipe: Recipe, given: Given) -> Corpora:
                 train[name] = without(train[name], each.corpus)
         twice = sum(whole[name].document_count - train[name].document_count for name in train)
         if twice:
-            warnings.warn(f"{twice} documents of the data are in the validation data: not trained on", stacklevel=2)
+            warnings.warn(f"{twice} documents of the data are also in the validation data: not trained on", stacklevel=2)
     for corpus in train.values():
         check_vocabulary(recipe, corpus.vocab_size)
     return Corpora(train, shares, held, kept)
@@ -277,7 +277,7 @@ def _read(recipe: Recipe, given: Given, paths: Sequence[Path]) -> Corpus:
 
 
 def _divided(recipe: Recipe, given: Given, source: FoundData) -> Split:
-    """A source's documents, some of them kept for validation."""
+    """A source's documents, some of them held out for validation."""
     corpus, what = _read(recipe, given, source.files), source.name or "the data"
     if corpus.document_count < 2 and recipe.chats is not None:
         raise TrainingError(f"{what} is a single conversation; give more, or others with --validation-data")
@@ -300,7 +300,7 @@ def check_vocabulary(recipe: Recipe, size: int) -> None:
 
 
 def shortened(corpora: Corpora, limit: int) -> Corpora:
-    """With whole documents of about `limit` tokens of each source to evaluate on, where that is not 0."""
+    """Limit the held-out data to whole documents of about `limit` tokens of each source, unless that is 0."""
     if not limit:
         return corpora
     return replace(corpora, held=tuple(each._replace(corpus=_first(each.corpus, limit)) for each in corpora.held))
