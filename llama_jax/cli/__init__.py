@@ -63,7 +63,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, _interrupted)
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a command
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal cannot show must not end a command
     try:
         _run(sys.argv[1:])
         sys.stdout.flush()
@@ -94,7 +94,7 @@ def overview() -> str:
 
 
 def command_type(name: str) -> Any:
-    """The class of a command, from its file; UserError where there is no such command."""
+    """The class of a command, from its file; UserError if there is no such command."""
     classes = {command: kind for commands in COMMANDS.values() for command, (kind, _) in commands.items()}
     if name not in classes:
         near = difflib.get_close_matches(name, classes, 1)
@@ -132,8 +132,8 @@ def _end(said: str) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Of a process that was started without them (`>&-`), stdin, stdout and stderr are nowhere: no file that is opened
-    later may get their numbers, and what is written to them."""
+    """Open stdin, stdout and stderr on nothing where the process was started without them (`>&-`): otherwise a file opened
+    later would get their numbers, and everything written to them."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -145,7 +145,7 @@ def _open_closed_streams() -> None:
 
 
 def _of_stdout(error: Exception) -> str | None:
-    """The message of an error of writing that names no file: of those with a name each is told by whom writes it."""
+    """The message of a write error without a file name; those with a name are reported by the code that writes the file."""
     if not isinstance(error, OSError) or error.filename is not None or not remedy_for(error):
         return None
     send_nowhere(sys.stdout.fileno())  # so that nothing is tried again at exit
@@ -153,7 +153,7 @@ def _of_stdout(error: Exception) -> str | None:
 
 
 def _interrupted(*_: object) -> None:
-    """Leave at once: XLA may be compiling in threads of its own, and a Python that ends in order pulls itself from under
-    them; nor do extension modules survive an exception while they are imported."""
+    """Exit at once: XLA may be compiling in its own threads, which crash when the interpreter shuts down in order; and
+    extension modules do not survive an exception while they are imported."""
     os.write(sys.stderr.fileno(), b"\nllama-jax: stopped\n")
     os._exit(130)

@@ -1,4 +1,4 @@
-"""What may stand anywhere on a command line, brought to where the parser takes it."""
+"""Arguments that may be anywhere on a command line, moved to where the parser accepts them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def recipe_asked_about(arguments: Sequence[str]) -> tuple[str, list[str]] | None
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command, its name first, as the parser takes them.
+    """The arguments of a command, its name first, in the order that the parser accepts.
 
-    Of ``train``, ``eval`` and ``needle`` several files may follow one ``--data``, or each a ``--data`` of its own; the
-    recipe's changes of ``train`` may be anywhere.
+    With ``train``, ``eval`` and ``needle`` one ``--data`` may be followed by several files, or each file by its own
+    ``--data``; the changes of the recipe of ``train`` may be anywhere.
     """
     if arguments[:1] == ["train"]:
         return changes_together(each_by_itself(arguments, changes=True))
@@ -31,7 +31,7 @@ def arranged(arguments: Sequence[str]) -> list[str]:
 
 
 def changes_together(arguments: Sequence[str]) -> list[str]:
-    """The same arguments with the changes of the recipe at the end: the parser takes them in one place only."""
+    """The same arguments with the changes of the recipe at the end: the parser accepts them in one place only."""
     options: list[str] = []
     changes: list[str] = []
     for before, argument in zip(["", *arguments], arguments, strict=False):
@@ -43,7 +43,7 @@ def changes_together(arguments: Sequence[str]) -> list[str]:
 def each_by_itself(arguments: Sequence[str], *, changes: bool = False) -> list[str]:
     """The same with ``--data a b`` as ``--data a --data b``, the command's name being the first argument.
 
-    Where no other word could be what the command is about, its recipe or its model, that is the last of them.
+    If no other word could be the command's recipe or model, that is the last of the files.
     """
     found: list[str] = list(arguments[:1])
     further: list[int] = []  # where in `found` a list goes on

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
-    """Continue every prompt of a .jsonl, and write one JSON object a line into another as they finish. Prompts that OUT has
-    already are skipped: after a stop the same command continues."""
+    """Continue every prompt of a .jsonl, and write one JSON object per line into another as they finish. Prompts that OUT
+    already has are skipped: after a stop the same command continues."""
 
     SHOWN_FIRST = ("prompts", "out", "model", "max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "rows")
 
@@ -102,7 +102,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
         )
 
     def _settings(self, seed: int) -> dict[str, Any]:
-        """All that the texts depend on, apart from the files themselves."""
+        """Everything that the texts depend on, apart from the files themselves."""
         names = ("dtype", "quantize", "cache", "rope", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return {
             "model": None if self.model is None else self.model.name,
@@ -143,11 +143,11 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
 
 
 class _Output:
-    """The file that is written line by line, and what it holds already.
+    """The file that is written line by line, and what it already holds.
 
     Attributes:
       lines: the numbers of the prompts that it has.
-      seed: of the batch that began it; None for a new one.
+      seed: of the batch that began the file; None for a new one.
     """
 
     def __init__(self, path: Path, prompts: list[PromptLine]) -> None:
@@ -161,12 +161,12 @@ class _Output:
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-        for number, line in enumerate(content.split(b"\n")[:-1], 1):  # what a kill has torn off has no end of line
+        for number, line in enumerate(content.split(b"\n")[:-1], 1):  # a line that a kill cut off has no line end
             self._whole += len(line) + 1
             self._add(line, number)
 
     def _add(self, line: bytes, number: int) -> None:
-        foreign = UserError(f"{self.path}, line {number} is not of a batch of these prompts; give another file to write")
+        foreign = UserError(f"{self.path}, line {number} does not belong to these prompts; give another file to write")
         try:
             value = json.loads(line)
             which, settings = value["line"], value["settings"]
@@ -192,7 +192,7 @@ class _Output:
                 )
 
     def write(self, jobs: Iterator[Job], settings: dict[str, Any], count: int) -> int:
-        """Write each job as it ends: how many."""
+        """Write each job as it ends, and return their number."""
         from tqdm import tqdm
 
         made = 0
@@ -225,7 +225,7 @@ class _Output:
         return made
 
     def _lock(self, descriptor: int) -> None:
-        """Hold the file: two batches that write one would mix their lines. The lock ends with the process."""
+        """Lock the file: two batches that write it would mix their lines. The lock ends with the process."""
         if sys.platform == "win32":
             return
         import fcntl

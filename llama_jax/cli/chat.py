@@ -35,8 +35,8 @@ A line that begins with a space is sent even if a slash follows. Ctrl-C stops a 
 class Chat(ModelOptions):
     """Talk with a chat model: each line is a message, from a terminal or a pipe. Replies go to stdout, notes to stderr.
 
-    The model reads the history again at each turn. When the context is full, the oldest messages are dropped, which a note
-    says. Ctrl-C stops a reply, twice it ends the program; /help lists the commands.
+    The model reads the history again at each turn. When the context is full, the oldest messages are dropped, with a note.
+    Ctrl-C stops a reply, twice it ends the program; /help lists the commands.
     """
 
     SHOWN_FIRST = ("model", "system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
@@ -49,7 +49,7 @@ class Chat(ModelOptions):
     max_new_tokens: int | None = None
     """Most tokens of a reply; by default 512, or half of the context where that is less."""
     context: int | None = None
-    """Tokens of history and reply together; by default all that the model can read."""
+    """Tokens of history and reply together; by default the model's whole context."""
 
     def run(self) -> None:
         if isinstance(sys.stdin, io.TextIOWrapper):
@@ -140,7 +140,7 @@ class Chat(ModelOptions):
 def fit(
     tokenizer: Tokenizer, system: Sequence[Message], history: Sequence[Message], format: Format, room: int
 ) -> tuple[list[int], list[Message]]:
-    """The ids of a chat in at most `room` tokens, and what is left of its history, whose oldest exchanges are dropped.
+    """The ids of a chat in at most `room` tokens, and its history, without the oldest exchanges where they do not fit.
 
     Raises:
       GenerationError: the last message alone is too long; or what `encode_chat` raises.
@@ -161,7 +161,7 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
     """Print a reply as it comes, until an end, the limit or Ctrl-C; its text.
 
     Args:
-      at_start: whether it is a text of its own, not one that goes on with what was said, with its first space.
+      at_start: whether the reply is a text of its own; otherwise it continues one, and keeps its leading space.
     """
     from llama_jax.tokenizers.text import Text
 
@@ -194,9 +194,9 @@ def reply(tokenizer: Tokenizer, pieces: Iterator[Piece], ends: Sequence[int], *,
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed once; the second time it does what it did before.
+    """Whether Ctrl-C was pressed once; the second press does what it did before.
 
-    Nothing is raised: XLA may be compiling, and must not be left in the midst of it.
+    Nothing is raised: XLA may be compiling, and must not be interrupted.
     """
     pressed: list[bool] = []
     before = signal.getsignal(signal.SIGINT)

@@ -35,12 +35,12 @@ class Convert:
     """What to write; by default what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
     llama2c is the legacy .bin, float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
-    """Type of what is written; auto keeps that of the source: of a GGUF, written as another, its blocks too, which elsewhere
-    become float32. q8_0 and q4_0 are for gguf alone."""
+    """Type of what is written; auto keeps that of the source: from GGUF to GGUF its blocks too, which become float32 in any
+    other format. q8_0 and q4_0 are for gguf alone."""
     quantize: QUANTIZE = "none"
-    """For orbax alone: write the matrices in fewer bits; keep takes what the files have quantised as it is."""
+    """For orbax alone: write the matrices in fewer bits; keep leaves what is quantised in the files as it is."""
     base: ModelPath | None = None
-    """For an adapter: the model that it was trained on, of which only the settings are read; by default the one it names."""
+    """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
     overwrite: bool = False
     """Replace what is at the destination: a file, or a folder that holds nothing but a model."""
 

@@ -1,4 +1,4 @@
-"""``llama-jax data``: training data as a model is taught it, and many files of it tokenised once for all."""
+"""``llama-jax data``: show training data as tokens and targets, and tokenise many files ahead of training."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ShowData:
     """Show chats and preferences as a model is taught them: each token, its text, and whether it is to be predicted."""
 
     file: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="FILE")]]
-    """A .jsonl, of which a line is a chat (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
-    and an output (Alpaca), or a preference (prompt, chosen, rejected)."""
+    """A .jsonl whose lines are chats (messages, or ShareGPT's conversations), a prompt and a completion, an instruction
+    and an output (Alpaca), or preferences (prompt, chosen, rejected)."""
     model: ModelPath | None = None
     """A model's folder or file, whose vocabulary and chat template are taken; by default the bundled stories model."""
     tokenizer: ModelPath | None = None
@@ -47,7 +47,7 @@ class ShowData:
     examples: int = 1
     """How many to show."""
     line: int = 1
-    """Of which line the first one is, or else of the next after it."""
+    """Line of the first example to show; if there is none in it, the next line with one."""
     length: int | None = None
     """Predicted tokens of a row: what is longer is cut or dropped, as in training with this length."""
     too_long: Literal["cut", "drop"] = "cut"
@@ -172,12 +172,12 @@ class BuildData:
     processes: int | None = None
     """How many work at a time; by default one for each core."""
     unit: int | None = None
-    """Megabytes of a file that become a shard, about; by default a 128th part of all files, between 8 and 64. A compressed
-    file becomes a single one."""
+    """Approximate megabytes of a file in a shard; by default a 128th of all files, between 8 and 64. A compressed file
+    becomes a single shard."""
     drop_duplicates: bool = False
-    """Of documents of the same text keep only the first. All files are then read twice."""
+    """Keep only the first of documents with the same text. All files are then read twice."""
     near_duplicates: float | None = None
-    """From which similarity on, such as 0.8, a document is left out that is near an earlier one: of all runs of 24 bytes in
+    """Leave out a document whose similarity to an earlier one is at least this, such as 0.8: of all runs of 24 bytes in
     either, the share of those in both. They are listed in near_duplicates.tsv. Likewise reads all files twice."""
     separator: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "<|endoftext|>"
     """What stands between the documents of a text file."""
@@ -243,7 +243,7 @@ class Data:
 
 
 def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """What each token stands for: a special one its name, another its text in quotes, and bytes that are no text as such."""
+    """What each token stands for: the name of a special one, else its text in quotes, or its bytes if they are no text."""
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     found = []
     for token in ids:
@@ -277,7 +277,7 @@ def table(tokenizer: Tokenizer, taught: Taught, *, coloured: bool = False) -> li
 
 
 def as_facts(tokenizer: Tokenizer, example: Example, answers: Sequence[Taught | None]) -> dict[str, Any]:
-    """An example as its JSON has it: of a preference the chosen answer first; what is dropped is null."""
+    """An example as JSON: of a preference the chosen answer first; a dropped one is null."""
     shown = [
         None
         if taught is None

@@ -1,4 +1,4 @@
-"""``llama-jax estimate``: memory, exchanges and least time of training or generating, on devices that need not be there."""
+"""``llama-jax estimate``: memory, communication and least time of training or generating, without the devices."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Estimate:
     """Print the memory that training or generating takes on each device, what devices exchange, and how fast it could be.
 
-    Nothing is allocated, no weights are read: the program is compiled for devices that need not be there and looked at. For
-    --hardware its own compiler is asked where it is installed (the extras compile-tpu and compile-gpu).
+    Nothing is allocated and no weights are read: the program is compiled for devices that need not exist, and analysed. For
+    --hardware its own compiler is used if it is installed (the extras compile-tpu and compile-gpu).
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PRESET|PATH")]]
@@ -45,7 +45,7 @@ class Estimate:
     mode: Literal["train", "decode"] = "decode"
     """train: one step of AdamW; decode: reading prompts, enlarging the cache, generating."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of computation, parameters and cache; training keeps parameters and optimizer state in float32 all the same."""
+    """Type of computation, parameters and cache; training keeps parameters and optimizer state in float32 regardless."""
     cache: Literal["auto", "int8"] = "auto"
     """When decoding, the type of the key/value cache: auto is --dtype, int8 has a scale for each head and position."""
     quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"] = "none"
@@ -57,13 +57,13 @@ class Estimate:
     """What training recomputes in the backward pass to save memory: nothing, all but matrix products (dots), or whole layers
     (full, auto)."""
     packed: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
-    """When training, put a single document into each row. By default rows are packed with several, as `train` does."""
+    """When training, put a single document into each row. By default several are packed into a row, as `train` does."""
     accumulate: int = 1
     """When training, parts of the batch whose gradients are accumulated one after the other."""
     attention: ATTENTION = "auto"
     """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Plan for this hardware, such as h200 or tpu-v5p, instead of for CPUs: does it fit, and how fast could it be?"""
+    """Plan for this hardware, such as h200 or tpu-v5p, instead of CPUs: does it fit, and how fast could it be?"""
     json: bool = False
     """Print one JSON object, sizes in bytes."""
 
@@ -134,7 +134,7 @@ class Estimate:
 
     @property
     def _remat(self) -> Literal["none", "dots", "full"] | None:
-        """What is done; None where there is no backward pass."""
+        """The work of the program; None if there is no backward pass."""
         if self.mode == "decode":
             return None
         return "full" if self.remat == "auto" else self.remat
@@ -279,7 +279,7 @@ def read_config(model: str) -> LlamaConfig:
 
 
 def simulate_devices(count: int) -> None:
-    """Make JAX start with so many CPU devices, whatever the machine has."""
+    """Make JAX start with this many CPU devices, whatever the machine has."""
     import jax
 
     most = 2048  # JAX takes devices of higher numbers for those of another process

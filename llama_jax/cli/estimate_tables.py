@@ -32,7 +32,7 @@ def as_json(
     *,
     own: bool,
 ) -> str:
-    """One object: what was asked, for each program the bytes per device and what is exchanged, and the bounds."""
+    """One object: the request, for each program the bytes per device and the communication, and the bounds."""
     from llama_jax.analysis.collectives import add_up
 
     programs = {name: asdict(one.memory) | {"total": one.memory.total} for name, one in found.items()}
@@ -84,7 +84,7 @@ def as_table(about: dict[str, Any], found: dict[str, Findings], *, for_cpu: bool
     ]
     if found:
         lines += [*(f"{label:<28}" + "".join(f"{cell:>{width}}" for cell in cells) for label, cells in rows), ""]
-    lines += [f"It does not fit, says the compiler: {message}" for message in about["refused"].values()]
+    lines += [f"The compiler says that it does not fit: {message}" for message in about["refused"].values()]
     if own:
         lines.append(f"Compiled by {about['compiler']}: this is its plan.")
         return "\n".join(lines)
@@ -124,7 +124,7 @@ def programs_table(found: dict[str, Findings]) -> str:
 
 
 def exchange_table(n_layers: int, found: dict[str, Findings], least: list[DeviceExchange], *, own: bool) -> str:
-    """What a device exchanges while each program runs once, and beside it the least."""
+    """The communication of a device while each program runs once, and the least for comparison."""
     from llama_jax.inference.generate import CHUNK
 
     exchanged = {name: list(one.collectives) for name, one in found.items()}
@@ -139,7 +139,7 @@ def exchange_table(n_layers: int, found: dict[str, Findings], least: list[Device
         "reduce-scatter would send." if own else "backend sends that forms a reduce-scatter, which XLA for CPU does not."
     ]
     if any(not one.is_counted for members in exchanged.values() for one in members):
-        lines.append(f"Of loops whose turns the program does not know one turn is counted: {CHUNK} tokens of each row.")
+        lines.append(f"One turn is counted of loops whose number of turns is not fixed: {CHUNK} tokens of each row.")
     return "\n".join(lines)
 
 

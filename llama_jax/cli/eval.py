@@ -1,4 +1,4 @@
-"""``llama-jax eval``: how well a model predicts a text, or what an assistant says, or which answer is preferred."""
+"""``llama-jax eval``: how well a model predicts texts, the assistant's messages in chats, or preferred answers."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Eval(TextOptions, RememberOptions):
     With --against: how far its predictions are from those of another model of the same vocabulary; with --quantize and
     --against PATH itself, what quantising costs.
 
-    Of chats in .jsonl: the same of what the assistant says. Of preferences: how often the chosen answer is the more probable
-    one, against a reference where --against or --adapter gives one (then PATH without the adapter).
+    For chats in .jsonl: the same of the assistant's messages. For preferences: how often the chosen answer is the more
+    probable one, relative to a reference if --against or --adapter gives one (with --adapter PATH without it).
 
     With --lengths: the loss of the same text in windows of each length, and by position in them; then --cache, --window and
     --sinks say how the model remembers what it has read.
@@ -58,12 +58,12 @@ class Eval(TextOptions, RememberOptions):
     """A reference: divergence, ratio of perplexities, and how often the most probable token is the same. It may be PATH;
     --quantize and --rope are for PATH alone, --dtype is for both. Both are in memory at once."""
     length: int | None = None
-    """Tokens of the sliding window; by default the model's context, 4096 at most."""
+    """Tokens of the sliding window; by default the model's context, at most 4096."""
     stride: int | None = None
     """Tokens from one window to the next; by default half of it. A larger stride is faster and gives tokens less context."""
     batch: int | None = None
-    """Rows of a batch; by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere. With --lengths: as many
-    as make up 32,768 tokens, but on a CPU."""
+    """Rows of a batch; by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere, or with --lengths as
+    many as make up 32,768 tokens."""
     attention: ATTENTION = "auto"
     """The implementation of attention; auto takes the device's kernel where it can, and the output names it."""
     lengths: Annotated[str, tyro.conf.arg(metavar="N,N,...")] = ""
@@ -125,19 +125,19 @@ class Eval(TextOptions, RememberOptions):
         if self.plot is not None and isinstance(found, tuple):
             from llama_jax.runs.plot import draw_lengths
 
-            # Last, so that what was measured is not lost where there is no room for a picture.
+            # Last, so that the results are not lost if the picture cannot be written.
             name = f"{self.path} {self.rope}".strip()
             save_picture(draw_lengths(found, context=config.max_seq_len, title=name), self.plot)
 
     def _check_kind(self, kind: str) -> None:
-        """UserError for options that this kind of data does not read."""
+        """Raise UserError for options that do not apply to this kind of data."""
         texts = ("lengths", "separator", "longest", "token_type")
         answers = ("format", "too_long")
         unread = answers if kind == "text" else (*texts, "stride")
         for name in unread:
             value = getattr(self, name)
             if value != getattr(type(self), name):
-                raise UserError(f"{name}={shown(value, 40)} is not for {kind}, which the data are; leave it out")
+                raise UserError(f"{name}={shown(value, 40)} does not apply to {kind}, as these data are; leave it out")
 
     def _length(self, config: LlamaConfig) -> int:
         """Predicted tokens of a row of whole examples."""
@@ -338,7 +338,7 @@ def _plus_minus(error: float) -> str:
 
 
 def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | None = None) -> str:
-    """The three numbers, of what they are, and how far they are from a reference's."""
+    """The three numbers, the data they are about, and their distance from a reference's."""
     bits = "none, as the text has no bytes" if math.isnan(found.bits_per_byte) else f"{found.bits_per_byte:.4f}"
     rows = [
         ["loss", f"{found.loss:.4f}{_plus_minus(found.standard_error)} nats per token"],
@@ -352,7 +352,7 @@ def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | Non
         rows.append(["chats", "{kept:,} of {read:,} examples, {cut:,} of them cut".format(**facts["examples"])])
     if facts["unknown_tokens"]:
         share = f"{facts['unknown_tokens'] / found.tokens:.2%}"
-        rows.append(["unknown", f"{share} of the tokens are <unk>: what they stand for is not predicted, only that it is"])
+        rows.append(["unknown", f"{share} of the tokens are <unk>: the text under them is not predicted, only that it is"])
     about = printable(facts["model"])
     if compared is not None:
         about += f" ({facts['weights']}) against {printable(facts['against']['model'])} ({facts['against']['weights']})"
@@ -360,7 +360,7 @@ def as_page(found: Evaluation, facts: dict[str, Any], compared: Divergence | Non
 
 
 def _rows_of_comparison(found: Divergence) -> list[list[str]]:
-    """How far a model is from a reference."""
+    """The distance of a model from a reference."""
     difference = f"{found.loss_difference:+.4f}{_plus_minus(found.loss_difference_error)}"
     spread = f"half of the tokens at most {found.kl_median:.1e}, 99 in 100 {found.kl_99:.1e}, largest {found.kl_max:.2g}"
     return [

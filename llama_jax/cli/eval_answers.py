@@ -1,4 +1,4 @@
-"""What ``llama-jax eval`` does with chats and preferences: which they are, how they are read, and the page about pairs."""
+"""``llama-jax eval`` of chats and preferences: how data are recognised and read, and the output about pairs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHATS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instructio
 
 
 def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chats", "preferences"]:
-    """What the first object of the first .jsonl is: text where it has `field`, or there is no such file."""
+    """The kind of the first object of the first .jsonl: text if it has `field`, or if there is no such file."""
     from llama_jax.data.documents import jsonl_objects
     from llama_jax.data.sources import find_files
 
@@ -37,14 +37,14 @@ def kind_of_lines(data: Sequence[Location], field: str) -> Literal["text", "chat
 
 @dataclass(frozen=True)
 class ExampleOptions:
-    """How examples are read: the chat format, what becomes of long ones, and how many are taken at most."""
+    """How examples are read: the chat format, the treatment of long ones, and the most that are taken."""
 
     format: Any
     too_long: Literal["cut", "drop"]
     most: int | None
 
     def chats(self, data: Sequence[Location], tokenizer: Tokenizer, length: int) -> tuple[Corpus, ExampleCounts]:
-        """Conversations whose targets are what the assistant says."""
+        """Conversations whose targets are the assistant's messages."""
         import numpy as np
 
         from llama_jax.data.conversations import ChatReading, open_chats

@@ -57,7 +57,7 @@ class Inspect:
 
 
 def describe(opened: Opened | Stored) -> dict[str, Any]:
-    """What `inspect` says, as its JSON has it."""
+    """The findings of `inspect`, as in its JSON."""
     import jax.numpy as jnp
 
     from llama_jax.checkpoints.loading import check_names
@@ -79,7 +79,7 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
     found(lambda: _check_sums(opened))
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         problems.append(
-            f"{opened.path}: the vocabulary has {tokenizer.vocab_size} pieces, the embedding {config.vocab_size} rows;"
+            f"{opened.path}: the vocabulary has {tokenizer.vocab_size} pieces, but the embedding {config.vocab_size} rows;"
             " are both of one model?"
         )
     return {
@@ -97,7 +97,7 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
 
 
 def page(facts: Mapping[str, Any]) -> str:
-    """The same for people."""
+    """The same as text."""
     parts = [f"{printable(facts['path'])}: {facts['format']}", columns(_rows(facts), indent="  ")]
     if "tensors" in facts:
         rows = [[printable(t["name"]), t["kind"], str(list(t["shape"])), size(t["bytes"])] for t in facts["tensors"]]
@@ -137,7 +137,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _check_sums(opened: Opened | Stored) -> None:
-    """Raise CheckpointError for a step of a run whose files are not what was saved."""
+    """Raise CheckpointError for a step of a run whose files differ from what was saved."""
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.sums import verify
 
@@ -146,11 +146,11 @@ def _check_sums(opened: Opened | Stored) -> None:
 
 
 def _files(opened: Opened | Stored) -> list[Location]:
-    """What the model's tensors lie in."""
+    """The files that hold the model's tensors."""
     from llama_jax.checkpoints.store import Stored
 
     if isinstance(opened, Stored):
-        folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
+        folder, name = opened.arrays  # only the model of a run's checkpoint, not the optimizer's state
         where = folder / name if opened.stacked else folder.parent
         within = folder if opened.stacked else folder.parent
         files = sorted(file for file in where.rglob("*") if file.is_file())
@@ -170,7 +170,7 @@ def _files_of(tensor: Any) -> list[Location]:
 
 
 def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
-    """What no Llama has, of a model that has it."""
+    """The parts of a model that no Llama has."""
     rows = [["attention window", f"{c['window']:,} tokens"]] if c["window"] else []
     rows += [["query, key and value biases", "yes"]] if c["qkv_bias"] else []
     rows += [["query and key norms", "yes"]] if c["qk_norm"] else []
@@ -191,7 +191,7 @@ def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, Any]]:
 
 
 def _presets(config: LlamaConfig) -> list[dict[str, Any]]:
-    """The presets that are this configuration; where none is, those of its sizes, with what differs."""
+    """The presets equal to this configuration; or if there is none, those of its sizes, with the differences."""
     differing = {
         name: [f.name for f in fields(LlamaConfig) if getattr(config, f.name) != getattr(preset, f.name)]
         for name, preset in PRESETS.items()
@@ -227,7 +227,7 @@ def _scaling(scaling: Mapping[str, Any] | None) -> str:
 
 
 def _span(value: float | Sequence[float]) -> str:
-    """A number, or from where to where many of them go."""
+    """A number, or the range of several."""
     return f"{min(value):g}..{max(value):g}" if isinstance(value, Sequence) else f"{value:g}"
 
 

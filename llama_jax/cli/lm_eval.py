@@ -49,7 +49,7 @@ class LmEval(LoadOptions):
     """Rows that are scored in a batch, by default 1 on a CPU, where more would not fit its caches, and 8 elsewhere; and
     texts that are continued in a batch, by default 16."""
     apply_chat_template: bool = False
-    """Ask as a user in a chat, in the model's own format."""
+    """Ask each question as the user of a chat, in the model's own format."""
     format: Format = "auto"
     """The format of chats; auto is the model's own template, or else llama3 where the vocabulary is Llama 3's."""
     fewshot_as_multiturn: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
@@ -99,7 +99,7 @@ class LmEval(LoadOptions):
         print(f"{time.perf_counter() - started:.1f} s", file=sys.stderr)
 
     def _check(self) -> None:
-        """What can be wrong without looking at anything: UserError."""
+        """Check the options alone; raises UserError."""
         if find_spec("lm_eval") is None:
             raise UserError('tasks need the lm-evaluation-harness; get it with pip install -e ".[lm-eval]"')
         for name, least in (("num_fewshot", 0), ("batch", 1)):
@@ -115,9 +115,9 @@ class LmEval(LoadOptions):
             ("--no-fewshot-as-multiturn", not self.fewshot_as_multiturn),
         ):
             if given and not self.apply_chat_template:
-                raise UserError(f"{name} is of chats; it goes with --apply-chat-template")
+                raise UserError(f"{name} is for chats; add --apply-chat-template")
         if self.output is None and (self.samples or self.overwrite):
-            raise UserError(f"--{'samples' if self.samples else 'overwrite'} is of a file; give one with --output")
+            raise UserError(f"--{'samples' if self.samples else 'overwrite'} needs a file; give one with --output")
         if self.output is not None:
             self._check_output(self.output)
 
@@ -128,7 +128,7 @@ class LmEval(LoadOptions):
             raise UserError(f"{output} exists; remove it, or replace it with --overwrite")
 
     def _find_tasks(self) -> tuple[list[str], Any]:
-        """The names that --tasks means, and what knows them; UserError for one that means none."""
+        """The names of the tasks that --tasks matches, and their manager; UserError for a name without a match."""
         from lm_eval.tasks import TaskManager
 
         manager = TaskManager(include_path=None if self.include_path is None else str(self.include_path))

@@ -31,8 +31,8 @@ class Merge:
     format: FORMATS | None = None
     """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
-    """Type of what is written; auto is that of BASE, float32 where it is quantised. The sum is made in float32 and rounded
-    once: of 16 bits and fewer it keeps what they can tell. q8_0 and q4_0 are for gguf alone."""
+    """Type of what is written; auto is that of BASE, or float32 if that is quantised. The sum is computed in float32 and
+    rounded once. q8_0 and q4_0 are for gguf alone."""
     overwrite: bool = False
     """Replace what is at OUT: a file, or a folder that holds nothing but a model."""
 
@@ -55,7 +55,7 @@ class Merge:
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
         bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
         with ending_in_order("stopped; nothing was written"):
-            # In float32 where it is written in fewer bits than it has: rounded once.
+            # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
             config, params, tokenizer = load(self.base, None if dtype is None else "float32", progress=loading_bar)
             merged = merge(params, adapter.params, adapter.lora)
             save(

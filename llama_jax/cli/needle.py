@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Needle(TextOptions):
-    """Hide a pass key in a text at every depth of every length, and measure whether the model says it when asked.
+    """Hide a pass key in a text at every depth of every length, and measure whether the model gives it when asked.
 
-    The key's probability is compared with that of wrong ones, so that small models, which hardly ever say one to the last
-    digit, can be told apart as well.
+    The key's probability is compared with that of wrong ones, so that small models, which hardly ever give all of its
+    digits, can be compared as well.
     """
 
     path: tyro.conf.Positional[ModelPath]
@@ -97,7 +97,7 @@ class Needle(TextOptions):
         tokens = sum(cell.length * cell.trials for cell in found.cells)
         facts = {**self.facts(subject, params, tokens, seconds()), **asdict(hidden), **asdict(found)}
         self.show(facts, as_page(found, facts))
-        if self.plot is not None:  # last, so that what was measured is not lost where there is no room for a picture
+        if self.plot is not None:  # last, so that the results are not lost if the picture cannot be written
             name = f"{self.path} {self.rope}".strip()
             save_picture(draw_needle(found, context=config.max_seq_len, title=name), self.plot)
 
@@ -133,7 +133,7 @@ def as_page(found: NeedleTest, facts: dict[str, Any]) -> str:
         parts.append(f"{', '.join(beyond)}: beyond the model's context of {facts['context']:,}.")
     if not fair:
         parts.append(
-            f"{facts['trials']} trials do not hide each of {keys} keys as often, so what the model thinks of these numbers"
-            f" anyway does not cancel out: give a multiple of {keys}."
+            f"{facts['trials']} trials do not hide each of {keys} keys equally often, so the model's preferences among"
+            f" these numbers do not cancel out: give a multiple of {keys}."
         )
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""How commands write: sizes, columns, names from files that a terminal can be given, and JSON."""
+"""Output of commands: sizes, columns, names from files made safe for a terminal, and JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """A text out of a file on one line: what a terminal would obey, or cannot show, is escaped."""
+    """A text from a file on one line: control characters and those that a terminal cannot show are escaped."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
@@ -24,7 +24,7 @@ def size(count: int) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "") -> str:
-    """Rows of as many cells each, in columns; those of the numbers in `right` end at the same place."""
+    """Rows of equally many cells in columns; the columns whose numbers are in `right` are aligned right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
@@ -51,7 +51,7 @@ def paragraphs(text: str, width: int = 80) -> str:
 
 
 def as_json(facts: dict[str, Any]) -> str:
-    """One JSON object on one line, in which what is not a number is null."""
+    """One JSON object on one line, with null for nan and infinities."""
     from llama_jax.runs.metrics import finite
 
     return json.dumps(finite(facts), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""How a command line is read, by tyro: what holds for all commands."""
+"""Parsing of command lines by tyro, with settings for all commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = ConstructorRegistry()
 
 
 def parsed(command: Any, name: str, arguments: Sequence[str]) -> Any:
-    """A command with its options; where they are wrong or ask for help, the process ends here."""
+    """A command with its options; if they are wrong or ask for help, the process ends here."""
     about = paragraphs(command.__doc__)
     if "\n" in about and set(HELP) & set(arguments):
         print(about, end="\n\n")  # tyro would print each paragraph as one long line
@@ -51,7 +51,7 @@ def _options(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def _meaning(command: type, name: str) -> str | None:
-    """What is written below a field, as a single paragraph."""
+    """The docstring below a field, as a single paragraph."""
     return next((_meanings(kind)[name] for kind in command.__mro__ if name in _meanings(kind)), None)
 
 

@@ -1,4 +1,4 @@
-"""Options that are a model's or a vocabulary's place: a path of this machine, or a URL."""
+"""Options that locate a model or a vocabulary: a path on this machine, or a URL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ModelPath = Annotated[Location, PLACE]
 
 
 def bytes_at(place: Location) -> int:
-    """Of a file, or of all files in a folder."""
+    """The size of a file, or of all files in a folder."""
     place = place.resolve()
     if isinstance(place, Path):
         files = place.rglob("*") if place.is_dir() else [place]

@@ -27,8 +27,8 @@ class Plot:
     runs: tyro.conf.Positional[Annotated[tuple[ModelPath, ...], tyro.conf.arg(metavar="RUN ...")]]
     """Folders of runs, each with a metrics.jsonl, or in a store with metrics/; several are drawn over each other."""
     output: Path | None = None
-    """The picture, .png, .pdf or .svg; by default curves.png in the run's folder, of several or of one in a store in this
-    folder."""
+    """The picture, .png, .pdf or .svg; by default curves.png in the run's folder, or in the current folder for several runs
+    or one in a store."""
     by: Literal["step", "tokens"] = "step"
     """The horizontal axis."""
     log: bool = False
@@ -66,7 +66,7 @@ def save_picture(figure: Figure, path: Path) -> None:
 
 
 def check_picture(name: str, path: Path) -> None:
-    """Raise UserError where no picture can be written by that name, before the work that it shows is done."""
+    """Raise UserError if no picture can be written under that name, before the work that it shows is done."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{name}={path} must end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():

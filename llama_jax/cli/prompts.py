@@ -1,4 +1,4 @@
-"""What ``generate`` continues: the text of an argument, of a file or of stdin, or one prompt for each line of a .jsonl."""
+"""The prompts of ``generate``: from an argument, a file or stdin, or one for each line of a .jsonl."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 
     Args:
       prompt: the text itself; ``-`` reads stdin.
-      file: text in UTF-8, or a .jsonl whose lines are objects with "prompt"; ``-`` reads stdin as text. As a shell does with
-        what a command prints, one end of line at the end of a text is left out.
+      file: text in UTF-8, or a .jsonl whose lines are objects with "prompt"; ``-`` reads stdin as text. One line end at the
+        end of a text is dropped, as a shell drops it from the output of a command.
 
     Raises:
-      GenerationError: not one of the two, a file that cannot be read, or a prompt that is empty or not text.
+      GenerationError: both or neither, a file that cannot be read, or a prompt that is empty or not text.
     """
     if (prompt is None) == (file is None):
         both = "not both" if file else f"or {STDIN} for stdin"

@@ -1,4 +1,4 @@
-"""The options of every command that measures a model on a text: which text, and in which vocabulary."""
+"""The options of all commands that measure a model on a text: the text, its vocabulary, and the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Subject(NamedTuple):
-    """The model that is measured, before its weights are loaded, and the clock of what is compiled meanwhile."""
+    """The model to be measured, before its weights are loaded, and a clock of compilation."""
 
     path: Location
     config: LlamaConfig
@@ -40,13 +40,13 @@ class Subject(NamedTuple):
     compiling: CompileClock
 
     def stopwatch(self) -> Callable[[], float]:
-        """A function of the seconds from now on, without those of compiling."""
+        """A function that returns the seconds from now on, without those of compiling."""
         started, compiled = time.perf_counter(), self.compiling.seconds
         return lambda: time.perf_counter() - started - (self.compiling.seconds - compiled)
 
 
 def stored_tokenizer(path: Location, opened: Opened | Stored) -> Tokenizer:
-    """The vocabulary that is stored with a model; UserError where there is none."""
+    """The vocabulary that is stored with a model; UserError if there is none."""
     tokenizer = opened.tokenizer()
     if tokenizer is None:
         raise UserError(f"no vocabulary is stored with {path}; give one with --tokenizer")
@@ -115,7 +115,7 @@ class TextOptions:
         return corpus.select(np.arange(min(self.max_documents, corpus.document_count)))
 
     def open(self, path: Location) -> Subject:
-        """The model at a path but for its weights, with the rope scaling and the vocabulary that were given."""
+        """The model at a path without its weights, with the given rope scaling and vocabulary."""
         from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.cli.runtime import CompileClock, start_backend, use_compilation_cache
 
@@ -146,7 +146,7 @@ class TextOptions:
         return load(path, dtype, progress=loading_bar).params
 
     def facts(self, subject: Subject, params: Llama, tokens: int, seconds: float) -> dict[str, Any]:
-        """What was measured and where, and how fast `tokens` were read."""
+        """Facts about the measurement: the model, the device, and the speed of reading `tokens`."""
         import jax
 
         from llama_jax.model.trees import bytes_in_memory, kinds_in_memory
@@ -168,7 +168,7 @@ class TextOptions:
         }
 
     def show(self, facts: dict[str, Any], page: str) -> None:
-        """Print the facts as JSON, or the page and on stderr where and how fast."""
+        """Print the facts as JSON; or the page, and on stderr the device and the speed."""
         if self.json:
             print(as_json(facts))
         else:
@@ -176,18 +176,18 @@ class TextOptions:
             print(statistics(facts), file=sys.stderr)
 
     def check(self) -> None:
-        """What can be wrong without looking at anything: UserError."""
+        """Check the options alone; raises UserError."""
         if self.max_documents is not None and self.max_documents < 1:
             raise UserError(f"max_documents={self.max_documents} must be at least 1")
 
     def not_finite(self, what: str, value: float) -> UserError:
-        """The error for a number of the model's that is none."""
+        """The error for an output of the model that is not finite."""
         remedy = "is the model whole?" if self.dtype == "float32" else "try --dtype float32"
-        return UserError(f"the {what} is {value}: the model gives numbers that are not finite; {remedy}")
+        return UserError(f"the {what} is {value}: the model's outputs are not finite; {remedy}")
 
 
 def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
-    """The numbers of a list like 256,512,1024; UserError that names what is none."""
+    """The numbers of a list like 256,512,1024; UserError that names a part that is no number."""
     found = []
     for part in text.split(","):
         try:
@@ -200,7 +200,7 @@ def numbers(name: str, text: str, kind: Callable[[str], Number]) -> tuple[Number
 
 
 def statistics(facts: dict[str, Any]) -> str:
-    """Where and how fast, for stderr."""
+    """The device and the speed, for stderr."""
     attention = f" · attention {facts['attention']}" if facts.get("attention") else ""
     return (
         f"{facts['backend']} ({facts['device']}) · {facts['dtype']} · weights {facts['weights']},"

@@ -1,4 +1,4 @@
-"""The option ``--rope``: another rope scaling for a model that was not made with it, to try an extension as it is."""
+"""The option ``--rope``: another rope scaling for a model, to try a context extension without training."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SPLIT = re.compile(r",(?![^\[]*\])")  # commas outside of brackets
 
 
 def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
-    """The configuration with another rope scaling and the context that it is to give.
+    """The configuration with another rope scaling and the context that follows from it.
 
     Args:
       text: ``KIND:FACTOR`` and further fields of `RopeScaling`, as in ``yarn:4,beta_fast=16``; ``none`` leaves out the
         model's own; an empty one changes nothing. `original_max_seq_len` is the model's own context unless it is given.
 
     Raises:
-      UserError: a text that says no rope scaling.
-      ConfigError: one that cannot be.
+      UserError: a text that is no rope scaling.
+      ConfigError: an impossible one.
     """
     from llama_jax.config import ROPE_FIELDS, RopeScaling
 
@@ -73,11 +73,11 @@ def _value(text: str, value: str) -> Any:
 
 
 def say_beyond(config: LlamaConfig, lengths: Sequence[int]) -> None:
-    """Tell on stderr which lengths are beyond the model's context, where nothing forbids them."""
+    """Report on stderr which lengths are beyond the model's context, where that is allowed."""
     beyond = [f"{length:,}" for length in sorted(lengths) if length > config.max_seq_len]
     if beyond:
         print(
-            f"llama-jax: {', '.join(beyond)}: beyond the model's context of {config.max_seq_len:,} tokens, where nothing is"
-            " promised; this measures what happens",
+            f"llama-jax: {', '.join(beyond)}: beyond the model's context of {config.max_seq_len:,} tokens, for which it was"
+            " not made; this measures what happens",
             file=sys.stderr,
         )

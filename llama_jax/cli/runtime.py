@@ -1,4 +1,4 @@
-"""What every command that compiles needs: the persistent compilation cache and the time compiling took."""
+"""For all commands that compile: the persistent compilation cache and the time that compiling took."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def use_compilation_cache() -> None:
 def start_backend(*, training: bool = False) -> None:
     """Start JAX's device backend with the flags of its platform, see `llama_jax.flags`.
 
-    One that is missing is said in a line, before anything is loaded; so are flags that this version of XLA does not have.
+    A missing backend is an error of one line, before anything is loaded; flags unknown to this version of XLA are reported.
     """
     unknown = set_flags(training=training).unknown
     if unknown:
@@ -41,7 +41,7 @@ def start_backend(*, training: bool = False) -> None:
 
 
 def loading_bar(layers: Sequence[int]) -> Iterable[int]:
-    """Shows layers being read, where that takes over a second and somebody looks at stderr."""
+    """A bar of layers being read, if that takes over a second and stderr is a terminal."""
     from tqdm import tqdm
 
     return tqdm(layers, desc="loading", unit=" layers", leave=False, delay=1.0, disable=None)
@@ -73,7 +73,7 @@ class Clock:
         self.begin()
 
     def begin(self) -> None:
-        """Call where a stream begins."""
+        """Call at the beginning of a stream."""
         self._last = time.perf_counter(), self._compiling.seconds
         self._prefilled = False
 
@@ -89,7 +89,7 @@ class Clock:
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second. Pieces that met a new program, which takes time to load, count where there are no others."""
+        """Tokens per second. Pieces that met a new program, which takes time to load, count only if there are no others."""
         counted = [piece for piece in self._decoded if not piece[2]] or self._decoded
         seconds = sum(piece[1] for piece in counted)
         return round(sum(piece[0] for piece in counted) / seconds, 1) if seconds > 0 else 0.0

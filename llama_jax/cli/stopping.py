@@ -1,4 +1,4 @@
-"""What must not be ended at once: temporary files would be left."""
+"""Commands that must not be killed by a signal, because they would leave temporary files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class _Stopped(KeyboardInterrupt):
 
 @contextmanager
 def ending_in_order(said: str) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP are an exception inside, after which the process says something and exits.
+    """Turn Ctrl-C, SIGTERM and SIGHUP into an exception in the body, after which the process prints a line and exits.
 
-    The exit code is 128 and the number of the signal, as of a process that the signal ends.
+    The exit code is 128 plus the number of the signal, as for a process that the signal kills.
     """
     from llama_jax.runs.signals import ending_signals
 

@@ -1,4 +1,4 @@
-"""``llama-jax train``: train a recipe, or go on with it."""
+"""``llama-jax train``: train a recipe, or resume it."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class Train:
     several after one --data, or one after each. Or a mixture, as --data stories=PATH:0.7 --data books=PATH:0.3: each source
     has its share of the rows, exactly."""
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
-    """Likewise, to validate on; by default a share of the documents of --data, of each source."""
+    """Likewise, for validation; by default a share of the documents of each source of --data is held out."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a model's folder."""
     weights: ModelPath | None = None
-    """A model to start from (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend it,
-    change model.max_seq_len and model.rope_scaling.kind, .factor and what else that kind reads."""
+    """A model to start from (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend its
+    context, change model.max_seq_len and model.rope_scaling.kind, .factor and the other settings of that kind."""
     teacher: ModelPath | None = None
-    """A model of the same vocabulary, of any format, whose predictions are learnt, with the recipe distill or any on text or
-    chats. The same as the change distill.teacher=PATH."""
+    """A model of the same vocabulary, in any format, whose predictions are learnt, with the recipe distill or any other for
+    text or chats. The same as the change distill.teacher=PATH."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE.py:FUNCTION"), tyro.conf.UseAppendAction] = ()
-    """For the recipe grpo: FILE.py:FUNCTION, which is given the completions and, as lists, the fields of their prompts, and
-    gives a number for each; several are added up. As the change rewards.functions=["FILE.py:FUNCTION"]."""
+    """For the recipe grpo: FILE.py:FUNCTION, which gets the completions and, as lists, the fields of their prompts, and
+    returns a number for each; several are added up. The same as rewards.functions=["FILE.py:FUNCTION"]."""
     resume: bool = False
     """Continue from the newest checkpoint in the folder, if there is one."""
     reweigh: bool = False
@@ -76,7 +76,7 @@ class Train:
     (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install
     'llama-jax[wandb]'."""
     save_timeout: float = 1800.0
-    """Seconds that writing a checkpoint may take, beside the training; then the run ends with an error."""
+    """Seconds that writing a checkpoint may take in the background before the run ends with an error."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
@@ -136,7 +136,7 @@ class Train:
             sys.exit(130)  # so that a script which runs this goes no further either
 
     def _recipe(self) -> Recipe:
-        """The recipe with its changes; with the model of the weights, where there are any."""
+        """The recipe with its changes, and with the model of the weights if there are any."""
         from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.runs.overrides import override
         from llama_jax.runs.recipes import check_weights, find
@@ -148,13 +148,13 @@ class Train:
             changes.append(f"rewards.functions={json.dumps(self.reward)}")
         if self.weights is None:
             return override(recipe, changes)
-        # The length is set together with the changes: before them it may not fit the context, nor the context it.
+        # The length is set together with the changes: either alone may not fit the other.
         started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
         return override(started, [f"length={recipe.length}", *changes])
 
 
 def _sources(given: Sequence[str], *, weighted: bool) -> Data:
-    """Paths, or the sources of a mixture: NAME=PATH:WEIGHT, and NAME=PATH of what is not weighted."""
+    """Paths, or the sources of a mixture: NAME=PATH:WEIGHT, or NAME=PATH if they have no weights."""
     from llama_jax.data.sources import WeightedData
 
     found: list[Any] = []

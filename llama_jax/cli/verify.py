@@ -1,4 +1,4 @@
-"""``llama-jax verify``: is this the model that it should be, and if not, by how much and where?"""
+"""``llama-jax verify``: does a model compute what its reference computes, and if not, how far and where does it differ?"""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ LARGEST_TEXT = 1 << 20  # characters
 
 @dataclass(frozen=True)
 class Verify:
-    """Compare a model with a reference: its logits and every layer. Exit code 0 where they are the same, 1 where not.
+    """Compare a model with a reference: its logits and every layer. Exit code 0 if they are the same, 1 if not.
 
     Without a reference a quantised model (--quantize) is compared with itself as it is stored, and any other is checked as
-    far as that is possible alone."""
+    far as that is possible without one."""
 
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
@@ -45,19 +45,19 @@ class Verify:
     oracle: Path | None = None
     """The reference: a file that --write-oracle stored, on any machine and from any format."""
     write_oracle: Path | None = None
-    """Store in this file what --against gave, or without it what PATH gave."""
+    """Store in this file the outputs of --against, or without it those of PATH."""
     text: Path | None = None
     """A text in UTF-8 to read; by default a built-in one."""
     tokens: int | None = None
-    """Most tokens to read; by default 64. Where there is no vocabulary they are random."""
+    """Most tokens to read; by default 64. Without a vocabulary they are random."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "none"
     """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files.
-    The reference is not quantised; where none is given it is PATH itself."""
+    The reference is not quantised; without one it is PATH itself."""
     adapter: ModelPath | None = None
-    """A LoRA adapter beside the weights of PATH: a folder of PEFT's, or of a run that trains one. A reference that is given
-    has none: let it be the merged model. With --quantize alone PATH is beside itself, both with the adapter."""
+    """A LoRA adapter for PATH: a folder of PEFT's, or of a run that trains one. It is not added to a reference, which should
+    be the merged model. With --quantize and no reference PATH is compared with itself, both with the adapter."""
     per_layer: bool = False
     """Show how every layer differs, and with --quantize every matrix."""
     json: bool = False
@@ -91,7 +91,7 @@ class Verify:
         if self.write_oracle is not None:
             check_room(self.write_oracle, config, len(tokens))
 
-        # One model after the other, so that memory need hold but one.
+        # One model after the other, so that memory holds only one.
         quantize = None if self.quantize == "none" else self.quantize
         if self.against is not None:
             reference = run_transformers(self.against, tokens)
@@ -111,7 +111,7 @@ class Verify:
             self._end_compared(compare(params, ours, reference), ours.origin, reference.origin, read, errors)
 
     def _check_quantize(self, opened: Opened | Stored) -> None:
-        """End here where the model cannot be quantised so."""
+        """Raise an error if the model cannot be quantised this way."""
         from llama_jax.checkpoints.quantising import check_kept
         from llama_jax.model.trees import param_shapes, quantize
 
@@ -183,7 +183,7 @@ class Verify:
         return opened.tokenizer()
 
     def _check_sizes(self, here: LlamaConfig, there: LlamaConfig) -> None:
-        """End here where the two models cannot be compared."""
+        """Exit if the two models cannot be compared."""
         from llama_jax.verify.compare import comparable, differing_settings, in_words
 
         settings = differing_settings(here, there)
@@ -239,9 +239,9 @@ class Verify:
         if failed:
             why = f"NOT as a model should be: {', '.join(failed)}"
         elif readable:
-            why = "whole, and it speaks; this is an indication: give --against or --oracle to know"
+            why = "whole, and it predicts text; this is an indication: give --against or --oracle to know"
         else:
-            why = f"whole; whether it speaks can be told of {FEWEST} tokens of text, whether it is right with a reference"
+            why = f"whole; whether it predicts text needs {FEWEST} tokens of text, whether it is right a reference"
         rows = [[check.name, printable(check.found)] for check in checks]
         page = f"{_described(ours.origin)}\nread {printable(read)}\n\n{columns(rows)}\n"
         facts = {"here": _origin_facts(ours.origin), "read": read, "checks": [check._asdict() for check in checks]}
@@ -281,7 +281,7 @@ class Verify:
         self._end(found.same, found.why, page, facts)
 
     def _end(self, same: bool, why: str, page: str, facts: dict[str, Any]) -> NoReturn:
-        """Print the page and the verdict, or all as JSON, and exit with what the verdict says."""
+        """Print the page and the verdict, or all as JSON, and exit with the verdict's code."""
         if self.json:
             print(as_json({"same": same, "verdict": why} | facts))
         else:

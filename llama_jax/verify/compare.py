@@ -175,7 +175,7 @@ def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: R
             f" {rounding.name} where up to {TIMES:g} are explained"
         )
         if not math.isfinite(first.own):
-            where = f"{first.name} gives numbers that are not finite"
+            where = f"the outputs of {first.name} are not finite"
         found.append(where + (f"; so do {len(departing) - 1} of the later parts" if departing[1:] else ""))
     return found
 

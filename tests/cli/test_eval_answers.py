@@ -99,9 +99,9 @@ def test_preferences_alone_and_against_a_reference(run, calling, stories_folder,
 
 def test_options_that_the_data_do_not_read(calling, stories_folder, files):
     for name, option, message in (
-        ("chats", ("--lengths", "32"), "lengths='32' is not for chats, which the data are; leave it out"),
-        ("pairs", ("--stride", "4"), "stride=4 is not for preferences, which the data are"),
-        ("texts", ("--format", "plain"), "format='plain' is not for text, which the data are"),
+        ("chats", ("--lengths", "32"), "lengths='32' does not apply to chats, as these data are; leave it out"),
+        ("pairs", ("--stride", "4"), "stride=4 does not apply to preferences, as these data are"),
+        ("texts", ("--format", "plain"), "format='plain' does not apply to text, as these data are"),
         ("pairs", ("--length", "9999"), "length=9999 must be at least 1 and within the context of 512"),
     ):
         with pytest.raises(UserError, match=message):

@@ -221,7 +221,7 @@ def test_a_vocabulary_that_is_damaged_or_too_large():
     assert found["vocabulary"] is None
     assert found["problems"][1:] == ["the vocabulary is damaged"]
     found = describe(opened(CONFIG, tokenizer=Vocabulary))
-    assert "97 pieces, the embedding 96 rows" in found["problems"][1]
+    assert "97 pieces, but the embedding 96 rows" in found["problems"][1]
     assert rows_of(page(found))["vocabulary"] == "Vocabulary, 97 pieces; bos -1, eos 5, stop none; with chat template"
 
 

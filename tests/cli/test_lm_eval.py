@@ -21,9 +21,9 @@ def test_without_the_harness(monkeypatch):
         (["--num-fewshot", -1], "num_fewshot=-1 must be at least 0"),
         (["--batch", 0], "batch=0 must be at least 1"),
         (["--include-path", "nowhere"], "--include-path nowhere is not a folder"),
-        (["--format", "llama3"], "--format is of chats; it goes with --apply-chat-template"),
-        (["--no-fewshot-as-multiturn"], "--no-fewshot-as-multiturn is of chats"),
-        (["--samples"], "--samples is of a file; give one with --output"),
+        (["--format", "llama3"], "--format is for chats; add --apply-chat-template"),
+        (["--no-fewshot-as-multiturn"], "--no-fewshot-as-multiturn is for chats"),
+        (["--samples"], "--samples needs a file; give one with --output"),
         (["--output", "."], "--output . is a folder; give a file"),
     ],
 )

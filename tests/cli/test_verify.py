@@ -74,7 +74,7 @@ def test_a_model_alone(run, stories_folder):
         "text        1.37 nats per token, where guessing costs 6.24",
     ):
         assert line in out.splitlines()
-    assert out.splitlines()[-1].startswith("whole, and it speaks; this is an indication")
+    assert out.splitlines()[-1].startswith("whole, and it predicts text; this is an indication")
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_a_model_alone_without_vocabulary(run, folder):
     assert (code, found["same"]) == (0, True)
     assert found["read"] == "8 random tokens, as there is no vocabulary"
     assert [check["name"] for check in found["checks"]] == ["tensors", "logits"]
-    assert found["verdict"].startswith("whole; whether it speaks can be told of 32 tokens of text")
+    assert found["verdict"].startswith("whole; whether it predicts text needs 32 tokens of text")
 
 
 def test_logits_that_are_not_finite(run, folder, tmp_path):
@@ -221,7 +221,7 @@ def test_numbers_that_are_not_finite_are_null_in_json(run, oracle, folder, tmp_p
     code, out, _ = run(other, "--oracle", oracle, "--dtype", "float16", "--json")
     found = json.loads(out, parse_constant=pytest.fail)
     assert (code, found["kl"]["mean"]) == (1, None)
-    assert "layer 1 gives numbers that are not finite" in found["verdict"]
+    assert "the outputs of layer 1 are not finite" in found["verdict"]
 
 
 def test_a_hostile_name_reaches_no_terminal(run, oracle, folder):

@@ -89,8 +89,8 @@ class TestCommand:
         [
             (None, ("--seed", 6), "was begun with seed=5, and this is 6"),
             (None, ("--temperature", 0), "was begun with temperature=0.8"),
-            (b'{"line": 1}\n', (), "line 1 is not of a batch of these prompts"),
-            (b"no JSON\n", (), "line 1 is not of a batch"),
+            (b'{"line": 1}\n', (), "line 1 does not belong to these prompts"),
+            (b"no JSON\n", (), "line 1 does not belong"),
         ],
     )
     def test_a_file_of_another_batch(self, files, spoil, arguments, said):

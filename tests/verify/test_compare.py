@@ -213,7 +213,7 @@ def test_numbers_that_are_not_finite_are_placed(against, tensors):
     large = spoiled(spoiled(tensors, "up", lambda a: 3000 * a), "down", lambda a: 3000 * a)
     found = against(large, dtype="float16")
     assert not found.same
-    assert "layer 1 gives numbers that are not finite" in found.why
+    assert "the outputs of layer 1 are not finite" in found.why
     assert "its logits are not finite" in found.why
 
 
