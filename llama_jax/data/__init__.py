@@ -2,7 +2,7 @@
 
 open_corpus(paths, tokenizer)             -> Corpus, tokenised once; DocumentFormat says where documents end
 split(corpus, 0.1)                        -> Split(train, validation), two corpora
-open_chats(paths, tokenizer, T)           -> Chats(corpus, counts): conversations, what the assistant says as their targets
+open_chats(paths, tokenizer, T)           -> Chats(corpus, counts): conversations with the assistant's messages as targets
 open_preferences(paths, tokenizer, T)     -> Preferences(chosen, rejected, counts), two such corpora
 training_batches(corpus, B, T, seed=0)    -> Batch after Batch without end, and their `state`
 validation_batches(corpus, B, T)          -> each token once, in order
@@ -20,7 +20,7 @@ from llama_jax.data.errors import DataError
 from llama_jax.data.opening import open_corpus
 from llama_jax.data.sources import WeightedData
 
-# What makes batches needs JAX, which the processes of `building` have no use for: it is loaded on first use.
+# Making batches needs JAX, which the processes of `building` do not: it is imported on first use.
 _HOME = {
     "Batch": "llama_jax.training.batch",
     "Batches": "llama_jax.data.batches",

@@ -1,4 +1,4 @@
-"""Batches in order, from any point on, for any number of hosts."""
+"""Batches in order, starting at any point, for any number of hosts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Numbered(Protocol[Made]):
 
 
 class Batches(Iterator[Made], Generic[Made]):
-    """Batches one by one, the next ones made meanwhile. The whole state is the number of the next batch."""
+    """Batches one by one, with the next ones prepared in the background. The only state is the number of the next batch."""
 
     def __init__(self, rows: Numbered[Made], start: int) -> None:
         import grain
@@ -47,7 +47,7 @@ class Batches(Iterator[Made], Generic[Made]):
 
     @property
     def state(self) -> dict[str, int]:
-        """What brings back this place: `training_batches(..., start=state["next_batch"])`, on any number of hosts."""
+        """The position in the data: `training_batches(..., start=state["next_batch"])` returns to it, for any hosts."""
         return {"next_batch": self._next}
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Batches(Iterator[Made], Generic[Made]):
 
 
 class _Source:
-    """The rows of one corpus by number, without end: those of an epoch follow those of the one before."""
+    """The endless rows of one corpus by number, epoch after epoch."""
 
     def __init__(self, corpus: Corpus, length: int, seed: int | None) -> None:
         self._corpus, self._seed = corpus, seed
@@ -101,7 +101,7 @@ class Rows:
         """With a seed, epoch after epoch; with None one pass in the order of a single corpus.
 
         Raises:
-          DataError: sizes or a seed that cannot be, or a corpus with nothing to predict.
+          DataError: impossible sizes or seed, or a corpus with nothing to predict.
         """
         if length < 1:
             raise DataError(f"length={length} must be at least 1 token")
@@ -116,7 +116,7 @@ class Rows:
             raise DataError(f"{len(several)} corpora need a mixture that has a share for each of them")
         self._sources = [_Source(corpus, length, seed) for corpus in several]
         if len({source.masked for source in self._sources}) > 1:
-            raise DataError("text and chats do not mix: of text everything is predicted, of chats what the assistant says")
+            raise DataError("text and chats do not mix: text has all tokens as targets, chats the assistant's messages")
         self._mixture = mixture
         self._batch, self._share, self._first = batch, batch // hosts, batch // hosts * host
         self._length = length
@@ -126,7 +126,7 @@ class Rows:
         return self._count
 
     def epochs(self, number: int) -> list[float]:
-        """How often the first `number` batches, of all hosts, read each corpus."""
+        """How many times the first `number` batches of all hosts have read each corpus."""
         rows = number * self._batch
         counts = [rows] if self._mixture is None else self._mixture.counts(rows).tolist()
         return [count / source.rows for count, source in zip(counts, self._sources, strict=True)]
@@ -152,21 +152,21 @@ def training_batches(
     start: int = 0,
     mixture: Mixture | None = None,
 ) -> Batches[Batch]:
-    """Batches without end, every epoch in another order.
+    """Endless batches, with another order in every epoch.
 
-    Documents of a corpus with `targets` are packed whole: none is in two rows, and the batch's mask says what is predicted.
-    The order depends on the corpus, the seed, `batch` and `length` alone: batch n is the same however the run came there.
+    Documents of a corpus with `targets` are packed whole: none is in two rows, and the batch's mask marks its targets. The
+    order depends on the corpus, the seed, `batch` and `length` alone: batch n is the same after any number of resumptions.
 
     Args:
       corpus: one, or those of a mixture in its order.
-      batch: B, rows of a step on all hosts together; batches go on over the end of an epoch.
+      batch: B, rows of a step on all hosts together; a batch may span the end of an epoch.
       length: T, tokens of a row that are predicted.
       host, hosts: this host's number and how many there are: it gets rows [host·B/hosts, (host+1)·B/hosts).
       start: the number of the first batch: `Batches.state` of the run that is continued.
-      mixture: which rows are of which corpus. Each is read in the order that it has alone, in epochs of its own.
+      mixture: which rows come from which corpus. Each is read in the same order as alone, in its own epochs.
 
     Raises:
-      DataError: sizes, a seed or a start that cannot be, or a corpus with nothing to predict.
+      DataError: impossible sizes, seed or start, or a corpus with nothing to predict.
     """
     if start < 0:
         raise DataError(f"start={start} must be at least 0: batches are counted from there")
@@ -174,8 +174,8 @@ def training_batches(
 
 
 def validation_batches(corpus: Corpus, batch: int, length: int, *, host: int = 0, hosts: int = 1) -> Batches[Batch]:
-    """The corpus once and in its order; the last batch is filled up with padding, of which the segment is 0.
+    """The corpus once and in its order; the last batch is padded, with segment 0.
 
-    For the arguments and errors see `training_batches`.
+    See `training_batches` for the arguments and errors.
     """
     return Batches(Rows(corpus, batch, length, None, host, hosts), 0)

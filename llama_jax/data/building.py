@@ -1,8 +1,7 @@
-"""Many files tokenised once for all: shards of token ids and a manifest, by as many processes as there are cores.
+"""Tokenising many files ahead of training into shards of token ids and a manifest, on all cores.
 
-What comes out depends on the files, the tokenizer and the settings alone: not on how many processes there were, nor on how
-often they were stopped. The files are cut into units of some megabytes, each of which becomes a shard; a shard that is there
-is not made again.
+The result depends on the files, the tokenizer and the settings alone, not on the number of processes or of interruptions.
+The files are cut into units of some megabytes, each of which becomes a shard; a shard that exists is not made again.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ class BuildOptions:
 
     Attributes:
       reading: where documents end, see `DocumentFormat`.
-      unit: bytes of a file that become a shard, about: no document is in two. Compressed files are read whole. None means a
-        128th part of all files, between 8 and 64 MiB.
-      drop_duplicates: whether of documents of the same text only the first is kept.
-      near_duplicates: from which similarity on, above 0 and up to 1, a document is left out as well that is near an earlier
-        one that is kept: see `data.near`. Those of the same text are left out, too.
+      unit: approximate bytes of a file in a shard: no document is in two. Compressed files are read whole. None means a
+        128th of all files, between 8 and 64 MiB.
+      drop_duplicates: whether to keep only the first of documents with the same text.
+      near_duplicates: the least similarity, above 0 and up to 1, to an earlier document that is kept at which a document is
+        left out: see `data.near`. Documents with the same text are left out too.
     """
 
     reading: DocumentFormat = DocumentFormat()
@@ -77,19 +76,19 @@ def build(
 ) -> Manifest:
     """Tokenise files into a folder of array-record shards with a manifest, which `open_corpus` and ``train`` read.
 
-    A folder in which a build was stopped is gone on with; of one that is done the manifest is given.
+    A build that was stopped in the folder is continued; if it is finished its manifest is returned.
 
     Args:
       paths: text, JSONL, Parquet and Arrow, text and JSONL also compressed by gzip or zstd, or folders of them.
       tokenizer: a vocabulary's file or folder; every process reads it.
       processes: by default one for each core that this one may use; 1 starts no other.
-      workers: others than processes of this machine; they see `out`, the files and the tokenizer under the same paths.
-      progress: told after each shard how many are done, of how many; where documents are left out every unit of the files is
-        looked through before, and counts likewise.
+      workers: replace processes of this machine; they see `out`, the files and the tokenizer under the same paths.
+      progress: called after each shard with the numbers done and in all; where documents are left out every unit of the
+        files is read once before, and counts likewise.
 
     Raises:
-      DataError: files that cannot be read, that changed or in which there is no document; a folder that holds something
-        else, was begun otherwise, or in which another process builds.
+      DataError: files that cannot be read, that changed or that hold no document; a folder that holds something else, was
+        begun with other settings, or in which another process builds.
     """
     files, folder = find_files(paths), on_disk(out, "the folder of a build").resolve()
     for file in files:
@@ -165,10 +164,10 @@ def _named(files: Sequence[Path]) -> str:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Hold a folder, which is made where there is none, and removed again where nothing was written.
+    """Lock a folder, which is created if missing and removed again if nothing was written.
 
     Raises:
-      DataError: another process holds it, or it cannot be written to.
+      DataError: another process holds the lock, or the folder cannot be written to.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -194,7 +193,7 @@ def _taken(folder: Path, holder: str) -> DataError:
 
 
 def _begun(folder: Path, begun: Manifest) -> Manifest:
-    """The manifest of a build in a folder: a new one, or that of the same build which was begun or is done.
+    """The manifest of a build in a folder: a new one, or that of the same build, begun or finished.
 
     Raises:
       DataError: the folder holds something else.
@@ -221,8 +220,8 @@ def _begun(folder: Path, begun: Manifest) -> Manifest:
 
 
 def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[str], options: BuildOptions) -> str:
-    """What goes on with a build."""
-    if (options.unit or 0) % (1 << 20) or options.reading.token_type is not None:  # the command line has no words for these
+    """The command that continues a build."""
+    if (options.unit or 0) % (1 << 20) or options.reading.token_type is not None:  # no options of the command line
         return f"llama_jax.data.building.build(..., {str(folder)!r}, ...), from Python as before"
     parts = [*(os.fspath(locate(path).resolve()) for path in paths), "--out", str(folder)]
     parts += ["--tokenizer", os.fspath(locate(tokenizer).resolve())]
@@ -242,7 +241,7 @@ def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[st
 
 
 def _decide(folder: Path, units: Sequence[Unit], options: BuildOptions) -> tuple[list[np.ndarray], tuple[str, str] | None]:
-    """What is done with each document, uint8[n] for each unit; and the list of near duplicates, which is written here."""
+    """The fate of each document, uint8[n] for each unit; and the list of near duplicates, which is written here."""
     near_too = options.near_duplicates is not None
     looks = [shards.read_looks(folder / shards.looks_of(unit), near_too) for unit in units]
     counts = [len(look) for look in looks]
@@ -258,9 +257,9 @@ def _decide(folder: Path, units: Sequence[Unit], options: BuildOptions) -> tuple
 
 
 def _list(path: Path, units: Sequence[Unit], counts: Sequence[int], found: Sequence[near.Near]) -> tuple[str, str]:
-    """Write which document of which file is near which one, counted from 1; the name of the list and its SHA-256."""
+    """Write which document of which file is near which other, counted from 1; return the list's name and SHA-256."""
     ends = np.cumsum(counts)
-    first: dict[str, int] = {}  # document of all that is the first of a file
+    first: dict[str, int] = {}  # number in all files of the first document of each file
     for unit, end, count in zip(units, ends.tolist(), counts, strict=True):
         first.setdefault(unit.path, end - count)
 

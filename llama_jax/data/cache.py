@@ -90,10 +90,10 @@ def write_corpus(path: Path, pieces: Iterable[DocumentPart], vocab_size: int, or
 
 
 def make_room(folder: Path, limit: int, kept: Path) -> None:
-    """Remove corpora from a cache, those first that were not opened for longest, until no more than `limit` bytes are left.
+    """Remove the least recently opened corpora from a cache until no more than `limit` bytes are left.
 
-    What was opened in the last minutes stays, for another process may be about to read it, and so does `kept`. What is
-    mapped stays readable for those that have it. Nothing but files that are named as a corpus is touched.
+    A corpus that was opened in the last minutes stays, since another process may be about to read it, and so does `kept`. A
+    mapped corpus stays readable in the processes that have it open. Only files named as corpora are touched.
     """
     found: list[tuple[float, int, Path]] = []
     with suppress(OSError):
@@ -113,13 +113,13 @@ def make_room(folder: Path, limit: int, kept: Path) -> None:
 
 
 def note_use(path: Path) -> None:
-    """Now is when a corpus was last opened, for `make_room`."""
+    """Record that a corpus was opened just now, for `make_room`."""
     with suppress(OSError):  # a cache that is only read
         os.utime(path)
 
 
 def cache_folder() -> Path:
-    """That named by LLAMA_JAX_CACHE, or the user's."""
+    """The folder named by LLAMA_JAX_CACHE, or the user's cache folder."""
     return Path(os.environ.get("LLAMA_JAX_CACHE") or platformdirs.user_cache_dir("llama_jax"))
 
 
@@ -140,7 +140,7 @@ def cache_limit() -> int:
 
 
 def elsewhere(text: str) -> DataError:
-    """That nothing can be written to a cache, and the remedy."""
+    """The message that a cache cannot be written to, with the remedy."""
     return DataError(f"{text}; name another folder as `cache`, or as LLAMA_JAX_CACHE in the environment")
 
 
@@ -159,7 +159,7 @@ def read_corpus(path: Path) -> tuple[Corpus, dict[str, Any]]:
     text = mapped[max(size - length, HEADER.size) :]
     if magic != MAGIC or hashlib.sha256(text.data).digest() != checksum:
         raise damaged
-    # Authentic from here on: with the data that it vouches for, its sizes are those of the file.
+    # The description is authentic from here on, and its sizes are checked against the file's.
     description = json.loads(text.tobytes())
     data = mapped[HEADER.size : size - length]
     dtype, total, count = np.dtype(description["token_type"]), description["tokens"], description["documents"]

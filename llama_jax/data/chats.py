@@ -1,4 +1,4 @@
-"""JSONL of chats as they are published, each line read as an example of what an assistant says."""
+"""Chats in JSONL in the usual published forms, each line an example of an assistant's answers."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Example(NamedTuple):
     """A line of a file.
 
     Attributes:
-      prompt: what is given: a text, or messages.
-      answers: what is to be said, of the same kind: one; or two, of which the first is preferred.
+      prompt: a text, or messages.
+      answers: of the same kind as the prompt: one, or two, the first of which is preferred.
       tools: functions that the model may call.
       line: the number of the line.
       read: bytes of the file that have been read so far.
-      desirable: whether a single answer is a good one, where that is said.
+      desirable: whether a single answer is good, if the line says so.
     """
 
     prompt: Said
@@ -45,10 +45,10 @@ class Example(NamedTuple):
 
 
 def read_chats(path: Path) -> Iterator[Example]:
-    """What an assistant says, by the fields of each line, of which the first that fits counts:
+    """Examples of an assistant's answers, by the fields of each line; the first form that fits counts:
 
-    - `messages`, a chat: all that the assistant says in it is to be said;
-    - `conversations`, the same in ShareGPT's words, `from` and `value`;
+    - `messages`, a chat: all of the assistant's messages are answers;
+    - `conversations`, the same in ShareGPT's terms, `from` and `value`;
     - `prompt` and `completion`, both texts, without any chat format, or both messages;
     - `instruction`, `input` (which may be empty or missing) and `output`, as Alpaca has them: a user's message, of which
       the input is a paragraph of its own, and its reply.
@@ -76,7 +76,7 @@ def read_chats(path: Path) -> Iterator[Example]:
         else:
             raise at.wrong(f"the fields are {at.fields()}; name them so: {CHATS}")
         if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
-            raise at.wrong("no message is of the role 'assistant', so there is nothing to learn; leave the line out")
+            raise at.wrong("no message has the role 'assistant', so there is nothing to learn; leave the line out")
         yield Example(prompt, (answer,), () if isinstance(answer, str) else at.tools(), line, read)
 
 
@@ -97,8 +97,8 @@ class AskedLine(NamedTuple):
 
 
 def read_prompts(path: Path) -> Iterator[AskedLine]:
-    """What is asked: `prompt`, a text or messages, before which a `system` text is the first message. Any other fields may
-    be there, the same in all lines: what is to be known to judge the answers.
+    """Prompts: `prompt`, a text or messages, with an optional `system` text as the first message. A line may have any other
+    fields, the same in all lines: they are for judging the answers.
 
     Raises:
       DataError: a line with something else, by its file, line and field.
@@ -119,10 +119,10 @@ def read_prompts(path: Path) -> Iterator[AskedLine]:
 
 
 def read_preferences(path: Path) -> Iterator[Example]:
-    """Two answers of which the first is preferred: `chosen` and `rejected`, both texts or both messages, after `prompt`.
+    """Pairs of answers: `chosen`, which is preferred, and `rejected`, both texts or both messages, after `prompt`.
 
-    Where the answers are messages, the prompt may be messages, or a text, which is the user's. Where both answers begin with
-    the prompt as well, the messages that both begin with are the prompt, and `prompt` may be missing.
+    If the answers are messages, the prompt may be messages, or a text, which becomes the user's message. If both answers
+    begin with the same messages, these are the prompt, and `prompt` may be missing.
 
     Raises:
       DataError: a line with something else, by its file, line and field.
@@ -135,7 +135,7 @@ def read_preferences(path: Path) -> Iterator[Example]:
         chosen, rejected = at.said("chosen"), at.said("rejected")
         at.same_kind("chosen", chosen, "rejected", rejected)
         if chosen == rejected:
-            raise at.wrong("chosen and rejected are the same, so that neither is preferred; leave the line out")
+            raise at.wrong("chosen and rejected are the same, so neither is preferred; leave the line out")
         prompt: Said
         if isinstance(chosen, str) or isinstance(rejected, str):
             prompt = at.text("prompt")
@@ -148,8 +148,8 @@ def read_preferences(path: Path) -> Iterator[Example]:
 
 
 def read_judged(path: Path) -> Iterator[Example]:
-    """Single answers of which each is said to be good or bad: `prompt` and `completion` as in `read_chats`, and `label`,
-    which is true or false.
+    """Single answers, each labelled good or bad: `prompt` and `completion` as in `read_chats`, and `label`, which is true
+    or false.
 
     Raises:
       DataError: a line with something else, by its file, line and field.
@@ -163,7 +163,7 @@ def read_judged(path: Path) -> Iterator[Example]:
         if not isinstance(answer, str) and not any(message["role"] == "assistant" for message in answer):
             raise at.wrong("completion has no message of the role 'assistant'; leave the line out")
         if not isinstance(found["label"], bool):
-            raise at.wrong(f"label={shown(found['label'], 60)} must be true, of an answer that is good, or false")
+            raise at.wrong(f"label={shown(found['label'], 60)} must be true, for a good answer, or false")
         yield Example(prompt, (answer,), () if isinstance(answer, str) else at.tools(), line, read, found["label"])
 
 
@@ -263,7 +263,7 @@ class _Line:
     def answers(
         self, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
     ) -> tuple[tuple[Message, ...], tuple[Message, ...], tuple[Message, ...]]:
-        """The prompt, and what both answer to it."""
+        """The prompt, and both answers to it."""
         prompt: Sequence[Message] = ()
         given = self._found.get("prompt")
         if given is not None:

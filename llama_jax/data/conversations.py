@@ -1,4 +1,4 @@
-"""Chats and preferences as tokens, with what the assistant says as their targets."""
+"""Chats and preferences as tokens, with the assistant's messages as their targets."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class ChatReading:
 
     Attributes:
       format: the chat format, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
-      too_long: what is done with an example of more tokens than a row holds: "cut" keeps its beginning, so that its last
+      too_long: what to do with an example of more tokens than a row holds: "cut" keeps its beginning, so that its last
         reply does not end, "drop" leaves it out. Both are counted.
       special: whether "<|eot_id|>" and the like are special tokens in a prompt and a completion that are texts, as in files
-        that were rendered before; by default they are text. In messages they always are.
+        with rendered chats; by default they are text. In messages they are always text.
 
     Raises:
       DataError: another `too_long`.
@@ -50,17 +50,17 @@ class ChatReading:
 
 @dataclass
 class ExampleCounts:
-    """What became of the lines.
+    """Counts of the examples read, kept and dropped.
 
     Attributes:
       read: examples in the files.
-      kept: of these, what is trained on; the others are the next two, and `same`.
-      without_targets: dropped, as nothing that the assistant says is left in them.
+      kept: those that are trained on; the others are in the next two counts, and in `same`.
+      without_targets: dropped, because nothing of the assistant's messages is left in them.
       too_long: dropped by `ChatReading.too_long`.
       cut: kept in part.
-      tokens, targets: of what is kept.
-      longest: tokens of the longest example, before anything is cut.
-      same: pairs that are dropped, as both answers are the same tokens where they are cut.
+      tokens, targets: of the kept examples.
+      longest: tokens of the longest example, before it is cut.
+      same: pairs that are dropped, because both answers have the same tokens after they are cut.
     """
 
     read: int = 0
@@ -85,14 +85,14 @@ class ExampleCounts:
 
 
 class Chats(NamedTuple):
-    """Conversations to train on, each a document with targets, and what became of the lines."""
+    """Conversations to train on, each a document with targets, and counts of the lines."""
 
     corpus: Corpus
     counts: ExampleCounts
 
 
 class Preferences(NamedTuple):
-    """Two corpora of as many documents, of which each is preferred to the other's of its number; targets are the answers."""
+    """Two corpora: document n of the first is preferred to document n of the second; targets are the answers."""
 
     chosen: Corpus
     rejected: Corpus
@@ -108,7 +108,7 @@ class Judged(NamedTuple):
 
 
 def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Chats:
-    """The conversations of JSONL files as tokens and targets, in memory; for what a line may be see `read_chats`.
+    """The conversations of JSONL files as tokens and targets, in memory; see `read_chats` for the forms of a line.
 
     Args:
       paths: files, or folders whose ``.jsonl`` are read in order of their names.
@@ -117,8 +117,8 @@ def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatRea
     Raises:
       DataError: a line that cannot be used, by its file, line and field; or files without any target.
 
-    Warns where no target is a token that ends a reply, for what is trained so never ends; and where texts spell special
-    tokens that are text.
+    Warns if no target is a token that ends a reply, since a model trained on them never ends one; and if texts contain the
+    names of special tokens as plain text.
     """
     found, counts, _ = _read(paths, tokenizer, length, reading, read_chats)
     return Chats(found[0], counts)
@@ -127,15 +127,15 @@ def open_chats(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatRea
 def open_preferences(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Preferences:
     """Preferred and rejected answers as tokens and targets; see `read_preferences`, and `open_chats` for the rest.
 
-    A pair of which one answer is to be dropped is dropped, and so is one whose answers are the same where they are cut.
-    Counts of tokens are of both answers, each with the prompt.
+    A pair is dropped if one of its answers is, or if both answers are the same after they are cut. Counts of tokens include
+    both answers, each with the prompt.
     """
     found, counts, _ = _read(paths, tokenizer, length, reading, read_preferences)
     return Preferences(found[0], found[1], counts)
 
 
 def open_judged(paths: Paths, tokenizer: Tokenizer, length: int, reading: ChatReading = ChatReading()) -> Judged:
-    """Single answers as tokens and targets, with what is said of them; see `read_judged`, and `open_chats` for the rest."""
+    """Single answers as tokens and targets, with their labels; see `read_judged`, and `open_chats` for the rest."""
     found, counts, desirable = _read(paths, tokenizer, length, reading, read_judged)
     return Judged(found[0], np.array(desirable, bool), counts)
 
@@ -239,8 +239,8 @@ def _warn(corpora: list[Corpus], encoder: ReplyEncoder, spelt: str) -> None:
     for corpus in corpora:
         if not np.isin(corpus.tokens[corpus.targets], ends).any():
             warnings.warn(
-                f"no target is a token that ends a reply (ids {', '.join(map(str, ends)) or 'none'}), so that what is"
-                " learnt from this never ends; put the end of a turn into {% generation %} in the chat template, name the"
+                f"no target is a token that ends a reply (ids {', '.join(map(str, ends)) or 'none'}), so a model trained"
+                " on this never ends one; put the end of a turn into {% generation %} in the chat template, name the"
                 " token as eos_token beside the vocabulary, or give longer rows if all are cut",
                 stacklevel=4,
             )

@@ -1,4 +1,4 @@
-"""Documents as runs of one long array of tokens, and their division for training and validation."""
+"""Documents as slices of one long array of tokens, and their split into training and validation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from llama_jax.data.errors import DataError
 from llama_jax.data.shuffle import shuffled
 from llama_jax.tokenizers import Tokenizer
 
-EXCESS = 1.25  # times the share: what whole documents may give to validation
+EXCESS = 1.25  # times the share: the most that whole documents may give to validation
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Documents of tokens, of which nothing is in memory but where they are. A part of a corpus is a corpus.
+    """Documents of tokens; memory holds only their positions. A part of a corpus is a corpus.
 
     Attributes:
       tokens: uint16 or uint32 [all], mapped from the cache file.
-      starts, stops: int64[N], where in `tokens` each document is.
+      starts, stops: int64[N], the slice of `tokens` of each document.
       byte_counts: int64[N], UTF-8 bytes of each document's text: with them a loss becomes bits per byte.
       vocab_size: V of the tokenizer; every token is below it.
       digest: SHA-256 of the whole file's tokens and documents: the same on every machine that read the same data.
-      targets: bool[all], which of `tokens` are to be predicted, of documents that are read whole, such as conversations;
-        None where all are. Byte counts are then those of the targets.
+      targets: bool[all], which of `tokens` are to be predicted, for documents that are read whole, such as conversations;
+        None if all are. With it byte counts are those of the targets.
     """
 
     tokens: np.ndarray = field(repr=False)
@@ -67,18 +67,18 @@ class Split(NamedTuple):
 
 
 def split(corpus: Corpus, validation: float, *, seed: int = 0, tokenizer: Tokenizer | None = None) -> Split:
-    """Divide the documents by chance, the same for a seed; both parts keep the corpus's order.
+    """Split the documents at random, reproducibly for a seed; both parts keep the corpus's order.
 
-    Documents of the same tokens are on the same side, so that it may be some fewer to validate on where there are any.
+    Documents with the same tokens are on the same side, so validation may get somewhat fewer if there are duplicates.
 
     Args:
-      validation: how many documents to validate on: an int is their number, a float their fraction (one at least).
-      tokenizer: that of the corpus, which tells the bytes of a part of a document. With it a fraction holds for the tokens
-        too where documents are few, as of a text without separators: where those chosen have over EXCESS times as many, the
-        longest of them is divided, and what is beyond the fraction goes to training.
+      validation: documents to validate on: an int is their number, a float their fraction (at least one).
+      tokenizer: that of the corpus, needed to count the bytes of a part of a document. With it a fraction holds for tokens
+        too where documents are few, as in a text without separators: if the chosen ones have over EXCESS times as many, the
+        longest of them is divided, and the excess goes to training.
 
     Raises:
-      DataError: no document would be left on one of the sides, or all are the same.
+      DataError: one of the sides would get no document, or all documents are the same.
     """
     count = corpus.document_count
     chosen = validation if isinstance(validation, int) else _part_of(count, validation)
@@ -107,7 +107,7 @@ def _divided(parts: Split, beyond: int, tokenizer: Tokenizer) -> Split:
     train, held = parts
     sizes = held.stops - held.starts
     longest = int(sizes.argmax())
-    kept = max(int(sizes[longest]) - beyond, 2)  # of one token nothing can be predicted
+    kept = max(int(sizes[longest]) - beyond, 2)  # a single token predicts nothing
     if sizes[longest] < kept + 2:
         return parts
     where = held.starts[longest] + kept

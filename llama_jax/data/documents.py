@@ -25,10 +25,10 @@ END = b"\xff\xff\xff\xff\0\0\0\0"  # ends its stream
 @dataclass(frozen=True)
 class DocumentFormat:
     """Where documents end. A file is text unless its name ends in ``.jsonl``, ``.parquet``, ``.arrow``, ``.bin`` or
-    ``.array_record``; after ``.txt`` and ``.jsonl`` may come ``.gz`` or ``.zst``.
+    ``.array_record``; ``.txt`` and ``.jsonl`` may be followed by ``.gz`` or ``.zst``.
 
     Attributes:
-      separator: what stands between the documents of a text file. White space around a document is not part of it.
+      separator: the text between documents of a text file. White space around a document is not part of it.
       longest: characters of the longest document of a text file. A longer one, such as a whole file without separators,
         becomes several: it is cut after the last empty line that leaves more than half of that, else after the last
         line, else after the last word. The default is about 30,000 tokens.
@@ -105,7 +105,7 @@ def jsonl_objects(path: Path, span: Span | None = None) -> Iterator[tuple[dict[s
                 continue
             remedy = "JSONL has one object a line"
             if number == 1 and line.lstrip().startswith(b"["):
-                remedy += f"; of an array, as this seems to be, jq -c '.[]' {path.name} makes it"
+                remedy += f"; if this is an array, jq -c '.[]' {path.name} converts it"
             try:
                 found = json.loads(line)
             except UnicodeDecodeError:
@@ -219,7 +219,7 @@ Read = TypeVar("Read")
 
 
 def _damage_named(path: Path, where: str, rows: Iterator[Read]) -> Iterator[Read]:
-    """What pyarrow reads; what it raises names no file, and becomes a DataError that does."""
+    """Read with pyarrow, whose errors name no file, and turn them into a DataError that does."""
     try:
         yield from rows
     except (pyarrow_for(path).ArrowException, OSError, UnicodeDecodeError) as error:
@@ -251,7 +251,7 @@ def kind_of(path: Path) -> str:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is read from its beginning alone."""
+    """Whether a file can only be read from its beginning."""
     return path.suffix.lower() in COMPRESSED
 
 
@@ -269,7 +269,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 def open_parquet(path: Path) -> Any:
-    """A Parquet file, of which nothing but the description is read."""
+    """A Parquet file, of which only the metadata are read."""
     pyarrow_for(path)
     import pyarrow.parquet  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
 

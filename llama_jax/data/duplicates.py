@@ -1,4 +1,4 @@
-"""Documents that occur more than once, and never on both sides of a division."""
+"""Documents that occur more than once: they must not be on both sides of a split."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def fingerprints(corpus: Corpus) -> np.ndarray:
 
 
 def keep_together(corpus: Corpus, order: np.ndarray, chosen: int) -> tuple[np.ndarray, int]:
-    """An order of documents whose first `chosen` are none of the others; without duplicates, the order that was given.
+    """Reorder documents so that none of the first `chosen` occurs among the others; without duplicates nothing changes.
 
-    Documents of the same tokens are moved to where the first of them is, as many at a time as there are, and no more than
-    `chosen` in all.
+    Documents with the same tokens are moved to the first of them, all or none, and no more than `chosen` in all.
 
     Returns:
       The order, and how many at its beginning are chosen now.
@@ -43,7 +42,7 @@ def keep_together(corpus: Corpus, order: np.ndarray, chosen: int) -> tuple[np.nd
     if len(sizes) == len(order):
         return order, chosen
     if len(sizes) < 2:
-        raise DataError(f"the corpus is one document {len(order)} times, which cannot be on both sides of a division")
+        raise DataError(f"the corpus is one document {len(order)} times, which cannot be on both sides of a split")
     _, first = np.unique(groups[order], return_index=True)
     take, total = np.zeros(len(sizes), bool), 0
     for group in np.argsort(first, kind="stable").tolist():

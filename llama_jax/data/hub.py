@@ -1,4 +1,4 @@
-"""Folders as the Hugging Face hub and its datasets library have them: which of their files are data, and of which split."""
+"""Folders in the layouts of the Hugging Face hub and its datasets library: which files are data, and of which split."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ CACHED = re.compile(rf"\w+-{SPLIT}(?:{NUMBERS})?\.arrow")
 
 
 def data_files(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Of the files below a folder those that are one split of a dataset; all of them where the folder is no dataset's.
+    """The files below a folder that are the one split of a dataset; all of them if the folder is no dataset.
 
     Raises:
-      DataError: it holds several splits, which would be trained and validated on alike.
+      DataError: it holds several splits, which would all be trained on.
     """
     for file in files:
         for above in (file.parent, *file.parent.parents):
@@ -44,7 +44,7 @@ def data_files(folder: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def _is_saved(file: Path) -> bool:
-    """Whether an Arrow file is of the dataset that was saved beside it: what is computed from one is kept there, too.
+    """Whether an Arrow file belongs to the dataset saved in its folder, which may also hold cached results of computations.
 
     Raises:
       DataError: the list of its files is damaged.

@@ -1,4 +1,4 @@
-"""What a folder of shards says of itself, from when its build begins; and whether what is read there is what was built."""
+"""The manifest of a folder of shards, from the beginning of its build; and checks that the files are what was built."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What is in a shard.
+    """The contents of a shard.
 
     Attributes:
-      name: of the file; None where no document is left.
-      documents, tokens, text_bytes: how many; bytes are those of the texts in UTF-8.
+      name: of the file; None if no document is left.
+      documents, tokens, text_bytes: their numbers; bytes are those of the texts in UTF-8.
       duplicates: documents that were left out, because the same text came before.
       near_duplicates: documents that were left out, because a similar text came before.
       sha256: of the file.
@@ -39,16 +39,16 @@ class ShardFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What was built, or is being built.
+    """A build, finished or not.
 
     Attributes:
-      plan: what decides it: sources with their bytes and SHA-256, the fingerprint of the tokenizer, the settings.
-      command: what goes on with it; empty when it is finished.
+      plan: everything that determines it: sources with their bytes and SHA-256, the tokenizer's fingerprint, the settings.
+      command: the command that continues it; empty when it is finished.
       tokenizer: where the vocabulary was found.
       vocab_size: V; shards have ids of `token_type`, uint16 or uint32.
       finished: whether all shards are made; before that none is named.
       shards: in the order of the documents.
-      listing: name and SHA-256 of the list of near duplicates, where they were looked for.
+      listing: name and SHA-256 of the list of near duplicates, if they were looked for.
     """
 
     plan: dict[str, Any]
@@ -61,15 +61,15 @@ class Manifest:
     listing: tuple[str, str] | None = None
 
     def total(self, name: str) -> int:
-        """A number of `ShardFacts` over all shards."""
+        """The sum of a field of `ShardFacts` over all shards."""
         return sum(getattr(shard, name) for shard in self.shards)
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """What `build` wrote.
+    """The manifest that `build` wrote.
 
     Raises:
-      DataError: there is none, or no whole one.
+      DataError: there is none, or it is damaged.
     """
     path = Path(folder) / MANIFEST
     found = read_json(path, "manifest of a build", f"remove {folder}, and build again")
@@ -96,7 +96,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_facts(path: Path) -> ShardFacts:
-    """What was written of a shard when it was made.
+    """The description of a shard, written when it was made.
 
     Raises:
       DataError: another file.
@@ -152,7 +152,7 @@ def builds_of(paths: Iterable[Path], files: Iterable[Path] = ()) -> list[Path]:
 
 
 def _is_build(path: Path) -> bool:
-    """Whether it is not the manifest of another program, which has the same name for its own: a damaged one may be ours."""
+    """Whether it may be our manifest rather than another program's of the same name; a damaged one may be ours."""
     if not path.is_file():
         return False
     try:
@@ -170,7 +170,7 @@ def check_finished(folder: Path) -> Manifest:
     """
     manifest = read_manifest(folder)
     if not manifest.finished:
-        raise DataError(f"{folder} holds a build that is not finished; this goes on with it: {manifest.command}")
+        raise DataError(f"{folder} holds a build that is not finished; this continues it: {manifest.command}")
     return manifest
 
 
@@ -182,7 +182,7 @@ def check_built(folder: Path, fingerprint: str, token_type: str | None, files: I
       token_type: which was asked for.
 
     Raises:
-      DataError: the build is not finished, or made with another vocabulary, a shard is missing, or a file is none of it.
+      DataError: the build is not finished or has another vocabulary, a shard is missing, or a file is not one of its shards.
     """
     manifest = check_finished(folder)
     if (built := manifest.plan["tokenizer"]) != fingerprint:
@@ -191,13 +191,13 @@ def check_built(folder: Path, fingerprint: str, token_type: str | None, files: I
             f" another one (fingerprint {fingerprint[:12]}); give --tokenizer {manifest.tokenizer}, or build with yours"
         )
     if token_type not in (None, manifest.token_type):
-        raise DataError(f"{folder} was built with ids of {manifest.token_type}, and token_type={token_type!r} is asked for")
+        raise DataError(f"{folder} was built with ids of {manifest.token_type}, but token_type={token_type!r} was given")
     names = {shard.name for shard in manifest.shards if shard.name is not None}
     if missing := sorted(name for name in names if not (folder / name).is_file()):
         raise DataError(f"{folder} has no {missing[0]}, which its manifest names; copy it again, or build again")
     for file in files:
         if file.parent == folder and file.suffix.lower() == ".array_record" and file.name not in names:
-            raise DataError(f"{file} is none of the shards that {folder / MANIFEST} names; move it to another folder")
+            raise DataError(f"{file} is not one of the shards that {folder / MANIFEST} names; move it to another folder")
     return manifest
 
 
@@ -214,6 +214,6 @@ def check_contents(folder: Path, manifest: Manifest, digests: Mapping[Path, str]
         found = None if shard.name is None else digests.get(folder / shard.name)
         if found not in (None, shard.sha256):
             raise DataError(
-                f"{shown(shard.name)[1:-1]} in {folder} is not what was built: its SHA-256 is another; copy it again, or"
+                f"{shown(shard.name)[1:-1]} in {folder} is not what was built: its SHA-256 differs; copy it again, or"
                 " remove the folder and build again"
             )

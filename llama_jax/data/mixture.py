@@ -1,4 +1,4 @@
-"""Several corpora read side by side, each with its share of the rows: exact over every stretch of them."""
+"""Several corpora read together, each with its share of the rows: exact over every interval of rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LONGEST = 100_000  # rows of a pattern; weights of five digits have one
 
 
 def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]:
-    """What each weight is of their sum, exactly: 0.7 is 7/10, as it is written.
+    """Each weight over the sum of all, as an exact fraction: 0.7 is 7/10, as it is written.
 
     Raises:
-      DataError: a weight that is no positive number, or shares whose denominator is beyond LONGEST.
+      DataError: a weight that is no positive number, or shares whose denominator exceeds LONGEST.
     """
     found = dict[str, Fraction]()
     for name, weight in weights.items():
@@ -41,10 +41,11 @@ def shares(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]
 
 @lru_cache(maxsize=16)
 def interleaved(parts: tuple[int, ...]) -> np.ndarray:
-    """Which of several is next, int32[sum(parts)], where each is as often as its part says.
+    """A sequence int32[sum(parts)] in which source i occurs parts[i] times, as evenly as possible.
 
-    Among the first n each is less than 1 away from n times its share: Tijdeman 1980 (The chairman assignment problem),
-    the bound 1 - 1 / (2 k - 2) of k. Of those whose deficit is large enough, it is the one with the earliest deadline.
+    Among the first n each count is less than 1 away from n times its share: Tijdeman 1980 (The chairman assignment
+    problem), with the bound 1 - 1 / (2 k - 2) for k sources. The next one is, of those whose deficit is large enough, the
+    one with the earliest deadline.
 
     Args:
       parts: positive, of each.
@@ -55,7 +56,7 @@ def interleaved(parts: tuple[int, ...]) -> np.ndarray:
     slack = 2 * k - 2
     order, given = np.empty(period, np.int32), [0] * k
     for n in range(1, period + 1):
-        # Times the period, so that all are whole numbers: how many each lacks if the n-th is not its own.
+        # How many each lacks if the n-th is not its own, times the period so that all are integers.
         deficits = [n * part - count * period for part, count in zip(parts, given, strict=True)]
         eligible = [at for at in range(k) if slack * deficits[at] >= period]
         chosen = min(eligible, key=lambda at: (Fraction((slack - 1) * period - slack * deficits[at], parts[at]), at))
@@ -65,7 +66,7 @@ def interleaved(parts: tuple[int, ...]) -> np.ndarray:
 
 
 class Stretch:
-    """Rows by number from 0 on, of which each source has its share; the whole of it repeats after a period.
+    """The assignment of rows, numbered from 0, to sources by their shares; it repeats after a period.
 
     Attributes:
       shares: of each source, by name; they add up to 1.
@@ -95,9 +96,9 @@ class Stretch:
 
 
 class Mixture:
-    """Rows of several sources without end, whose shares may change from a row on.
+    """An endless assignment of rows to sources whose shares may change at a row.
 
-    Nothing depends on where one begins: what the n-th row is follows from n and from the changes before it.
+    The source of row n follows from n and the changes before it alone, wherever reading begins.
 
     Args:
       changes: pairs of a row and the shares from it on; the first is row 0, and all name the same sources in one order.

@@ -1,8 +1,9 @@
 """Documents that are nearly the same, by MinHash (Broder 1997) and bands of it (Leskovec et al., Mining of Massive Datasets,
 chapter 3).
 
-Two texts are as near as the Jaccard similarity of their shingles: of all runs of 24 bytes in either, those in both. Case
-and the amount of white space do not count. A signature of 128 minima estimates it, with a standard error of at most 0.044.
+The similarity of two texts is the Jaccard similarity of their shingles: of all runs of 24 bytes in either, the share of
+those in both. Case and the amount of white space do not count. A signature of 128 minima estimates it, with a standard error
+of at most 0.044.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FACTOR = 0x9E3779B97F4A7C15
 
 
 class Near(NamedTuple):
-    """A document, and an earlier one that it is near, by their numbers; and how near they are estimated to be."""
+    """A document and the earlier one that it is near, by their numbers, and their estimated similarity."""
 
     document: int
     other: int
@@ -33,10 +34,10 @@ class Near(NamedTuple):
 
 
 def library() -> str:
-    """What makes signatures, and its version: those of others are not to be compared.
+    """The library that makes signatures, and its version: signatures of different versions are not comparable.
 
     Raises:
-      DataError: it is missing.
+      DataError: the library is missing.
     """
     try:
         return f"rensa {importlib.metadata.version('rensa')}"
@@ -83,9 +84,9 @@ def _power(exponent: int) -> np.uint64:
 
 
 def bands(similarity: float) -> tuple[int, int]:
-    """How many parts of a signature of how many minima: pairs that agree in a part are compared.
+    """The number of bands of a signature and the minima in each: pairs that agree in a band are compared.
 
-    The longest parts, and so the fewest pairs, with which a pair of this similarity is compared with probability CERTAIN.
+    The longest bands, and so the fewest pairs, with which a pair of this similarity is compared with probability CERTAIN.
     """
     for rows in range(MINIMA, 1, -1):
         count = MINIMA // rows
@@ -95,12 +96,12 @@ def bands(similarity: float) -> tuple[int, int]:
 
 
 def find_near(units: Sequence[np.ndarray], left_out: np.ndarray, similarity: float) -> list[Near]:
-    """The documents that are near an earlier one that stays, in order; each is named with the first such one.
+    """The documents that are near an earlier one that is kept, in order; each with the first such one.
 
     Args:
       units: uint32[n, MINIMA] each, signatures of all documents in order.
-      left_out: bool[N], documents that neither stay nor are looked at.
-      similarity: the least estimate with which two are near.
+      left_out: bool[N], documents that are neither kept nor compared.
+      similarity: the least estimated similarity of near documents.
     """
     count, rows = bands(similarity)
     groups: dict[int, list[int]] = defaultdict(list)
@@ -129,7 +130,7 @@ def find_near(units: Sequence[np.ndarray], left_out: np.ndarray, similarity: flo
 
 
 def _alike(units: Sequence[np.ndarray], left_out: np.ndarray, part: slice) -> list[tuple[int, int]]:
-    """Of the documents that agree in a part of their signatures with another one: the number of their group, and theirs."""
+    """Documents that agree with another one in a band of their signatures: the number of their group, and their own."""
     keys = np.zeros(len(left_out), np.uint64)
     start = 0
     for unit in units:

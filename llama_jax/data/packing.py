@@ -1,4 +1,4 @@
-"""Documents laid end to end and cut into rows, or packed into them whole: every row is computed from its number alone."""
+"""Documents concatenated and cut into rows, or packed into rows whole: every row follows from its number alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llama_jax.data.errors import DataError
 from llama_jax.data.shuffle import shuffled
 from llama_jax.training.batch import Batch
 
-OPEN = 64  # rows that still take runs of tokens: enough to fill them, few enough to search
+OPEN = 64  # rows that are still open: enough to fill them well, few enough to search
 
 
 class Epoch(NamedTuple):
@@ -21,7 +21,7 @@ class Epoch(NamedTuple):
 
     Attributes:
       documents: int64[N], their order.
-      ends: int64[N], where each ends in the stream that they are when laid end to end in this order.
+      ends: int64[N], where each ends in the stream of all documents concatenated in this order.
       rows: int64[R], the order of the rows that the stream is cut into.
     """
 
@@ -89,7 +89,7 @@ def fill_row(batch: Batch, at: int, corpus: Corpus, epoch: Epoch, row: int) -> N
 
 
 def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Which runs of tokens, by their sizes, share a row of `length` tokens: each goes where it leaves the least room."""
+    """Best-fit packing: which documents, by their sizes, share a row of `length` tokens."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # of the open rows, in order: tokens that are free, and the row
     for run, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Any file as a stream of tokens with the places where documents begin."""
+"""Any file as a stream of tokens with the beginnings of documents."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _from_bin(path: Path, vocabulary: Vocabulary, reading: DocumentFormat) -> It
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise DataError(
-            f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of a {dtype.name} id; is it whole, and of ids?"
+            f"{path} has {size} bytes, not a multiple of the {dtype.itemsize} of a {dtype.name} id; is it whole?"
         )
     bos, eos = vocabulary.bos, vocabulary.eos
     offset = 0

@@ -43,10 +43,10 @@ class PromptSet:
 
     Attributes:
       ids: the tokens of each.
-      columns: by the names of the fields of the lines, what each prompt has there; "prompt" is among them.
+      columns: for each field of the lines, its values for all prompts; "prompt" is among them.
       stops: the tokens that end an answer.
-      digest: SHA-256 of all this but the stops.
-      dropped: prompts that were left out, as they were too long.
+      digest: SHA-256 of all this except the stops.
+      dropped: prompts that were left out because they were too long.
     """
 
     ids: tuple[tuple[int, ...], ...] = field(repr=False)
@@ -83,7 +83,7 @@ class Asking(NamedTuple):
 
 
 def open_prompts(paths: Paths, tokenizer: Tokenizer, longest: int, reading: PromptReading = PromptReading()) -> PromptSet:
-    """The prompts of JSONL files, in memory; for what a line may be see `read_prompts`.
+    """The prompts of JSONL files, in memory; see `read_prompts` for the form of a line.
 
     A text begins with BOS where the vocabulary has one; messages are a chat up to where the assistant's reply begins.
 
@@ -166,7 +166,7 @@ class _Encoder:
         return found if bos < 0 or found[:1] == [bos] else [bos, *found]
 
     def stops(self) -> tuple[int, ...]:
-        """What ends an answer: of a chat, where there is one, the end of a turn."""
+        """The tokens that end an answer: for chats also the end of a turn."""
         return self._tokenizer.stop_ids if self._format is None else reply_ends(self._tokenizer, self._format)
 
 
@@ -179,9 +179,7 @@ def hold_apart(prompts: PromptSet, share: float, seed: int) -> tuple[PromptSet, 
     """
     each = list(dict.fromkeys(prompts.ids))
     if len(each) < 2:
-        raise DataError(
-            "the data has a single prompt, of which nothing can be kept apart; give more, or others with --validation-data"
-        )
+        raise DataError("the data has a single prompt, so none can be held out; give more, or others with --validation-data")
     count = min(max(round(share * len(each)), 1), len(each) - 1)
     chosen = {each[i] for i in shuffled(len(each), seed, 0)[:count]}
     is_held = np.array([ids in chosen for ids in prompts.ids])
@@ -203,10 +201,10 @@ def without(prompts: PromptSet, others: PromptSet) -> PromptSet:
 
 
 def asking(count: int, prompts: int, group: int, *, seed: int, number: int) -> Asking:
-    """The prompts of batch `number`, from 0: every epoch all of them in another order, batches going on over its end.
+    """The prompts of batch `number`, from 0: all of them in another order in every epoch; a batch may span its end.
 
-    The random streams of the answers depend on the seed, the prompt's place in the whole training and the answer alone, so
-    that a run which is resumed samples what it would have.
+    The random streams of the answers depend on the seed, the prompt's position in the whole training and the answer alone,
+    so that a resumed run samples the same.
 
     Args:
       count: how many prompts there are.

@@ -1,4 +1,4 @@
-"""What the processes of a build do: look through a unit for documents that came before, and write its shard."""
+"""The work of a build's processes: collect digests of a unit's documents to find duplicates, and write its shard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEPT, DUPLICATE, NEAR = 0, 1, 2
 
 
 class BuildJob(NamedTuple):
-    """What a process is told once for all units."""
+    """The settings of a process, the same for all units."""
 
     folder: str
     tokenizer: str

@@ -1,4 +1,4 @@
-"""Permutations that stay the same."""
+"""Reproducible permutations."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from llama_jax.data.errors import DataError
 def shuffled(count: int, seed: int, stream: int) -> np.ndarray:
     """A permutation of `count` numbers that depends on `seed` and `stream` alone: int64[count].
 
-    It sorts the raw numbers of a counter-based generator (Philox; Salmon et al. 2011): these are the same in every version
-    of NumPy, while what its distributions and permutations make of them may change (NEP 19).
+    It sorts the raw numbers of a counter-based generator (Philox; Salmon et al. 2011), which are the same in every version
+    of NumPy, while its distributions and permutations may change (NEP 19).
 
     Raises:
       DataError: see `check_seed`.

@@ -29,7 +29,7 @@ class WeightedData:
     """A source of a mixture, as it is given.
 
     Attributes:
-      name: by which metrics and messages call it.
+      name: its name in metrics and messages.
       paths: its files and folders, see `find_files`.
       weight: its share of the rows is this over the sum of all weights, exactly as it is written: 0.7 is 7/10.
     """
@@ -62,7 +62,7 @@ def find_data(data: Data) -> list[FoundData]:
     if not named:
         return [FoundData("", find_files(plain), Fraction(1))]
     if plain:
-        raise DataError(f"{plain[0]} has no name and weight, and other data have: give all as NAME=PATH:WEIGHT, or none")
+        raise DataError(f"{plain[0]} has no name and weight, others have: give all as NAME=PATH:WEIGHT, or none")
     for name, times in Counter(source.name for source in named).items():
         if not NAME.fullmatch(name):
             raise DataError(f"the name {shown(name, 40)} of a source must be letters, digits, dots, dashes and underscores")

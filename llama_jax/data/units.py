@@ -1,4 +1,4 @@
-"""Files in parts that become shards, each of whole documents."""
+"""Files cut into units that become shards, each with whole documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEARCHED = 1 << 20  # bytes that are read at once to find where a document ends
 
 
 class Unit(NamedTuple):
-    """What becomes a shard: a span of a file, or all of it."""
+    """The source of a shard: a span of a file, or all of it."""
 
     number: int
     path: str
@@ -20,7 +20,7 @@ class Unit(NamedTuple):
 
 
 def units_of(files: Sequence[Path], spans: Sequence[Sequence[Span | None]]) -> list[Unit]:
-    """The units of files, in order, of which each has some spans."""
+    """The units of files in order, from the spans of each."""
     found = ((str(file), span) for file, some in zip(files, spans, strict=True) for span in some)
     return [Unit(number, *unit) for number, unit in enumerate(found)]
 

@@ -1,4 +1,4 @@
-"""What the data room needs to know of a tokenizer."""
+"""The facts about a tokenizer that the data room needs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SAMPLE = "It's  12345 o'clock,\n\n\tDON'T\r\n   \u00e9te\u0301 \u4f60\u597d \U00
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer by what it does.
+    """A tokenizer described by its behaviour.
 
     Attributes:
       size: V.
       bos, eos: ids of the tokens that begin and end a document, or -1.
       lengths: int64[V], bytes of text that each token stands for; 0 for special tokens.
       space_prefix: whether a document's text has one byte less than its tokens.
-      fingerprint: of all that decides which tokens a text becomes.
+      fingerprint: of everything that determines which tokens a text becomes.
     """
 
     size: int
@@ -38,7 +38,7 @@ def examine(tokenizer: Tokenizer) -> Vocabulary:
     """The vocabulary of a tokenizer, and a fingerprint from its behaviour.
 
     The fingerprint covers the bytes of every token, the special ones, and the ids of a text in which all tokens occur, so
-    that other merges or another way of cutting a text show. Which file the tokenizer came from does not matter.
+    that other merges or another pre-tokenisation change it. The file that the tokenizer came from does not matter.
     """
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     probe = tokenizer.encode(b"".join(tokens).decode(errors="ignore") + SAMPLE, bos=False)

@@ -1,4 +1,4 @@
-"""Functions over many arguments, in as many processes as there are cores."""
+"""A function mapped over many arguments by a process for each core."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Workers = Callable[[Sequence[Call], Progress | None], list[Any]]
 
 
 def cores() -> int:
-    """How many this process may use, where the system says; else how many there are."""
+    """The number of cores that this process may use, if the system tells; else of all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def working(processes: int) -> Iterator[Workers]:
-    """So many processes, which are started when there is work for them and end with this; 1 is the first process itself."""
+    """This many processes, started when there is work and ended with this object; 1 runs in the first process itself."""
     if processes == 1:
         yield call_here
         return
@@ -59,7 +59,7 @@ def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progres
                 progress(done, len(calls))
     except BrokenProcessPool:
         raise DataError(
-            "a process ended before its work did, perhaps for want of memory; the same again goes on with the rest, and with"
+            "a process ended early, perhaps for lack of memory; the same command continues with the rest, and with"
             " fewer --processes takes less memory"
         ) from None
     except BaseException:
@@ -69,8 +69,8 @@ def _call_in(pool: ProcessPoolExecutor, calls: Sequence[Call], progress: Progres
 
 
 def _begin_process() -> None:
-    """Ctrl-C is for the first process to heed; of whatever that one dies, this one ends with it; and it is one of many, in
-    which libraries are to start no threads of their own."""
+    """Set up a worker: Ctrl-C is left to the first process; the worker ends with that one, however it dies; and libraries
+    start no threads of their own in it, since it is one of many."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     threading.Thread(target=_end_with_the_first, daemon=True).start()

@@ -239,7 +239,7 @@ def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
             return future
 
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Dying)
-    with pytest.raises(DataError, match=r"a process ended before its work did.*the same again goes on"):
+    with pytest.raises(DataError, match=r"a process ended early.*the same command continues"):
         build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
 
 

@@ -89,7 +89,7 @@ CHATS = [
     ({"text": "x"}, r"the fields are \['text'\]; name them so"),
     ({"messages": []}, r"messages=\[\] must be a list with at least one message"),
     ({"messages": "Hi"}, "messages='Hi' must be a list"),
-    ({"messages": [ASK]}, "no message is of the role 'assistant', so there is nothing to learn; leave the line out"),
+    ({"messages": [ASK]}, "no message has the role 'assistant', so there is nothing to learn; leave the line out"),
     ({"messages": [ASK, "Hi"]}, r"messages\[1\]='Hi' must be an object with role and content, or from and value"),
     ({"messages": [ASK, {"role": "bot", "content": ""}]}, r"messages\[1\].role='bot' is not a role; rename it to one of"),
     ({"messages": [{"content": ""}]}, r"messages\[0\].role=None is not a role"),
@@ -131,5 +131,5 @@ def test_a_bad_line_is_named(tmp_path, read, line, message):
 
 def test_an_array_is_told_how_to_become_lines(tmp_path):
     for first in ('[{"instruction": "a", "output": "b"}]', "["):
-        with pytest.raises(DataError, match=r"line 1 is .*of an array, as this seems to be, jq -c '\.\[\]' data"):
+        with pytest.raises(DataError, match=r"line 1 is .*if this is an array, jq -c '\.\[\]' data"):
             list(read_chats(written(tmp_path, first)))

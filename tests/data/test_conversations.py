@@ -82,7 +82,7 @@ def test_a_reply_that_never_learns_to_end_is_warned_of(tmp_path, pairs, llama3):
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|eot_id|>{% endfor %}"
     marked = vocabularies.write(tmp_path / "v", "bytes", tokenizer_config={"chat_template": template})
     chats = written(tmp_path / "b.jsonl", [{"instruction": "a", "output": "b"}])
-    with pytest.warns(UserWarning, match=r"never ends; put the end of a turn into \{% generation %\}"):
+    with pytest.warns(UserWarning, match=r"never ends one; put the end of a turn into \{% generation %\}"):
         open_chats(chats, load_tokenizer(marked), 64)
 
 

@@ -74,9 +74,9 @@ def test_shards_that_are_missing_damaged_or_foreign_are_named(built, tokenizer, 
     refused(built, tokenizer, tmp_path, f"out has no {second.name}, which its manifest names")
     second.write_bytes(content)
     (built / "more.array_record").write_bytes(content)
-    refused(built, tokenizer, tmp_path, "more.array_record is none of the shards")
+    refused(built, tokenizer, tmp_path, "more.array_record is not one of the shards")
     (built / "more.array_record").unlink()
-    refused(built, tokenizer, tmp_path, "ids of uint16, and token_type='uint32'", token_type="uint32")
+    refused(built, tokenizer, tmp_path, "ids of uint16, but token_type='uint32' was given", token_type="uint32")
     assert open_corpus(second, tokenizer, cache=tmp_path / "cache").document_count, "one of them by name may be read"
 
 

@@ -80,7 +80,7 @@ def test_a_share_is_kept_apart_with_all_that_are_the_same(tmp_path):
     assert sorted(train.columns["i"] + held.columns["i"]) == list(range(20))
     assert hold_apart(whole, 0.2, seed=0)[1].digest == held.digest
     one = open_prompts(written(tmp_path / "q.jsonl", [{"prompt": "a"}, {"prompt": "a"}]), Tokenizer(), 20)
-    with pytest.raises(DataError, match="a single prompt, of which nothing can be kept apart"):
+    with pytest.raises(DataError, match="a single prompt, so none can be held out"):
         hold_apart(one, 0.2, seed=0)
 
 
