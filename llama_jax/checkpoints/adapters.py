@@ -1,4 +1,4 @@
-"""One door for adapters: a folder of PEFT's, a GGUF, or a run that trains them; and the way out, for PEFT and llama.cpp."""
+"""Reading adapters from a folder of PEFT's, a GGUF, or a run that trains them; and writing them for PEFT and llama.cpp."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from llama_jax.storage import Location, StoredPath, locate
 
 
 class Adapter(NamedTuple):
-    """What a folder held.
+    """An adapter as it was read.
 
     Attributes:
       lora: its settings.
       params: the adapters, for a tuple of blocks.
-      base: what it says of the model that it was trained on, a path or a name on a hub; None where it says nothing.
+      base: the model that it names as its base, a path or a name on a hub; None if it names none.
     """
 
     lora: Lora
@@ -51,14 +51,14 @@ def load_adapter(path: str | os.PathLike[str], config: LlamaConfig, dtype: jax.t
 
     Args:
       path: a folder of PEFT's, with ``adapter_config.json`` and ``adapter_model.safetensors``; a GGUF of llama.cpp's; or a
-        folder of a training run with adapters, of which the newest step is taken, or one of its steps. Of a run that keeps a
-        moving average, that is it.
+        folder of a training run with adapters, whose newest step is read, or one of its steps. If the run keeps a moving
+        average, that is read.
       config: of the base.
       dtype: of the adapter, float32 as in PEFT, whatever the base has.
 
     Raises:
-      CheckpointError: no such folder, a damaged file, a kind of adapter or a setting that is not supported, a tensor that is
-        missing, left over or misshapen; the message names it.
+      CheckpointError: no such folder, a damaged file, an unsupported kind of adapter or setting, or a tensor that is
+        missing, unexpected or of the wrong shape; the message names it.
     """
     folder = locate(path)
     with reading(folder, CheckpointError):
@@ -81,7 +81,7 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
 
 
 def base_of(path: str | os.PathLike[str]) -> str | None:
-    """What an adapter says of the model that it was trained on; None where it says nothing.
+    """The model that an adapter names as its base; None if it names none.
 
     Raises:
       CheckpointError: a damaged file.
@@ -98,7 +98,7 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
-    """The configuration of an adapter's base, where the adapter is a training run's, which keeps it; None of others.
+    """The configuration of an adapter's base, which training runs keep; None for other adapters.
 
     Raises:
       CheckpointError: a damaged file.
@@ -111,7 +111,7 @@ def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
 def _step_in(
     folder: Location, choose: Callable[[Collection[str]], Collection[str]] = lambda _: {ABOUT}
 ) -> Iterator[Path | None]:
-    """The step that a folder of a training run is, or the newest that it has; of one in a store, the parts chosen."""
+    """A step of a training run, or the newest step in its folder; from a store only the chosen parts are fetched."""
     found = folder if folder.is_dir() and is_step(folder) else find_checkpoints(folder) if folder.is_dir() else None
     if isinstance(found, StoredPath):
         fetched = fetch_step(found, choose)
@@ -136,11 +136,11 @@ def save_adapter(
       path: a folder for PEFT, or a file whose name ends in ``.gguf`` for llama.cpp.
       config: of the base, as its file has it.
       adapters: stacked or not, also as a mesh holds them.
-      base: what the folder is to say of the base, a path or a name on a hub.
+      base: the name of the base to write down, a path or a name on a hub.
       overwrite: replace a folder that holds an adapter, or a model, and nothing else.
 
     Raises:
-      CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp has not.
+      CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp does not support.
     """
     if Path(path).suffix.lower() == ".gguf":
         with appearing(locate(path), folder=False, overwrite=overwrite) as file:
@@ -161,14 +161,14 @@ def attached(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSiz
 
 
 def attached_table(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
-    """The same with several of them, of which each row of a batch may use one, see `model.adapter_table`."""
+    """The same with several adapters, one of which each row of a batch may use, see `model.adapter_table`."""
     given = [(adapter.params, adapter.lora) for adapter in adapters]
     table = side_by_side(config, given, params.embedding.dtype, stacked=False)
     return tabled(params, table._replace(params=_placed(config, table.params, table.lora, mesh)))
 
 
 def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | None) -> Llama:
-    """Adapters where a mesh has the matrices that they change."""
+    """Adapters placed like the matrices that they change."""
     if mesh is None:
         return pairs
     from llama_jax.parallel.specs import adapter_specs, shardings  # imports what training needs too

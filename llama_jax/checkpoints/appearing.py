@@ -1,4 +1,4 @@
-"""Where a model may be written: what makes room for it, and what never does."""
+"""Where a model may be written: what it may replace, and what never."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ OTHERS = {"config.json", "adapter_config.json", "adapter_model.safetensors", *VO
 
 @contextmanager
 def appearing(path: Location, *, folder: bool, overwrite: bool, sources: Iterable[Location] = ()) -> Iterator[Path]:
-    """What `writing.appearing` gives, an empty file or folder that becomes `path`; for a store what `uploading` gives.
+    """As `writing.appearing`, an empty file or folder that becomes `path`; for a store as `uploading`.
 
     Args:
-      folder: whether a folder is written; only an empty one, or with `overwrite` one that holds nothing but a model, makes
-        room for it.
-      overwrite: whether a file makes room for a file.
-      sources: what is read meanwhile, and must not be touched.
+      folder: whether a folder is written; it replaces only an empty one, or with `overwrite` one that holds only a model.
+      overwrite: whether a file may be replaced by a file.
+      sources: paths that are read at the same time, and must not be touched.
 
     Raises:
-      CheckpointError: what is at `path` does not make room, or `path` cannot be written.
+      CheckpointError: what is at `path` must not be replaced, or `path` cannot be written.
     """
     path = path.resolve()
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)

@@ -1,4 +1,4 @@
-"""From the named tensors of a checkpoint to parameters: what every format shares."""
+"""From the named tensors of a checkpoint to parameters, the same for all formats."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def assemble(
 
     Args:
       dtype: of all parameters; None takes that of the stored embedding, and mixed files are then cast to it.
-      quantize: what the matrices are kept as, see `quantising.fill_weight`; None keeps floats.
-      shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` that holds for every layer; None puts all on
-        the default device. Of a split array each process reads the rows that its own devices need.
-      progress: wraps the sequence of layers, as `tqdm.tqdm` does, to see them go by.
+      quantize: the kind that the matrices are kept in, see `quantising.fill_weight`; None keeps floats.
+      shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` for all layers; None puts all on the default
+        device. Each process reads only the rows of a sharded array that its own devices need.
+      progress: wraps the sequence of layers, as `tqdm.tqdm` does.
 
     Raises:
-      CheckpointError: a tensor that is missing, left over, misshapen or not finite; the message names it.
+      CheckpointError: a tensor that is missing, unexpected, of the wrong shape or not finite; the message names it.
     """
     made_of = plan(opened)
     target = target_dtype(opened.path, dtype, made_of.embedding.parts[0].tensor.dtype)
@@ -50,7 +50,7 @@ def assemble(
     layers = range(opened.config.n_layers)
     of_block = None if shardings is None else shardings.blocks
     specs: Any = made_of.blocks
-    # The largest matrices first: what reading them takes beside is then given back before all else is there.
+    # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
     rest = read(made_of.replace(blocks=()), None if shardings is None else shardings.replace(blocks=()))
     blocks = tuple(read(specs[i], of_block) for i in (progress(layers) if progress else layers))
     _check_tied(opened)
@@ -58,10 +58,10 @@ def assemble(
 
 
 def plan(opened: Opened) -> Llama:
-    """A `Llama` of `ArrayParts`: what each parameter is made of.
+    """A `Llama` of `ArrayParts`: the tensors of each parameter.
 
     Raises:
-      CheckpointError: a tensor that is missing, left over or misshapen.
+      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
     """
     c, where = opened.config, opened.path
     unread = set(opened.tensors)
@@ -80,7 +80,7 @@ def plan(opened: Opened) -> Llama:
         return Part(f"{where}: tensor {name!r}", tensor, columns, rotary and opened.interleaved)
 
     def array(row: Row, layer: int) -> ArrayParts:
-        """A parameter; its shares lie side by side along its second axis, where there are several."""
+        """A parameter; if it has several shares they are concatenated along its second axis."""
         parts, first = [], 0
         for share in shares_of(row):
             columns = None
@@ -111,7 +111,7 @@ def plan(opened: Opened) -> Llama:
 
 
 def _check_tied(opened: Opened) -> None:
-    """Where a tied model stores both names of its one tensor, they must be one tensor."""
+    """Check that the embedding and the output projection of a tied model are equal if both are stored."""
     table, head = (opened.tensors.get(opened.names[what]) for what in ("embedding", "lm_head"))
     if not opened.config.tie_embeddings or table is None or head is None:
         return

@@ -1,4 +1,4 @@
-"""A vocabulary beside a file of weights, in a folder that others use as well."""
+"""A vocabulary written beside a file of weights, in a folder with other files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SETTINGS = (
 
 
 def files_beside(tokenizer: Tokenizer, path: Path, vocab_size: int) -> dict[Path, bytes]:
-    """What is to be written beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
-    tokenizer; nothing where that lies there already.
+    """The files to write beside the weights at `path`, for a model of V = `vocab_size`, so that they are read with its
+    tokenizer; none if it is there already.
 
     Raises:
-      CheckpointError: another vocabulary or settings of another model lie there: they are not to be touched, and would be
-        read with this one.
+      CheckpointError: another vocabulary or the settings of another model are there: they must not be replaced, and would be
+        read with these weights.
     """
     folder = path.resolve().parent
     there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
@@ -51,8 +51,8 @@ def files_beside(tokenizer: Tokenizer, path: Path, vocab_size: int) -> dict[Path
 
 
 def write_beside(files: dict[Path, bytes], written: list[Path]) -> None:
-    """Write what `files_beside` gave, each noted in `written` once it is there; the vocabulary last, for with it the others
-    count."""
+    """Write the files of `files_beside`, noting each in `written`; the vocabulary last, since without it the others are not
+    read."""
     for path in sorted(files, key=lambda path: path.name in VOCABULARIES):
         with appearing(path, raises=CheckpointError) as target:
             target.write_bytes(files[path])

@@ -1,8 +1,8 @@
 """Arrays from a store over several processes: each reads its part of the rows, and devices exchange what they need.
 
-A file holds a matrix row by row. Of one that is divided by columns a process would have to fetch every row whole, eight
-times the bytes that it keeps on eight hosts, or a range of bytes for each row. The network between the devices is the faster
-one: the rows are divided among all of them as they are read, and one program brings each number to its place.
+A file holds a matrix row by row. If it is sharded by columns a process would have to fetch every row whole, on eight hosts
+eight times the bytes that it keeps, or a range of bytes for each row. The network between the devices is faster: the rows
+are divided among all devices as they are read, and one program brings each number to its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_READ = 1.05  # bytes that a process may read of an array, for each that it 
 def reads_others(
     shape: tuple[int, ...], sharding: Any, process_of: Callable[[Any], int] = lambda device: device.process_index
 ) -> bool:
-    """Whether a process that reads rows whole would read more of an array than it keeps. All processes find the same."""
+    """Whether a process that reads whole rows would read more of an array than it keeps; the same in all processes."""
     if not isinstance(sharding, NamedSharding):
         return False
     held: dict[int, set[tuple[tuple[int, int], ...]]] = {}
@@ -47,9 +47,9 @@ def reads_others(
 
 
 def fill_by_rows(array: ArrayParts, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
-    """What `fill` gives, of rows that each device has read an equal part of. Every process must call it, in one order.
+    """As `fill`, with each device reading an equal part of the rows. All processes must call it, in the same order.
 
-    Beside its share of the array a device holds as much once more meanwhile.
+    While it runs a device holds its share of the array twice.
     """
     mesh = Mesh(sharding.mesh.devices.reshape(-1), ("rows",), axis_types=(AxisType.Auto,))
     apart = NamedSharding(mesh, P("rows"))
@@ -59,7 +59,7 @@ def fill_by_rows(array: ArrayParts, dtype: np.dtype, sharding: NamedSharding) ->
 
 
 class _Piece(NamedTuple):
-    """What of a `Part` decides where its rows go."""
+    """The fields of a `Part` that determine where its rows go."""
 
     shape: tuple[int, ...]
     columns: tuple[int, int] | None

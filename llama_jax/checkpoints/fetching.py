@@ -1,5 +1,4 @@
-"""Models of the Hugging Face hub on this machine's disk: of a repository what is read here, and nothing else.
-
+"""Downloading models from the Hugging Face hub: only the files of a repository that are read here.
 A repository often holds the weights twice, for other frameworks or in many quantisations; only one copy is downloaded.
 """
 
@@ -29,7 +28,7 @@ PLACE = re.compile(r"(?:hf://)?([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.+?))?/?")
 
 
 class Fetched(NamedTuple):
-    """What was asked for on the disk, and how many bytes its files have."""
+    """The path of a download, and the number and bytes of its files."""
 
     path: Path
     files: int
@@ -37,12 +36,12 @@ class Fetched(NamedTuple):
 
 
 def fetch(place: str, revision: str | None = None, folder: Path | None = None) -> Fetched:
-    """Download a model, an adapter or a vocabulary from the hub, as `load` reads them. What is there already stays.
+    """Download a model, an adapter or a vocabulary from the hub, as `load` reads them. Existing files are kept.
 
     Args:
       place: a repository, or a file or folder in it: ``ORGANISATION/NAME``, ``ORGANISATION/NAME/FILE.gguf``; also as the
         URL that `storage.locate` reads.
-      revision: a branch, tag or commit; by default what `place` says, or else the newest commit.
+      revision: a branch, tag or commit; by default that in `place`, or else the newest commit.
       folder: where to put the files; by default the cache of huggingface_hub, in which ``hf://`` finds them.
 
     Raises:
@@ -68,7 +67,7 @@ def fetch(place: str, revision: str | None = None, folder: Path | None = None) -
 
 @contextmanager
 def _answering(root: str, target: Path) -> Iterator[None]:
-    """Turn what the hub, the network or the disk say into an error of one line."""
+    """Turn errors of the hub, the network or the disk into an error of one line."""
     try:
         yield
     except PassingError as error:
@@ -82,7 +81,7 @@ def _answering(root: str, target: Path) -> Iterator[None]:
 
 
 class _Chosen(NamedTuple):
-    """What is to be given as the model, and the bytes of all files that it needs, by their keys."""
+    """The key to give as the model, and the sizes of all files that it needs, by their keys."""
 
     key: str
     sizes: dict[str, int]
@@ -166,7 +165,7 @@ def _indexed(content: bytes, sizes: Mapping[str, int], index: str) -> list[str]:
 
 
 def _check_room(repository: Repository, sizes: Mapping[str, int], root: str, target: Path, *, cached: bool) -> None:
-    """Raise CheckpointError where the disk has no room for what is not there yet."""
+    """Raise CheckpointError if the disk has no room for the missing files."""
 
     def is_there(key: str) -> bool:
         if cached:

@@ -1,7 +1,7 @@
-"""Arrays on devices, filled from tensors in files run by run.
+"""Arrays on devices, filled from tensors in files in runs of rows.
 
-A run of rows is read, checked, cast and put where it belongs while it is in the processor's cache, on a few threads: memory
-beyond the arrays themselves is a few runs, whatever the size of the model.
+A run of rows is read, checked, cast and copied to its place while it is in the processor's cache, on a few threads: apart
+from the arrays themselves memory holds a few runs, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Part:
       label: for messages: the file and the tensor's name.
       tensor: its rows, in their order, fill the array's leading axes.
       columns: where it lies along the array's second axis, which several parts share; None where it is the whole array.
-      interleaved: whether its heads' rows are to be brought from the interleaved rotary layout to the half layout.
+      interleaved: whether its heads' rows must be converted from the interleaved rotary layout to the half layout.
     """
 
     label: str

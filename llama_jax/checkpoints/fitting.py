@@ -1,4 +1,4 @@
-"""A checkpoint as if it had been written in the form in which a mesh holds the model: so each device reads its own rows."""
+"""A checkpoint as if it had been written for the fitted model of a mesh, so that each device reads its own rows."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def fit_opened(opened: Opened, sizes: MeshSizes) -> Opened:
 
     Raises:
       MeshError: the model cannot be made to fit.
-      CheckpointError: a tensor that is missing, left over or misshapen.
+      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
     """
     config, target = opened.config, laid_out(opened.config, sizes)
-    plan(opened)  # what is wrong with the file is said of the file's own shapes
+    plan(opened)  # errors about the file name the file's own shapes
     copies = target.n_kv_heads // config.n_kv_heads
     tensors = dict(opened.tensors)
     if target.vocab_size != config.vocab_size:

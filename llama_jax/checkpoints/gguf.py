@@ -1,7 +1,7 @@
-"""Models in GGUF: one file with settings, vocabulary and tensors, plain or quantised; or several that split one.
+"""Models in GGUF: one file with settings, vocabulary and tensors, plain or quantised; or such a file split into several.
 
 Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py, for the keys; for the layout see `gguf_file`. For
-the architecture "llama" llama.cpp turns neighbouring features, so that every writer stores the rows of q and k interleaved.
+the architecture "llama" llama.cpp rotates pairs of adjacent features, so files store the rows of q and k interleaved.
 """
 
 from __future__ import annotations

@@ -33,22 +33,22 @@ TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.
 
 
 def recognises(path: Location) -> bool:
-    """Whether it is a GGUF that says it is an adapter."""
+    """Whether it is a GGUF of an adapter."""
     return path.is_file() and is_gguf(path) and read_file(path)[0].get(TYPE) == "adapter"
 
 
 def base_in(path: Location) -> str | None:
-    """What a file says of the model that it was trained on."""
+    """The base model that a file names."""
     return read_file(path)[0].get(BASE)
 
 
 def read(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
-    """The adapter in a file: its settings, its numbers, and what it says of its base; see `adapters.load_adapter`."""
+    """The adapter in a file: its settings, its tensors, and the base that it names; see `adapters.load_adapter`."""
     fields, tensors = read_file(path)
     wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": ARCHITECTURES[config.kind]}
     for key, value in wanted.items():
         if fields.get(key) != value:
-            raise CheckpointError(f"{path}: {key}={shown(fields.get(key), 40)}, and an adapter of this base has {value!r}")
+            raise CheckpointError(f"{path}: {key}={shown(fields.get(key), 40)}, but an adapter of this base has {value!r}")
     targets = tuple(name for name in TARGETS if _keys(name, 0)[0] in tensors)
     if not targets:
         raise CheckpointError(
@@ -74,7 +74,7 @@ def write(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: st
 
     if lora.dora:
         raise CheckpointError(
-            "dora=True: llama.cpp knows no magnitudes; merge the adapter into its model, or write it for PEFT"
+            "dora=True: llama.cpp does not support magnitudes; merge the adapter into its model, or write it for PEFT"
         )
     blocks = unfit(config, unstack(adapters)).blocks
     assert isinstance(blocks, tuple)

@@ -1,4 +1,4 @@
-"""What lies in a GGUF file, versions 1 to 3: settings, and tensors, plain or quantised. Nothing of it is a model yet.
+"""The contents of a GGUF file, versions 1 to 3, before they are interpreted as a model: settings and tensors.
 
 Source: ggml-org/ggml, docs/gguf.md.
 """
@@ -103,7 +103,7 @@ def read_file(path: Location) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 class _Cursor:
-    """Reads a header from its start. Every length in it is held against what is left of the file before it is believed."""
+    """Reads a header from its start. Every length in it is checked against the rest of the file before it is used."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -160,7 +160,7 @@ def _read(path: Location, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Te
     for _ in range(field_count):
         key = cursor.string()
         if key in fields:
-            raise ValueError(f"the key {shown(key, 40)} stands twice")
+            raise ValueError(f"the key {shown(key, 40)} occurs twice")
         fields[key] = cursor.value(cursor.scalar("I"))
 
     listed = []
@@ -183,9 +183,9 @@ def _read(path: Location, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Te
             raise CheckpointError(f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read")
         kind, *block = TYPES[number]
         if name in tensors:
-            raise ValueError(f"tensor {shown(name)} stands twice")
+            raise ValueError(f"tensor {shown(name)} occurs twice")
         if not shape or shape[-1] % block[0]:
-            raise ValueError(f"tensor {shown(name)} of {list(shape)} is not made of blocks of {block[0]}")
+            raise ValueError(f"tensor {shown(name)} of {list(shape)} does not consist of blocks of {block[0]}")
         tensor: Dense | BlockTensor
         if kind in FLOATS:
             tensor = Dense(path, start + offset, shape, kind)

@@ -117,7 +117,7 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
 
 
 def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What a file says of theta and the rope scaling: settings by key, and tensors float32[H/2] by name.
+    """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name.
 
     Raises:
       CheckpointError: a scaling that has no place in the format; the message names it.
@@ -131,8 +131,8 @@ def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str,
         return settings, {}
     if known.kind == "dynamic":
         raise CheckpointError(
-            "rope scaling kind='dynamic' has no place in GGUF, whose readers know no frequencies that depend on the length;"
-            " write Hugging Face's format or orbax"
+            "rope scaling kind='dynamic' has no place in GGUF, whose readers have no frequencies that depend on the"
+            " length; write Hugging Face's format or orbax"
         )
     if known.kind == "llama3":
         settings |= {key: getattr(known, name) for key, (name, _) in OUR_LLAMA3.items()}
@@ -157,7 +157,7 @@ def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str,
 
 
 def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    """What a scaling divides each of the [H/2] frequencies by: float64."""
+    """The divisors of the frequencies by a scaling: float64[H/2]."""
     plain = inverse_frequencies(config.head_dim, config.rope_theta)
     return plain / _scaled(config, scaling)[0]
 

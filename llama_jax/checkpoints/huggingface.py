@@ -102,7 +102,7 @@ def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def _experts_apart(piece: WrittenTensor) -> list[WrittenTensor]:
-    """A tensor to be written, or those of the experts that it holds."""
+    """A tensor to be written, or the experts' tensors if it holds several."""
     if len(piece.tensor.shape) < 3:
         return [piece]
     tensor: Any = piece.tensor
@@ -179,7 +179,7 @@ def header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
 
 
 def read_safetensors(path: Location) -> dict[str, Tensor]:
-    """The tensors of a file. The library checks the header against the file, and says no more than where data begins."""
+    """The tensors of a file. The library checks the header against the file, and does not tell where the data begin."""
     size = int.from_bytes(read_bytes(path, 0, 8).tobytes(), "little") if path.stat().st_size >= 8 else 0
     if LARGEST_JSON < size < path.stat().st_size:
         raise CheckpointError(f"{path} has a header of {size} bytes, too large to be a model's; copy it again")
@@ -198,7 +198,7 @@ def read_safetensors(path: Location) -> dict[str, Tensor]:
 
 @contextmanager
 def _header_alone(path: Location, size: int) -> Iterator[Path]:
-    """A file that the library can look at: of an object in a store one as long, of which the header alone is there."""
+    """A file that the library can open: for an object in a store a sparse file of equal length with the header alone."""
     if not isinstance(path, StoredPath):
         yield path
         return

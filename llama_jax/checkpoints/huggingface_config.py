@@ -1,4 +1,4 @@
-"""``config.json`` of Hugging Face folders: which settings mean what; every other one is refused by name."""
+"""``config.json`` of Hugging Face folders: the meaning of its settings; every other one is refused by name."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def read_config(folder: Location) -> LlamaConfig:
 
 
 def read_scheme(folder: Location) -> Scheme | None:
-    """How the weights of a folder are quantised, whose ``config.json`` was read; None where they are not."""
+    """How the weights of a folder with this ``config.json`` are quantised; None if they are not."""
     found = read_object(folder / "config.json", CheckpointError).get("quantization_config")
     return None if found is None else scheme_from_dict(found)
 
@@ -229,8 +229,7 @@ def _plain(scaling: Mapping[str, Any]) -> dict[str, Any]:
 def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     """The settings of ``config.json`` for a configuration, in the spelling that old and new transformers read.
 
-    A rope scaling that transformers has no word for is written in those it has, so that it computes the same, with a note of
-    what it is here.
+    A rope scaling that transformers does not have is written as an equivalent one that it has, with a note of its kind here.
     """
     found = _in_their_words(in_known_kinds(config))
     if config_from_dict(found) != config:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as another format wants them: its order of rows, its type of numbers."""
+"""The tensors of a checkpoint in the order of rows and the type of another format."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class WrittenTensor:
     """One tensor of a Llama, to be written.
 
     Attributes:
-      part: which it is, as in the tables of names.
-      layer: of which layer; 0 for what no layer has.
+      part: its name in the table of names.
+      layer: its layer; 0 for tensors outside of layers.
       tensor: its rows.
       label: for messages.
-      expert: which of a layer's, where each is a tensor of its own.
+      expert: its number in the layer, if each expert is a tensor of its own.
       run: bytes to read at a time.
     """
 
@@ -52,7 +52,7 @@ class WrittenTensor:
             yield run
 
     def blocks(self) -> np.ndarray | None:
-        """All rows in the blocks of GGUF that they are kept in, uint8[rows, ..., bytes]; None where they are in none."""
+        """All rows in the GGUF blocks in which they are kept, uint8[rows, ..., bytes]; None if they are in none."""
         found = blocks_of(self.tensor)
         return None if found is None else found.read(0, found.shape[0])
 
@@ -85,10 +85,10 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     """All tensors of a model: embedding, then layer by layer, final norm, and the output projection if there is one.
 
     Args:
-      interleaved: the rotary layout that the rows of q and k shall have.
+      interleaved: the rotary layout for the rows of q and k.
 
     Raises:
-      CheckpointError: a tensor that is missing, left over or misshapen.
+      CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
     """
     plan(opened)
     config = opened.config

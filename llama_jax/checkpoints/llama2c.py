@@ -205,7 +205,7 @@ def _quantised(path: Location, config: LlamaConfig, group: int) -> Iterator[tupl
 
 
 def _check_rotary(path: Location, config: LlamaConfig, cos: Dense, sin: Dense) -> None:
-    """The stored angles tell a theta that the header cannot: refuse a file that was made with another."""
+    """Refuse a file whose stored angles belong to another theta than the format's, which the header cannot express."""
     rows = min(16, config.max_seq_len)
     angles = np.outer(np.arange(rows), rotary_frequencies(config)[0])
     stored = cos.read(0, rows) + 1j * sin.read(0, rows)

@@ -1,4 +1,4 @@
-"""One door for every format."""
+"""Loading a model of any format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llama_jax.tokenizers.load import warn_if_small
 
 
 class Checkpoint(NamedTuple):
-    """A model and its vocabulary; `tokenizer` is None where none lies with the weights."""
+    """A model and its vocabulary; `tokenizer` is None if there is none with the weights."""
 
     config: LlamaConfig
     params: Llama
@@ -58,17 +58,18 @@ def load(
       path: see `open_checkpoint`; None is the small stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
       quantize: quantise the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
-        (`ops.weights`); "keep" takes what a GGUF or a Hugging Face folder has quantised as it is. `dtype` is then that of
-        the computation. None gives floats, but of an orbax checkpoint of a quantised model what was saved.
+        (`ops.weights`); "keep" leaves what is quantised in a GGUF or a Hugging Face folder as it is. `dtype` is then that of
+        the computation. None gives floats, except that an orbax checkpoint of a quantised model is loaded as it was saved.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
-      adapter: a folder of PEFT's or of a run, see `load_adapter`; the model then has it (`model.adapters.adapted`).
-      adapters: several such folders: the parameters then have a table of them, of which each row of a batch may use one
+      adapter: a folder of PEFT's or of a run, see `load_adapter`; the parameters then include it
+        (`model.adapters.adapted`).
+      adapters: several such folders: the parameters then have a table of adapters, one of which each row of a batch may use
         (`model.adapter_table.choose_adapters`, by their number here).
-      mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are made to fit
+      mesh: shard the model over devices, to generate there. Its vocabulary and key/value heads are padded or copied to fit
         (`parallel.fit`), and the configuration is then that of the fitted model. Each device gets its share as it is read;
-        only of orbax are a padded table and copied heads made on the devices, one array at a time.
-      shardings: for a layout of your own, and the model as it is: a `Llama` of `jax.sharding.Sharding`, its `blocks` one
-        `Block` that holds for every layer. With neither, all is put on the default device.
+        for orbax alone the padding and copying is done on the devices, one array at a time.
+      shardings: for a layout of your own, without fitting: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block`
+        for all layers. Without mesh and shardings everything is put on the default device.
       progress: wraps the sequence of layers as they are read, as `tqdm.tqdm` does (orbax reads all at once, and the stacked
         layers of a training run into the host's memory first).
 
@@ -91,7 +92,7 @@ def load(
     if adapter is not None and adapters:
         raise CheckpointError("adapter is for all rows, and adapters are a table to choose from; give one of the two")
     if (adapter is not None or adapters) and shardings is not None:
-        raise MeshError("an adapter is laid out over a mesh, and not by shardings of your own; give mesh in their place")
+        raise MeshError("an adapter can be laid out over a mesh, but not by shardings of your own; give mesh in their place")
     if mesh is not None and shardings is not None:
         raise MeshError(f"mesh {mesh} and shardings exclude each other: both say where the parameters lie; give one")
     opened = open_checkpoint(bundled() if path is None else path)
@@ -105,7 +106,7 @@ def load(
 
         shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
         config = fitted(config, mesh)
-    # The vocabulary first: a damaged one is noticed before minutes go into the weights.
+    # The vocabulary first: a damaged one is noticed before minutes are spent on the weights.
     if tokenizer is None:
         vocabulary = opened.tokenizer()
     else:
@@ -113,7 +114,7 @@ def load(
         warn_if_small(vocabulary, opened.config.vocab_size, tokenizer)
     if isinstance(opened, store.Stored):
         params = store.load_params(opened, dtype, shardings=shardings)
-        if quantize is not None and quantize != "keep":  # what orbax has quantised is kept without being asked for
+        if quantize is not None and quantize != "keep":  # orbax keeps quantised weights anyway
             params = quantized_params(params, quantize)
         if mesh is not None:
             params = fit_on_mesh(opened.config, mesh, params)
@@ -133,11 +134,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
 
     Args:
       path: a Hugging Face folder (``config.json`` and safetensors or ``pytorch_model.bin``, single or sharded) or one of its
-        files; a folder of Meta's (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (of a split
-        one, any part); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, of
-        which the newest step is taken, or one of its steps; or a folder that holds one such file. Of a run that keeps a
-        moving average of the parameters, that is the model. Or the URL of one in a store (`storage.locate`), of any of these
-        but what `save` wrote as orbax.
+        files; a folder of Meta's (``params.json`` and ``consolidated.NN.pth``) or one of its files; a GGUF file (any part of
+        a split one); a llama2.c ``.bin`` or ``ckpt.pt``; a folder that `save` wrote as orbax; a training run's folder, whose
+        newest step is read, or one of its steps; or a folder that holds one such file. If a run keeps a moving average of
+        the parameters, that is the model. Or a URL in a store (`storage.locate`) of any of these, except folders that `save`
+        wrote as orbax.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
@@ -147,7 +148,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Opened | store.Stored:
 
 
 def check_names(opened: Opened | store.Stored) -> None:
-    """Raise CheckpointError for a tensor that is missing, left over or misshapen."""
+    """Raise CheckpointError for a tensor that is missing, unexpected or of the wrong shape."""
     if not isinstance(opened, store.Stored):  # whose arrays were checked when it was opened
         plan(opened)
 
@@ -217,18 +218,18 @@ def _open_folder(path: Location) -> Opened | store.Stored:
 
 
 def _step_of_a_run(path: StoredPath) -> StoredPath:
-    """What is read of orbax's format in a store."""
+    """Open orbax's format in a store, where only runs can be read."""
     if not is_step(path):
         raise CheckpointError(
-            f"{path} is a checkpoint of orbax but not of a run, which is read from a path of this machine alone: copy it"
+            f"{path} is an orbax checkpoint that is not a run's, and is read only from a path of this machine: copy it"
             " here, or store it as safetensors (llama-jax convert)"
         )
     return path
 
 
 def _is_alone(path: Location) -> bool:
-    """Whether a file is a whole model by itself; of a split GGUF, its first part. In a store its name must say so as well:
-    to look into each file of a folder would be a request for each."""
+    """Whether a file is a whole model by itself, or the first part of a split GGUF. In a store its name must say so as well:
+    looking into each file of a folder would take a request for each."""
     if isinstance(path, StoredPath) and path.suffix not in (".gguf", ".bin", ".pt"):
         return False
     return gguf.recognises(path) if is_gguf(path) else llama2c.recognises(path)

@@ -1,4 +1,4 @@
-"""Parameters in memory, seen as the tensors of a checkpoint: what is written to a file."""
+"""Parameters in memory in the form of a checkpoint's tensors, to be written to a file."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from llama_jax.storage import Location
 from llama_jax.tokenizers import find_tokenizer
 
 NAMES = names("meta")
-# Axis along which the ranks' parts lie side by side; what is not named (norms) every rank has whole.
+# Axis along which the ranks' parts are concatenated; every rank has the whole of tensors that are not named (norms).
 SPLIT = {share.name: share.cut for row in TABLE for share in shares_of(row) if share.cut is not None}
 # Buffers that some releases store; the configuration says the same.
 IGNORED = re.compile(r"rope\.freqs|layers\.\d+\.attention\.(inner_attention\.rope\.freqs|mask|cache_[kv])")
@@ -79,9 +79,9 @@ def recognises(folder: Location) -> bool:
 def config_from_params(found: Mapping[str, Any], vocab_size: int, hidden_dim: int, tied: bool = False) -> LlamaConfig:
     """The configuration that a parsed ``params.json`` describes.
 
-    Meta's code, not the file, fixes some of it. The rope scaling of Llama 3.1 has factor 8, that of 3.2, told by its sizes,
-    factor 32. The context is not stored: 2,048 for Llama 1, 4,096 for 2, 8,192 for 3, 131,072 with scaled rope, 16,384 for
-    CodeLlama (theta 1e6).
+    Some of it is fixed by Meta's code rather than the file. The rope scaling of Llama 3.1 has factor 8, that of 3.2,
+    recognised by its sizes, factor 32. The context is not stored: 2,048 for Llama 1, 4,096 for 2, 8,192 for 3, 131,072 with
+    scaled rope, 16,384 for CodeLlama (theta 1e6).
 
     Args:
       found: the settings.
@@ -158,7 +158,7 @@ def _config(folder: Location, tensors: Mapping[str, Tensor]) -> LlamaConfig:
 
 
 def _check_ranks(folder: Location, rank: Mapping[str, Tensor], config: LlamaConfig, found: int) -> None:
-    """Each file holds its part of the rows of the query projection: that says how many there should be."""
+    """The number of files there should be: each holds its part of the rows of the query projection."""
     query = rank.get(NAMES["q"].format(0))
     rows = config.n_heads * config.head_dim
     if query is not None and query.shape and query.shape[0] < rows and rows % query.shape[0] == 0:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make up each parameter, and what every format calls them."""
+"""The tensors of a checkpoint that make up each parameter, and their names in every format."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Share:
     """A tensor of a checkpoint that is a parameter, or a share of one.
 
     Attributes:
-      name: by which the formats' modules know it.
+      name: its name in the formats' modules.
       axes: of the tensor, as formats store it: rows are outputs.
       huggingface, gguf, meta, llama2c: its name in each format, "{}" standing for the layer; None where the format has no
         such tensor. (llama2.c's files name nothing: these are the names in its run.c.)
-      width: how much of the parameter's second axis it is; "" where it is the whole parameter.
-      rotary: whether the order of each head's rows is that of the rotary layout, in which formats differ.
-      cut: the axis along which the ranks of Meta's releases divide it; None where each has the whole.
+      width: its part of the parameter's second axis; "" if it is the whole parameter.
+      rotary: whether the rows of each head are in the order of the rotary layout, which differs between formats.
+      cut: the axis along which the ranks of Meta's releases divide it; None if each has the whole.
     """
 
     name: str

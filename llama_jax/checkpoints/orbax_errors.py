@@ -1,4 +1,4 @@
-"""What orbax does when something fails, made quiet and short."""
+"""Short errors from orbax, without the tracebacks that it prints besides."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PASSING = tuple(getattr(errno, name) for name in NAMES if hasattr(errno, name))
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the tracebacks of errors which orbax raises as well: those that its threads log, of one error each, and those
-    of what TensorStore has still to tell to an event loop that has ended with the first.
+    """Suppress the tracebacks of errors that orbax also raises: those that its threads log, and those of messages that
+    TensorStore sends to an event loop that has ended with the first error.
 
-    TensorStore may do so later, so after an error that part stays. Two may overlap, in several threads, and end in any
+    TensorStore may send them later, so after an error that part stays. Two may overlap, in several threads, and end in any
     order.
     """
 
@@ -65,9 +65,9 @@ def root_cause(error: BaseException, most: int = 300) -> str:
 
 
 def error_of_writing(error: BaseException) -> OSError:
-    """Why something could not be written, with its number where it is a full disk or a lack of rights.
+    """The reason of a failed write, with its errno for a full disk or missing permissions.
 
-    Of TensorStore's errors there is only a text, at whose end, after long paths, the system's words are.
+    TensorStore's errors have only a text, which ends, after long paths, in the system's message.
     """
     said = root_cause(error, most=10_000)
     number = next((number for number in OF_WRITING if os.strerror(number) in said), None)
@@ -75,7 +75,7 @@ def error_of_writing(error: BaseException) -> OSError:
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether an error tells of the machine, a disk or a network, and not of what is in the files."""
+    """Whether an error is about the machine, a disk or a network rather than the contents of the files."""
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None:
@@ -88,7 +88,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def wait_for_writers() -> None:
-    """Of a save that failed: orbax tells of the first error at once, and its threads go on writing the other arrays."""
+    """Wait for the threads of a failed save: orbax raises the first error while they go on writing the other arrays."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
             threading.Thread.join(thread, 60)  # their own `join` raises the error of each

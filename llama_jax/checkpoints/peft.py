@@ -27,7 +27,7 @@ from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Settings that decide nothing about what the adapter computes.
+# Settings without effect on what the adapter computes.
 IGNORED = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version"),
@@ -48,7 +48,7 @@ BASES: dict[str, tuple[Row, Share]] = {
 
 
 def read_folder(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
-    """The adapter in a folder: its settings, its numbers, and what it says of its base; see `adapters.load_adapter`."""
+    """The adapter in a folder: its settings, its tensors, and the base that it names; see `adapters.load_adapter`."""
     with reading(folder, CheckpointError):
         if not folder.exists():
             raise CheckpointError(f"{folder} does not exist; give a folder that PEFT or train wrote")
@@ -111,7 +111,7 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
     for name in asked if isinstance(asked, list) else ():
         if str(name).split(".")[-1] not in names:
             raise CheckpointError(
-                f"{where} names the target {shown(name, 80)}, of which {WEIGHTS} has no tensor of layer 0; the targets"
+                f"{where} names the target {shown(name, 80)}, for which {WEIGHTS} has no tensor of layer 0; the targets"
                 f" of a Llama are {', '.join(TARGETS)}"
             )
     try:
@@ -123,7 +123,7 @@ def _lora_of(folder: Location, settings: Mapping[str, Any], tensors: Mapping[str
 
 
 class Names(NamedTuple):
-    """What a file calls the tensors of an adapter, and the model that it says it was trained on.
+    """The names of an adapter's tensors in a file, and the base that it names.
 
     Attributes:
       of: of a target in a layer: A, B, and the magnitude.

@@ -1,8 +1,8 @@
-"""What `torch.save` writes, read without torch: a zip archive of a pickle and of the bytes of each tensor.
+"""Files of `torch.save`, read without torch: a zip archive of a pickle and of the bytes of each tensor.
 
-A pickle is a program. This one is interpreted here, one instruction at a time, by a machine that knows dictionaries, lists,
-tuples, numbers, strings and tensors; of a file that asks for anything else nothing runs. Python's own unpickler, restricted,
-would not do: hostile files make it hash tuples for ever and ask for memory by the gigabyte.
+A pickle is a program. It is interpreted here, one instruction at a time, by a machine that only has dictionaries, lists,
+tuples, numbers, strings and tensors; a file that asks for anything else is refused, and nothing runs. A restricted version
+of Python's own unpickler is not enough: hostile files make it hash tuples forever and allocate gigabytes.
 
 Source: torch/serialization.py and torch/_utils.py, the format since torch 1.6; pickletools, for the instructions.
 """
@@ -282,7 +282,7 @@ def _set(target: Any, items: list[Any]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
         # To hash a tuple of tuples of tuples can take for ever; large numbers can be chosen to have one hash.
         if not isinstance(key, str) and not (isinstance(key, int) and abs(key) < LARGEST_KEY):
-            raise ValueError(f"a key is a {type(key).__name__} that is no name and no index")
+            raise ValueError(f"a key is a {type(key).__name__}, neither a name nor an index")
         target[key] = value
 
 

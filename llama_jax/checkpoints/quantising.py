@@ -27,7 +27,7 @@ AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's 
 
 
 def check_quantize(quantize: str | None) -> None:
-    """Raise CheckpointError for what a model cannot be read as."""
+    """Raise CheckpointError for a kind in which a model cannot be read."""
     if quantize is None or quantize == "keep" or quantize in MADE:
         return
     if quantize in KINDS:
@@ -39,7 +39,7 @@ def check_quantize(quantize: str | None) -> None:
 
 
 def check_kept(tensors: Sequence[Described], where: Location) -> None:
-    """Raise CheckpointError where no tensor of a model is quantised so that it could be kept, or its columns lie apart."""
+    """Raise CheckpointError if no tensor of a model is quantised in a kind that can be kept, or its columns are permuted."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
         raise CheckpointError(
             f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
@@ -53,12 +53,12 @@ def check_kept(tensors: Sequence[Described], where: Location) -> None:
 
 
 def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any) -> Any:
-    """A parameter on the devices of `sharding`: `fill`, or what stands in the place of its array.
+    """A parameter on the devices of `sharding`: an array by `fill`, or a quantised weight in its place.
 
     Args:
-      dtype: of the computation, and of what is not quantised.
-      quantize: a kind, by the nearest numbers; or "keep": what is quantised in the files as it is, in several parts where
-        queries, keys and values are of different kinds, and floats where a tensor is not, or in no kind that is kept.
+      dtype: of the computation, and of parameters that are not quantised.
+      quantize: a kind, into which numbers are rounded to nearest; or "keep": quantised tensors as they are in the files, in
+        several parts if queries, keys and values are of different kinds; floats for other tensors.
 
     Raises:
       CheckpointError: rows that are not made of whole blocks, or what `fill` raises.

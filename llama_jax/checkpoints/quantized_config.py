@@ -1,4 +1,4 @@
-"""``quantization_config`` of Hugging Face folders: how their weights are quantised; what is not read is refused by name."""
+"""``quantization_config`` of Hugging Face folders: how their weights are quantised; unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Scheme:
 
 
 def scheme_from_dict(found: Any) -> Scheme:
-    """What a parsed ``quantization_config`` describes.
+    """The scheme that a parsed ``quantization_config`` describes.
 
     Raises:
-      ConfigError: a method, or a setting of one, whose weights are not read here.
+      ConfigError: an unsupported method, or an unsupported setting of one.
     """
     if not isinstance(found, Mapping):
         raise ConfigError(f"quantization_config={shown(found, 40)} must be an object")
@@ -62,7 +62,7 @@ def _unsupported(name: str, value: Any, remedy: str) -> ConfigError:
 
 
 def _need(found: Mapping[str, Any], where: str, **allowed: Sequence[Any]) -> None:
-    """Raise for a setting that has none of its values; the first is that of a setting which is not there."""
+    """Raise for a setting that has none of the accepted values; the first of them is the default of a missing one."""
     for name, values in allowed.items():
         value = found.get(name, values[0])
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):

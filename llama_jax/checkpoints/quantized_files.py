@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face folder are a quantised weight, and that they fit together; see `quantized_tensors`."""
+"""Grouping the tensors of a Hugging Face folder into quantised weights, with checks; see `quantized_tensors`."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ OF_ACTIVATIONS = (".input_scale", ".input_zero_point", ".activation_scale")
 
 
 def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-    """The tensors of a folder, those that make up a quantised weight as one under the weight's name.
+    """The tensors of a folder, with those that make up a quantised weight as one under the weight's name.
 
     Raises:
-      CheckpointError: a tensor that is missing, or whose shape or type is not that of its layout; or no weight is.
+      CheckpointError: a missing tensor, one with another shape or type than its layout has; or no quantised weight.
     """
     signs, needed, optional = ENDS[scheme.layout]
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
@@ -73,7 +73,7 @@ def with_weights(where: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> d
 
 
 def _weight(name: str, parts: Mapping[str, Dense], scheme: Scheme) -> QuantizedTensor:
-    """A weight, after all shapes and types have been held against each other."""
+    """A weight, after all shapes and types have been checked against each other."""
 
     def need(end: str, kinds: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
         part = parts[end]

@@ -1,7 +1,7 @@
-"""The quantised weights of Hugging Face folders: each the one tensor that several in the files stand for.
+"""The quantised weights of Hugging Face folders: each one tensor made of several in the files.
 
-`read` gives its numbers, `blocks` the same as rows of one of the kinds (`ops.weights`), which loses nothing; both by runs of
-rows, of which no more is unpacked than was asked for. Layouts: vllm-project/compressed-tensors, `pack_quantized` and
+`read` gives its numbers, `blocks` the same without loss as rows of one of the kinds (`ops.weights`); both unpack only the
+requested rows. Layouts: vllm-project/compressed-tensors, `pack_quantized` and
 `naive_quantized`; transformers' fine-grained fp8; ModelCloud/GPTQModel, `nn_modules/qlinear`; casper-hansen/AutoAWQ,
 `modules/linear/gemm.py`; bitsandbytes, `functional.py`.
 """
@@ -38,7 +38,7 @@ ROWS_OF_TURNED = 512  # rows to read at a time of a tensor whose file has them a
 
 @dataclass(frozen=True)
 class QuantizedTensor(ABC):
-    """A weight [rows, columns]; subclasses give its planes, which are all that is particular to a layout.
+    """A weight [rows, columns]; subclasses give its planes, which is all that differs between layouts.
 
     Attributes:
       name: for messages: the file and the weight's name.

@@ -1,4 +1,4 @@
-"""A rope scaling in formats that know fewer kinds: the same numbers in their words, and a note of what it is here."""
+"""A rope scaling in formats with fewer kinds: an equivalent one of theirs, and a note of its kind here."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def note_of(config: LlamaConfig) -> dict[str, Any]:
 
 
 def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
-    """The configuration that a file says in its own words and, in a note, in ours.
+    """The configuration of a file from its own settings and our note.
 
     Raises:
-      ConfigError: a note that is none, or that says something else.
+      ConfigError: an invalid note, or one that contradicts the settings.
     """
     try:
         scaling = RopeScaling(**note["rope_scaling"])
@@ -60,7 +60,7 @@ def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
 
 
 def same_rotation(a: LlamaConfig, b: LlamaConfig) -> bool:
-    """Whether two configurations turn alike, at short and at long lengths, but for rounding to float32."""
+    """Whether two configurations have the same rotations at short and long lengths, except for rounding to float32."""
     for length in (1, 1 << 30):
         (ours, our_factor), (theirs, their_factor) = (rotary_frequencies(config, length) for config in (a, b))
         if not np.allclose(ours, theirs, rtol=1e-5, atol=0) or not np.isclose(our_factor, their_factor, rtol=1e-5):

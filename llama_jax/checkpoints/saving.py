@@ -1,4 +1,4 @@
-"""One door out: parameters, or a checkpoint of any format, into a file of a chosen format."""
+"""Writing parameters, or a checkpoint of any format, in a chosen format."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def save(
     """Write a model: the whole of it appears under `path` at once, or nothing does.
 
     Args:
-      config, params: the model. What was padded or copied to fit a mesh is left out (`parallel.fit`); where heads were
-        copied, give the model's own configuration, that of its file, and not the one that `load` gave for the mesh.
+      config, params: the model. Padding and copies made to fit a mesh are left out (`parallel.fit`); if heads were copied,
+        give the configuration of the model's file, not the one that `load` returned for the mesh.
       path: a folder for "safetensors" (the Hugging Face layout, several files above 5 GB) and "orbax", a file for "gguf"
         and "llama2c" (legacy ``.bin``, which run.c reads).
-      format: None goes by the name: "gguf" where it ends in ``.gguf``, "llama2c" where in ``.bin``, else "safetensors".
+      format: None chooses by the name: "gguf" for ``.gguf``, "llama2c" for ``.bin``, else "safetensors".
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
-      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF the blocks that they are in. "q8_0" and
-        "q4_0" are for GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and
-        types hold the numbers that those stand for.
+      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. "q8_0" and "q4_0" are for
+        GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and types hold the
+        dequantised numbers.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
 
@@ -97,15 +97,14 @@ def convert(
 ) -> None:
     """Write the model at `source`, of any format, in another: tensor by tensor, so that it need not fit into memory.
 
-    An adapter is written as an adapter: for PEFT, or as "gguf" for llama.cpp, of PEFT's, of a GGUF or of a run's.
+    An adapter, of PEFT's, in a GGUF or of a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
 
-    From and to "orbax" it does go through memory. For the arguments and errors see `save`; None for `dtype` keeps each
-    tensor's own, and of a GGUF the blocks if another is written; elsewhere those become float32. For `quantize`, which is
-    for "orbax" alone, see `load`.
+    From and to "orbax" the model does go through memory. See `save` for the arguments and errors; None for `dtype` keeps
+    each tensor's own, and from GGUF to GGUF its blocks, which become float32 in other formats. For `quantize`, which is for
+    "orbax" alone, see `load`.
 
     Args:
-      base: of an adapter, the model that it was trained on, of which only the settings are read; by default what the adapter
-        says.
+      base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
@@ -155,7 +154,7 @@ def _convert_adapter(
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:
-    """The format that a path's name says; safetensors where it says nothing."""
+    """The format by a path's name; safetensors if it has no other's suffix."""
     formats: dict[str, Format] = {".gguf": "gguf", ".bin": "llama2c"}
     return formats.get(Path(path).suffix.lower(), "safetensors")
 
@@ -210,7 +209,7 @@ def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> 
 
 
 def _check_leaves(params: Llama) -> None:
-    """Raise CheckpointError for what stands in a weight's place and is no form of its numbers, such as an adapter."""
+    """Raise CheckpointError for something in a weight's place that is not a weight, such as an adapter."""
     is_weight = lambda leaf: hasattr(leaf, "project")
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_weight):
         if is_weight(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
@@ -224,7 +223,7 @@ _largest = jax.jit(lambda array: jnp.maximum(array.max(), -array.min()))
 
 
 def _checked(params: Llama, dtype: Kind | None) -> Llama:
-    """The parameters in a type, finite in it: what the other formats see to tensor by tensor."""
+    """The parameters in a type, checked to be finite in it, as the other formats do tensor by tensor."""
 
     def cast(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         if dtype is None and (not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize == 1):

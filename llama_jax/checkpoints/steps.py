@@ -1,12 +1,12 @@
-"""The checkpoints of a training run as they lie on the disk: a folder with a folder for each step, whole in itself.
+"""The checkpoints of a training run on the disk: a folder with a self-contained folder for each step.
 
     checkpoints/40/params   the parameters, blocks stacked (orbax)
                    ema      their moving average, if the run keeps one (orbax)
-                   rest     what else training carries from step to step (orbax)
+                   rest     the rest of the training state (orbax)
                    about    config.json, the tokenizer's files, note.json, and SHA256SUMS of all files of the step
 
-A folder whose name is a number is whole, for it is renamed so when all of it is written. A store renames nothing: there the
-checksums are put last, and a step without them is none.
+A folder whose name is a number is complete, since it gets that name when all of it is written. A store cannot rename: there
+the checksums are written last, and a folder without them is not a step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ NOTE, SUMS = "note.json", "SHA256SUMS"
 
 
 class DamagedError(CheckpointError):
-    """A file of a step is proven to be another than was saved."""
+    """A file of a step that is proven to differ from what was saved."""
 
 
 def steps_in(folder: Location) -> list[int]:
-    """The steps of which a folder of checkpoints holds one, ascending."""
+    """The steps in a folder of checkpoints, ascending."""
     if not folder.is_dir():
         return []
     names = (entry.name for entry in folder.iterdir() if entry.is_dir())
@@ -42,10 +42,10 @@ def is_step(folder: Location) -> bool:
 
 
 def existing_step(folder: Location, step: int | None) -> int:
-    """The step itself if the folder has it; the newest for None.
+    """The given step, or the newest for None.
 
     Raises:
-      CheckpointError: it has not.
+      CheckpointError: the folder does not have it.
     """
     steps = steps_in(folder)
     if not steps:
@@ -56,7 +56,7 @@ def existing_step(folder: Location, step: int | None) -> int:
 
 
 def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
-    """What a run noted beside a step's arrays, without reading those; `step` None is the newest.
+    """The note that a run wrote beside a step's arrays, which are not read; `step` None is the newest.
 
     Raises:
       CheckpointError: no such step, or a note that cannot be read; a DamagedError where it is no note.
@@ -70,8 +70,8 @@ def read_note(folder: Location, step: int | None = None) -> dict[str, Any]:
 
 
 def cannot_read(path: Location, reason: str) -> str:
-    """That a path cannot be read, for a reason that says nothing about what is in it."""
-    return f"{path} cannot be read ({reason}), which proves nothing about what is in it; see to that, and try again"
+    """The error that a path cannot be read, for a reason that says nothing about its contents."""
+    return f"{path} cannot be read ({reason}), which proves nothing about its contents; mend that, and try again"
 
 
 def validation_loss(folder: Location, step: int) -> float:

@@ -1,7 +1,7 @@
-"""The orbax format: the parameters as they lie in memory; nothing is renamed or reordered.
+"""The orbax format: the parameters as they are in memory; nothing is renamed or reordered.
 
 There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``, its blocks one by one; and a step of
-a training run (`steps`), its blocks stacked, from which the moving average is read where the run keeps one.
+a training run (`steps`), its blocks stacked, from which the moving average is read if the run keeps one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Wanted = TypeVar("Wanted")  # a tree of what is wanted, and of the arrays that a
 
 @dataclass(frozen=True)
 class StoredArray:
-    """What orbax's metadata says of an array."""
+    """The facts about an array in orbax's metadata."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -149,7 +149,7 @@ def adapters_of(step: Path) -> dict[str, Any] | None:
 def _tensors(
     shapes: Llama, found: Mapping[str, StoredArray], dtype: np.dtype
 ) -> dict[str, StoredArray | stored_weights.StoredWeight]:
-    """What is stored, with the planes of each quantised matrix as one."""
+    """The stored arrays, with the planes of each quantised matrix as one."""
     tensors: dict[str, StoredArray | stored_weights.StoredWeight] = {}
     for path, leaf in jax.tree.leaves_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
         name = name_of(path)
@@ -183,8 +183,8 @@ def describe(folder: Path, name: str) -> dict[str, StoredArray]:
 def read_arrays(folder: Path, name: str, wanted: Wanted) -> Wanted:
     """The arrays of what orbax wrote into a folder under a name, placed and cast.
 
-    What was written before gate and up were arrays of their own holds them as one; it is taken apart, wherever it stands:
-    in parameters, in their average and in what an optimizer keeps.
+    Older checkpoints hold gate and up as one array, which is split wherever it occurs: in parameters, in their average and
+    in the state of an optimizer.
 
     Args:
       wanted: a tree of `jax.ShapeDtypeStruct` with shardings, or of `OnHost`, for all that is stored (see `describe`).
@@ -238,7 +238,7 @@ def _parts_of(name: str) -> tuple[str, str]:
 
 
 def _joined(half: Any) -> Any:
-    """What to ask of orbax for both, given what is wanted of one."""
+    """The request to orbax for both, from the request for one."""
     shape = (*half.shape[:-1], 2, half.shape[-1])
     place = getattr(half, "sharding", None)
     if isinstance(place, jax.sharding.SingleDeviceSharding):
@@ -252,7 +252,7 @@ def _joined(half: Any) -> Any:
 
 
 def _apart(both: Any, half: Any) -> list[Any]:
-    """Gate and up, of which each lies as `half` says; what they were joined in is deleted."""
+    """Gate and up, each placed as `half` says; the joined array is deleted."""
     if isinstance(both, np.ndarray):
         parts = [np.ascontiguousarray(both[..., i, :]) for i in range(2)]
         return parts if isinstance(half, OnHost) else [jax.device_put(part, half.sharding) for part in parts]
@@ -306,7 +306,7 @@ def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: 
             verify(folder, {ABOUT, name})
         except DamagedError as damage:
             raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
-    if stored.stacked:  # onto the host first: so the devices never hold a stack beside the blocks that are cut from it
+    if stored.stacked:  # onto the host first, so that devices never hold both a stack and the blocks cut from it
         wanted = jax.tree.map(lambda array: OnHost(array.shape, target), shape)
     else:
         asked = partial(stored_weights.placed, target=target, where=stored.path)
@@ -364,7 +364,7 @@ def _shape(stored: Stored) -> Llama:
 
 
 def asking_orbax(path: Path, ask: Callable[[], Any]) -> Any:
-    """What `ask` gives; whatever orbax raises becomes a CheckpointError that names `path` and what is known of it."""
+    """Call `ask`; whatever orbax raises becomes a CheckpointError that names `path` and the cause as far as it is known."""
     try:
         with quiet():
             return ask()
@@ -392,7 +392,7 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
         return DamagedError(f"{path} is not a whole orbax checkpoint ({damage}); {_remedy(step)}")
     except CheckpointError as problem:
         return problem
-    proof = "though its files are what was saved" if known else "and has no checksums, by which damage would be known"
+    proof = "although its files are what was saved" if known else "and has no checksums, by which damage would be known"
     return CheckpointError(f"{path} cannot be read ({reason}), {proof}; {_remedy(step)}")
 
 

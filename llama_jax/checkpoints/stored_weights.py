@@ -1,6 +1,6 @@
-"""Quantised weights in the orbax format: their planes as arrays, and beside them a file that says of which kind each is.
+"""Quantised weights in the orbax format: their planes as arrays, and a file with the kind of each.
 
-Integers of 4 bits are written two in a byte, floats of 8 bits as bytes: what reads arrays knows neither everywhere.
+Integers of 4 bits are written two in a byte, floats of 8 bits as bytes: not every reader of arrays has these types.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[s
 
 
 def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
-    """Write the file, where something is quantised."""
+    """Write the file if something is quantised."""
     if kinds:
         (folder / FILE).write_text(json.dumps({"dtype": dtype, "kinds": kinds}, indent=1) + "\n")
 
@@ -69,7 +69,7 @@ def read_kinds(folder: Path) -> tuple[Kinds, str]:
     found = read_object(folder / FILE, CheckpointError)
     kinds, dtype = found.get("kinds"), found.get("dtype")
     if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
-        raise CheckpointError(f"{folder / FILE} says nothing of kinds, or of a type ({shown(dtype, 40)}); copy it again")
+        raise CheckpointError(f"{folder / FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
     for name, kind in kinds.items():
         for each in kind if isinstance(kind, list) else [kind]:
             if not (isinstance(each, str) and each in KINDS) and not (each is None and isinstance(kind, list)):
@@ -100,7 +100,7 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
         widths = (config.queries_per_kv_head, 1, 1)
         if not row.is_matrix or (isinstance(kind, list) and (len(kind) != len(widths) or row.axes != "K G+2 H D")):
             raise CheckpointError(
-                f"{where / FILE} has {name_of(path)} in {shown(kind, 40)}, and it cannot be; copy it again"
+                f"{where / FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
             )
         if not isinstance(kind, list):
             return of_kind(leaf.shape, kind, name_of(path))
@@ -130,7 +130,7 @@ def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
-    """What to ask of orbax for a parameter that is to lie at `place`: floats cast, planes as they are."""
+    """The request to orbax for a parameter to be placed at `place`: floats cast, planes as they are."""
     if isinstance(shape, JoinedWeight):
         return JoinedWeight(tuple(placed(part, target, place, where) for part in shape.parts))
     if not isinstance(shape, QuantizedWeight):
@@ -161,7 +161,7 @@ def to_arrays(params: Llama) -> Llama:
 
 
 def from_arrays(params: Llama) -> Llama:
-    """What `to_arrays` was given."""
+    """The inverse of `to_arrays`."""
     return _over_planes(params, _from_bytes)
 
 

@@ -1,7 +1,7 @@
-"""Checksums of a step's files, by which it is known, and not guessed, whether they are what was saved.
+"""Checksums of a step's files, which prove whether the files are what was saved.
 
-They lie in ``about/SHA256SUMS`` as coreutils write them: in the folder of a step, ``sha256sum -c about/SHA256SUMS`` checks
-them as well. The last line is a comment with the checksum of those above.
+They are in ``about/SHA256SUMS`` in the format of coreutils: in the folder of a step, ``sha256sum -c about/SHA256SUMS``
+checks them as well. The last line is a comment with the checksum of those above.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ THREADS = 8  # hashing lets others run
 
 
 def write_sums(step: Path) -> None:
-    """Write the checksums of all files of a step, which are on the disk afterwards."""
+    """Write the checksums of all files of a step, and flush them to the disk."""
     files = [path for path in step.rglob("*") if path.is_file()]
     names = sorted(path.relative_to(step).as_posix() for path in files)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -35,14 +35,14 @@ def write_sums(step: Path) -> None:
 
 
 def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
-    """Whether a step's files are known to be what was saved; False where it has no checksums, as those of older versions.
+    """Whether a step's files are known to be what was saved; False without checksums, as in steps of older versions.
 
     Args:
       parts: the folders of the step to look at, besides the files that lie in no folder; None is all.
       share: (i, n): every n-th file from the i-th on.
 
     Raises:
-      DamagedError: a file is missing or another.
+      DamagedError: a file is missing or differs.
       CheckpointError: a file cannot be read, which proves nothing.
     """
     sums = read_sums(step)
@@ -70,7 +70,7 @@ def _problem(path: Location, expected: str) -> CheckpointError | None:
 
 
 def read_sums(step: Location) -> dict[str, str] | None:
-    """{name: checksum} of a step; None where there are none, or where they are no more what was written themselves.
+    """{name: checksum} of a step; None if there are none, or if the list itself is damaged.
 
     Raises:
       CheckpointError: they cannot be read, which proves nothing.

@@ -1,4 +1,4 @@
-"""Tensors that lie in a file and are read in runs of rows, and the checkpoint they make up."""
+"""Tensors in files that are read in runs of rows, and the checkpoint that they make up."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from llama_jax.tokenizers import Tokenizer
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
-OTHER = np.dtype("u1")  # stands for the types that no parameter has: integers, booleans, eight-bit floats
+OTHER = np.dtype("u1")  # for all types that no parameter has: integers, booleans, eight-bit floats
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """The word for a type of numbers in files, such as BF16; of other types NumPy's own."""
+    """The name of a type of numbers in files, such as BF16; for other types NumPy's own."""
     return next((kind for kind, known in FLOATS.items() if known == dtype), str(dtype))
 
 
@@ -31,7 +31,7 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
     """The type that parameters are read in: `dtype`, or for None the stored one.
 
     Raises:
-      CheckpointError: JAX would make another of it, as of float64 without jax_enable_x64.
+      CheckpointError: JAX would convert it to another type, as float64 without jax_enable_x64.
     """
     target = stored if dtype is None else jnp.dtype(dtype)
     if jax.dtypes.canonicalize_dtype(target) != target:
@@ -40,14 +40,14 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
 
 
 class Described(Protocol):
-    """What a checkpoint says of a tensor."""
+    """The description of a tensor in a checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def kind(self) -> str:
-        """How it is stored, in the word of the format: F32, BF16, Q4_K ..."""
+        """Its storage type, by the format's name: F32, BF16, Q4_K ..."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class Tensor(Described, Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of what `read` gives."""
+        """The type of what `read` returns."""
         ...
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -78,8 +78,8 @@ def blocks_of(tensor: Described) -> Tensor | None:
 class Dense:
     """A tensor that lies in one run in a file.
 
-    It is read with plain reads and not through a memory map: the pages of a map count as this process's memory until they
-    are given back, and each costs a fault.
+    It is read with plain reads rather than a memory map: the pages of a map count as this process's memory until they are
+    released, and each costs a page fault.
     """
 
     path: Location
@@ -107,7 +107,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Derived:
-    """Base of a tensor made of another: of what a subclass does not define it says what the other does."""
+    """Base of a tensor made from another: whatever a subclass does not define is the other's."""
 
     tensor: Tensor
 
@@ -154,7 +154,7 @@ class Padded(Derived):
 
 @dataclass(frozen=True)
 class Combined:
-    """Base of a tensor made of several of one type, which each gives its bytes."""
+    """Base of a tensor made of several of one type, whose bytes add up."""
 
     parts: Sequence[Tensor]
 
@@ -173,7 +173,7 @@ class Combined:
 
 @dataclass(frozen=True)
 class Joined(Combined):
-    """Parts of one tensor, each in a file of its own, side by side along `axis` (0 or 1)."""
+    """Parts of one tensor, each in a file of its own, concatenated along `axis` (0 or 1)."""
 
     axis: int
 
@@ -222,9 +222,9 @@ class Opened:
     """A checkpoint that was recognised; its weights have not been read.
 
     Attributes:
-      format: for people, such as "Hugging Face safetensors".
+      format: in words, such as "Hugging Face safetensors".
       path: for messages: the file, or the folder.
-      config: what the files say the model is.
+      config: the configuration from the files.
       tensors: all that are part of the model, by the format's names.
       names: the format's name of each part of a Llama, "{}" standing for the layer.
       interleaved: whether the rows of q and k are in the interleaved rotary layout (Meta's, llama2.c's, GGUF's).

@@ -101,14 +101,14 @@ def test_what_cannot_be(tmp_path):
         convert(base, tmp_path / "b.gguf", base=base)
     with pytest.raises(CheckpointError, match="rank 3 and this base need"):
         load_adapter(tmp_path / "a.gguf", make_goldens._config(hidden_dim=64))
-    with pytest.raises(CheckpointError, match=r"general.architecture='llama', and an adapter of this base has 'qwen2'"):
+    with pytest.raises(CheckpointError, match=r"general.architecture='llama', but an adapter of this base has 'qwen2'"):
         load_adapter(tmp_path / "a.gguf", make_goldens._config(qkv_bias=True))
     dora = Lora(rank=2, dora=True)
-    with pytest.raises(CheckpointError, match=r"dora=True: llama.cpp knows no magnitudes; merge the adapter"):
+    with pytest.raises(CheckpointError, match=r"dora=True: llama.cpp does not support magnitudes; merge the adapter"):
         save_adapter(tmp_path / "c.gguf", CONFIG, random_adapters(CONFIG, dora), dora)
     assert not (tmp_path / "c.gguf").exists()
     llama_jax.save(tmp_path / "model.gguf", *_model())
-    with pytest.raises(CheckpointError, match=r"general.type=None, and an adapter of this base has 'adapter'"):
+    with pytest.raises(CheckpointError, match=r"general.type=None, but an adapter of this base has 'adapter'"):
         gguf_adapter.read(tmp_path / "model.gguf", CONFIG, np.float32)
 
 

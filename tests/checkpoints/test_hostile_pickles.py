@@ -94,7 +94,7 @@ def test_a_table_of_contents_that_is_long(tmp_path):
 def test_numbers_of_one_hash(tmp_path):
     """As keys of a dictionary they would take the square of their count."""
     keys = b"".join(b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") + b"N" for i in range(1, 60_000))
-    refused(write_pickle(tmp_path / "x.pt", b"\x80\x02}(" + keys + b"u."), "no name and no index")
+    refused(write_pickle(tmp_path / "x.pt", b"\x80\x02}(" + keys + b"u."), "neither a name nor an index")
 
 
 def test_one_run_of_bytes_as_many_tensors(tmp_path):

@@ -314,10 +314,10 @@ def test_orbax_over_a_mesh(kind, tmp_path, stories_model):
     ("change", "message"),
     [
         (lambda kinds: kinds | {"embedding": "int3"}, "has 'embedding' in the kind 'int3', which is not known"),
-        (lambda kinds: kinds | {"final_norm": "int8"}, "has final_norm in 'int8', and it cannot be"),
+        (lambda kinds: kinds | {"final_norm": "int8"}, "has final_norm in 'int8', which is impossible"),
         (lambda kinds: kinds | {"nothing": "int8"}, "names 'nothing', which this model does not have"),
         (lambda kinds: kinds | {"embedding": "fp8"}, "'embedding.planes.0' is int8, its kind needs uint8"),
-        (lambda kinds: kinds | {"embedding": ["int8"] * 3}, "has embedding in .*, and it cannot be"),
+        (lambda kinds: kinds | {"embedding": ["int8"] * 3}, "has embedding in .*, which is impossible"),
         (lambda kinds: {}, "array 'blocks.0.attention.out' has shape None"),
     ],
 )

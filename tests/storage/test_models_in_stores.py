@@ -196,7 +196,7 @@ def test_a_header_that_is_damaged(tmp_path, store):
 def test_of_orbax_the_steps_of_runs_are_read(store):
     store.objects |= {"run/checkpoints/4/about/config.json": b"{}", "saved/config.json": b"{}"}
     store.objects["saved/params/_CHECKPOINT_METADATA"] = b"{}"
-    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is a checkpoint of orbax but not of a run, which is"):
+    with pytest.raises(CheckpointError, match=r"^s3://bucket/saved.* is an orbax checkpoint that is not a run's, and is"):
         llama_jax.load("s3://bucket/saved")
     with pytest.raises(CheckpointError, match=r"^s3://bucket/run/checkpoints holds no checkpoint"):  # but half of one
         llama_jax.load("s3://bucket/run")
