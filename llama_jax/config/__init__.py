@@ -1,4 +1,4 @@
-"""What a Llama is: its sizes, checked once, and the sizes that were published."""
+"""The configuration of a Llama: its sizes, checked once, and the published ones."""
 
 from llama_jax.config.kinds import KINDS, Kind
 from llama_jax.config.llama import LlamaConfig

@@ -1,4 +1,4 @@
-"""What the sizes of a model cannot be."""
+"""Checks of a model's sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llama_jax.errors import ConfigError, shown
 
 
 def check_sizes(config: Any) -> None:
-    """Raise ConfigError for a `LlamaConfig` that cannot be, naming the field."""
+    """Raise ConfigError for an impossible `LlamaConfig`, naming the field."""
     for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "max_seq_len"):
         require_positive_int(name, getattr(config, name))
     require_number("norm_eps", config.norm_eps, above=0.0)
@@ -32,7 +32,7 @@ def check_sizes(config: Any) -> None:
 
 
 def check_heads(config: Any) -> None:
-    """Raise ConfigError for heads of a size that cannot be."""
+    """Raise ConfigError for an impossible size of heads."""
     require_positive_int("head_dim", config.head_dim)
     if config.head_dim % 2:
         raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs of features")

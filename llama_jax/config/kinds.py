@@ -1,4 +1,4 @@
-"""The families of models, by what they have that Llama has not."""
+"""The families of models, by what they have beyond Llama."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llama_jax.errors import ConfigError
 
 Kind = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral"]
 
-# What the families of models have that Llama has not.
+# What the families of models have beyond Llama.
 KINDS: dict[Kind, set[str]] = {
     "llama": set(),
     "mistral": {"window"},

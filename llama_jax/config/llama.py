@@ -1,4 +1,4 @@
-"""What a Llama is: its sizes, checked once."""
+"""The configuration of a Llama: its sizes, checked once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class LlamaConfig:
       n_layers: L.
       n_heads: N, query heads.
       n_kv_heads: K, key/value heads; N = K * G. K = N is multi-head, K = 1 multi-query attention.
-      head_dim: H; dim / n_heads unless a checkpoint says otherwise. Where it is that, it stays so: with another `dim` or
-        `n_heads`, `dataclasses.replace` computes it anew; any other is kept.
-      hidden_dim: F, width of the gated feed-forward, which no rule ties to `dim` (`ffn_hidden_dim` is Meta's): give both to
-        `dataclasses.replace`.
+      head_dim: H; dim / n_heads unless given. While it equals that, `dataclasses.replace` with another `dim` or `n_heads`
+        computes it anew; any other value is kept.
+      hidden_dim: F, width of the gated feed-forward, which does not follow from `dim` (`ffn_hidden_dim` is Meta's rule):
+        give both to `dataclasses.replace`.
       norm_eps: added to the mean square in RMSNorm.
       rope_theta: base of the rotary frequencies.
       rope_scaling: how the frequencies are stretched, or None.
@@ -36,11 +36,11 @@ class LlamaConfig:
       window: a token sees itself and the window - 1 tokens before it (Mistral: Jiang et al. 2023, section 2); None for all.
       qkv_bias: a bias after the projections of queries, keys and values (Qwen2).
       qk_norm: RMSNorm of every query and key before the rotary embedding (Qwen3).
-      experts: E feed-forwards in the place of one, of which a router chooses `experts_per_token` for each token (Mixtral:
-        Jiang et al. 2024, section 2); 0 for a single one.
+      experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
+        et al. 2024, section 2); 0 for a single one.
 
     Raises:
-      ConfigError: a size that cannot be; the message names it.
+      ConfigError: an impossible size; the message names it.
     """
 
     vocab_size: int
@@ -73,7 +73,7 @@ class LlamaConfig:
 
     @property
     def kind(self) -> Kind:
-        """The first of the families that has all that this model has; what no Llama has tells them apart.
+        """The first of the families that has everything that this model has beyond Llama.
 
         Raises:
           ConfigError: none has; such a model can be trained, and no other program could read it.

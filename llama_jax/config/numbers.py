@@ -1,4 +1,4 @@
-"""What a number of a configuration must be; anything else is a ConfigError that names it."""
+"""Checks of the numbers of a configuration, with a ConfigError that names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a Llama is used beyond the context that it was first trained at."""
+"""Rope scaling: the use of a Llama beyond the context that it was first trained at."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ RopeScalingKind = Literal["linear", "ntk", "dynamic", "by_parts", "yarn", "llama
 
 NEEDED: Any = object()  # stands for the value of a field that must be given
 _BY_PARTS = {"original_max_seq_len": NEEDED, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-# What each kind of rope scaling reads besides its factor, and what it takes for a field that is not given. What is computed
-# from them is in `ops.rope_scaling.SCALINGS`.
+# The fields that each kind of rope scaling reads besides its factor, with defaults. The formulas are in
+# `ops.rope_scaling.SCALINGS`.
 ROPE_FIELDS: dict[str, dict[str, Any]] = {
     "linear": {},
     "ntk": {},
@@ -35,28 +35,29 @@ class RopeScaling:
     Attributes:
       kind: ``linear`` slows every pair of features by `factor` (position interpolation: Chen et al. 2023, section 3.2).
         ``ntk`` raises theta so that the slowest pair is slowed by `factor` and the fastest not at all ("NTK-aware": Peng et
-        al. 2023, section 3.1). ``dynamic`` does that by as much as the length of the sequence asks for (section 3.3, with
-        transformers' factor). ``by_parts`` slows the pairs that do not turn often within the original context and leaves
-        the others ("NTK-by-parts", section 3.2); ``yarn`` also sharpens the attention (section 3.4). ``llama3`` is a ramp
-        over turns and not over pairs (Llama 3.1 reference code, ``apply_scaling``). ``longrope`` divides each pair's
-        frequency by a number of its own, of two lists by the length (Ding et al. 2024, section 3).
-      factor: how many times the context is longer, at least 1; ``longrope`` reads it for the attention factor alone.
-      low_freq_factor, high_freq_factor: turns within the original context: up to the first a pair is slowed, from the second
-        on it is left; 1 and 4 where not given. For ``llama3``.
-      original_max_seq_len: the context that the model was first trained at; 8,192 for ``llama3`` where not given. All but
+        al. 2023, section 3.1). ``dynamic`` does the same depending on the length of the sequence (section 3.3, with
+        transformers' factor). ``by_parts`` slows the pairs that make few turns within the original context and leaves the
+        others ("NTK-by-parts", section 3.2); ``yarn`` also sharpens the attention (section 3.4). ``llama3`` has a ramp over
+        turns instead of pairs (Llama 3.1 reference code, ``apply_scaling``). ``longrope`` divides each pair's frequency by
+        a number of its own, from one of two lists by the length (Ding et al. 2024, section 3).
+      factor: the ratio of the new context to the original one, at least 1; ``longrope`` reads it for the attention factor
+        alone.
+      low_freq_factor, high_freq_factor: turns within the original context: a pair with at most the first is slowed, one with
+        at least the second is left; default 1 and 4. For ``llama3``.
+      original_max_seq_len: the context that the model was first trained at; default 8,192 for ``llama3``. All kinds except
         ``linear`` and ``ntk`` need it.
-      beta_fast, beta_slow: turns likewise, from the first on and up to the second; 32 and 1 where not given. For
-        ``by_parts`` and ``yarn``.
-      truncate: whether the ramp between them begins and ends at whole pairs, as it does where not given.
-      attention_factor: what cosine and sine are multiplied by, and so the scores by its square; where not given,
-        0.1 ln(factor) + 1 for ``yarn``, and sqrt(1 + ln(factor) / ln(original_max_seq_len)) for ``longrope``.
-      mscale, mscale_all_dim: weights of the logarithm in a ratio of two such factors, in the place of `attention_factor`
+      beta_fast, beta_slow: turns likewise: a pair with at least the first is left, one with at most the second is slowed;
+        default 32 and 1. For ``by_parts`` and ``yarn``.
+      truncate: whether the ramp between them begins and ends at whole pairs; default True.
+      attention_factor: the factor of cosine and sine, and so its square of the scores; default 0.1 ln(factor) + 1 for
+        ``yarn``, and sqrt(1 + ln(factor) / ln(original_max_seq_len)) for ``longrope``.
+      mscale, mscale_all_dim: weights of the logarithm in a ratio of two such factors, in place of `attention_factor`
         (DeepSeek-V2's YaRN); both or neither. For ``yarn``.
       short_factor, long_factor: one number for each of the H/2 pairs, for sequences up to the original context and for
         longer ones. For ``longrope``.
 
     Raises:
-      ConfigError: a kind that is not there, a field that it needs, does not read or cannot have.
+      ConfigError: an unknown kind; a field that it needs and lacks, or does not read; or an impossible value.
     """
 
     kind: RopeScalingKind
@@ -103,12 +104,12 @@ class RopeScaling:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the kind reads, by name."""
+        """The fields that the kind reads, by name."""
         return {"factor": self.factor} | {name: getattr(self, name) for name in ROPE_FIELDS[self.kind]}
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value of a field of a rope scaling, as it is kept; ConfigError where it cannot be."""
+    """The value of a field of a rope scaling, as it is kept; ConfigError for an impossible one."""
     if name == "original_max_seq_len":
         require_positive_int(name, value)
     elif name == "truncate":

@@ -1,1 +1,1 @@
-"""Where the operations meet parameters and cache: the only room that knows the whole model."""
+"""The model: operations applied to parameters and a cache. No other room knows the whole model."""

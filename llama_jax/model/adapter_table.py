@@ -1,7 +1,7 @@
-"""Several adapters beside one model, of which each row of a batch uses its own, or none.
+"""Several adapters of one model: each row of a batch uses one of them, or none.
 
-`adapter_table` puts them there once; `choose_adapters` says of a batch who uses which. What comes out are parameters, for
-every function of a model: `generate`, `forward`, `logits`.
+`adapter_table` adds them to the parameters once; `choose_adapters` selects one for each row of a batch. Both return
+parameters for every function of a model: `generate`, `forward`, `logits`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class SideBySide(NamedTuple):
 
 
 def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[Llama, Lora]]) -> Llama:
-    """The model with several adapters beside it, numbered from 0: to be given to `choose_adapters`.
+    """The model with several adapters, numbered from 0, for `choose_adapters`.
 
-    The adapters may have different ranks and targets; of all of them there is one copy, in the dtype of the model's
-    computation. The base is not copied.
+    The adapters may have different ranks and targets; they are stored once, in the dtype of the model's computation. The
+    base is not copied.
 
     Args:
       params: dense or quantised, on one device (`load(adapters=...)` reads a table over a mesh).
@@ -56,10 +56,10 @@ def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[L
 def side_by_side(
     config: LlamaConfig, adapters: Sequence[tuple[Llama, Lora]], dtype: jax.typing.DTypeLike, *, stacked: bool
 ) -> SideBySide:
-    """Adapters of one model as a single one: beside each other in A and B, of lower ranks filled up with zeros.
+    """Adapters of one model as a single one: concatenated in A and B, lower ranks padded with zeros.
 
     Raises:
-      ConfigError: none, or a target that the model has not.
+      ConfigError: none, or a target that the model does not have.
     """
     if not adapters:
         raise ConfigError("a table of adapters has one at least; give some, or leave the table out")
@@ -105,10 +105,10 @@ def tabled(params: Llama, table: SideBySide) -> Llama:
 
 
 def choose_adapters(params: Llama, rows: jax.Array | Sequence[int]) -> Llama:
-    """The parameters for a batch whose rows use these adapters: nothing is copied, and every choice has one program.
+    """The parameters for a batch whose rows use these adapters: nothing is copied, and one program serves every choice.
 
     Args:
-      params: as `adapter_table` gave them; those of a model without a table stay as they are where no row asks for one.
+      params: from `adapter_table`; a model without a table is returned unchanged if no row asks for an adapter.
       rows: int32[B], the number of an adapter or -1 for none, for each row of the batch.
 
     Raises:

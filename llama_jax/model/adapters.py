@@ -1,8 +1,8 @@
-"""LoRA: a frozen model whose matrices have changes of low rank that are learnt (Hu et al. 2021).
+"""LoRA: a frozen model with learnt low-rank changes of its matrices (Hu et al. 2021).
 
-Adapters are a `Llama` with a `LowRank` in the place of each matrix that has one and None elsewhere: a tree of its own,
-which is trained, kept and written alone. `adapted` joins it with the parameters of the base; what then stands in the place
-of a weight brings its own matmul, so that every function of a model takes an adapted one.
+Adapters are a `Llama` with a `LowRank` in the place of each matrix that has one and None elsewhere: a separate tree, which
+is trained, kept and written alone. `adapted` joins it with the parameters of the base; the object that then replaces a
+weight has its own matmul, so that every function of a model accepts an adapted one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from llama_jax.ops.weights import AdaptedWeight, ChangedWeight, LowRank, TabledW
 
 
 class Target(NamedTuple):
-    """Where in the tree a matrix stands, and which part of queries, keys and values it is, which are one matrix there."""
+    """The path of a matrix in the tree, and its part of queries, keys and values, which are one matrix there."""
 
     path: str
     part: int | None = None
@@ -50,14 +50,14 @@ class Lora:
 
     Attributes:
       rank: R, of the matrices A [R, in] and B [out, R] of every adapter.
-      alpha: B A is scaled by alpha / R, so that another rank needs no other learning rate.
+      alpha: B A is scaled by alpha / R, so that changing the rank does not require changing the learning rate.
       targets: the matrices that have adapters, by the names of `TARGETS`; all by default, as Schulman et al. 2025 ("LoRA
         without regret") recommend.
       rslora: B A is scaled by alpha / sqrt(R), so that high ranks learn as fast as low ones (Kalajdzievski 2023).
       dora: also learn the length of each row of the matrix, apart from its direction (Liu et al. 2024).
 
     Raises:
-      ConfigError: a value that cannot be, or a target that is no matrix of a Llama.
+      ConfigError: an impossible value, or a target that is not a matrix of a Llama.
     """
 
     rank: int = 16
@@ -80,7 +80,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """How many times a change counts."""
+        """The factor s of a change s B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -91,16 +91,16 @@ def init_adapters(
     dtype: jax.typing.DTypeLike = jnp.float32,
     base: Llama | None = None,
 ) -> Llama:
-    """Adapters for stacked blocks that change nothing yet: A uniform within 1 / sqrt(D), B zero, as PEFT starts them.
+    """Adapters for stacked blocks that change nothing yet: A uniform within 1 / sqrt(D), B zero, as in PEFT.
 
-    Where only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a gradient
-    other than zero, and both stay what they are. So it is with their magnitudes.
+    If only some of queries, keys and values are targets, A of the others is zero too: then neither A nor B has a nonzero
+    gradient, and both stay zero. Their magnitudes stay constant likewise.
 
     Args:
-      base: with stacked blocks: of DoRA, the model that it begins as, whose rows' lengths are the magnitudes.
+      base: with stacked blocks, for DoRA: the base model, the norms of whose rows are the initial magnitudes.
 
     Raises:
-      ConfigError: a target that is no single matrix in a model of this configuration; DoRA without a base.
+      ConfigError: a target that is not a single matrix in a model of this configuration; DoRA without a base.
     """
     if lora.dora and base is None:
         raise ConfigError("dora=True begins with the lengths of the base's rows; give init_adapters the base")
@@ -133,7 +133,7 @@ def init_adapters(
 def adapter_shapes(
     config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True
 ) -> Llama:
-    """Adapters of `jax.ShapeDtypeStruct`: what `init_adapters` would give, without allocating it.
+    """The shapes of `init_adapters`, as `jax.ShapeDtypeStruct`.
 
     Raises:
       ConfigError: as `init_adapters`.
@@ -149,7 +149,7 @@ def build_adapters(
     *,
     stacked: bool = True,
 ) -> Llama:
-    """A `Llama` with what a function gives for each matrix that has an adapter, and None elsewhere.
+    """A `Llama` with the result of a function for each matrix that has an adapter, and None elsewhere.
 
     Args:
       pair_of: given the row of the table, the shapes as a `LowRank` of `jax.ShapeDtypeStruct`, and the layer: 0 for stacked
@@ -178,7 +178,7 @@ def build_adapters(
 
 
 def adapter_count(config: LlamaConfig, lora: Lora) -> int:
-    """How many numbers adapters learn."""
+    """The number of trained parameters of adapters."""
     widths = {"q_proj": config.queries_per_kv_head, "k_proj": 1, "v_proj": 1}  # of G + 2
     numbers = 0
 
@@ -196,11 +196,11 @@ def adapter_count(config: LlamaConfig, lora: Lora) -> int:
 
 
 def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
-    """The model with its adapters: parameters for every function of a model. Nothing is copied, and nothing added up.
+    """The model with its adapters: parameters for every function of a model. Nothing is copied or added up.
 
     Args:
-      params: the base, dense or quantised, on whatever devices.
-      adapters: of the same form: for stacked blocks or for a tuple of them, as `stack` and `unstack` make them.
+      params: the base, dense or quantised, on any devices.
+      adapters: in the same form: for stacked blocks or for a tuple of them, as `stack` and `unstack` make them.
 
     Raises:
       ConfigError: adapters of another form or for another model; the message names the matrix.
@@ -217,9 +217,9 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
 
 
 def settled(params: Llama) -> Llama:
-    """Adapted parameters for inference: what a magnitude makes of each row is computed now, and not for every token.
+    """Adapted parameters for inference: the scale of each row by its magnitude is computed once, not for every token.
 
-    Those without DoRA stay as they are, and nothing else is copied.
+    Parameters without DoRA are returned unchanged, and nothing else is copied.
     """
 
     run = _factors_of if isinstance(params.blocks, Block) else _factor_of
@@ -240,7 +240,7 @@ _factor_of, _factors_of = jax.jit(_settled_factor), jax.jit(jax.vmap(_settled_fa
 
 
 def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
-    """The parameters with what a function makes of each matrix and its pair, see `adapted`."""
+    """The parameters with each matrix that has a pair replaced by a function of both, see `adapted`."""
     stacked = isinstance(params.blocks, Block)
     pairs = {_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
 
@@ -266,20 +266,20 @@ def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, Low
 
 
 def base_of(params: Llama) -> Llama:
-    """The model without the adapters that `adapted` has joined it with: its own arrays."""
+    """The model without the adapters that `adapted` added: its own arrays."""
     is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)
     return jax.tree.map(lambda leaf: leaf.base if is_adapted(leaf) else leaf, params, is_leaf=is_adapted)
 
 
 def with_base(layout: Layout, base: Llama, lora: Lora) -> Layout:
-    """A layout in which a `TrainState` whose parameters are adapters trains them: `train_step` joins them with the base.
+    """A layout for training a `TrainState` whose parameters are adapters: `train_step` joins them with the base.
 
-    Only what is in the state is differentiated, so of the base there is no gradient. Make the base an argument of the
-    function that is compiled, which would otherwise hold a copy of it.
+    Only the parameters in the state are differentiated, so the base gets no gradient. Make the base an argument of the
+    compiled function, which would otherwise contain a copy of it.
 
     Args:
       layout: of the model.
-      base: parameters as a state of full training has them, in any dtype or quantised.
+      base: parameters as in a state of full training, in any dtype or quantised.
     """
     return replace(layout, fit=lambda adapters: layout.fit(adapted(base, adapters, lora)))
 
@@ -287,8 +287,8 @@ def with_base(layout: Layout, base: Llama, lora: Lora) -> Layout:
 def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
     """The model as plain weights, W + s B A, which needs no adapters any more.
 
-    A change is added in float32 and the sum rounded once to the dtype of the weight: of 16 bits it keeps what they can tell.
-    A quantised matrix becomes a dense one, in the dtype of its computation.
+    A change is added in float32 and the sum rounded once to the dtype of the weight, so that 16-bit weights lose what they
+    cannot represent. A quantised matrix becomes a dense one, in the dtype of its computation.
 
     Raises:
       ConfigError: as `adapted`.

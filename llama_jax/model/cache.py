@@ -27,17 +27,17 @@ class KVCache(struct.PyTreeNode):
 
     Attributes:
       k, v: a tuple of L arrays [B, K, S, H] (for a tuple of blocks) or one array [L, B, K, S, H] (for stacked blocks);
-        `Quantized` ones for a cache of int8. Head-major, so that the product with a query reads it as it lies.
+        `Quantized` ones for a cache of int8. Head-major, so that the product with a query reads contiguous memory.
       length: int32[B], tokens that each row has read. Rows may have different lengths.
-      window: how many positions back a token sees, or None for all. Then the slots are a ring: see `ring_slots`.
-      sinks: with a window, the first so many tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
-      fresh: nothing has been read, which is known when the program is traced: the first tokens then attend to their own
-        keys and values as whole rows, and the slots are not read. `forward` returns a cache that is not. It is part of
+      window: how many positions back a token sees, or None for all. With it the slots are a ring: see `ring_slots`.
+      sinks: with a window, this many first tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
+      fresh: nothing has been read, and this is known when the program is traced: the first tokens then attend to their own
+        keys and values as whole rows, and the slots are not read. `forward` returns a cache that is not fresh. It is part of
         the tree's structure, so that programs for the two differ; a loop must carry a cache that is not fresh.
 
-    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; those after them have
-    weight zero in attention. The capacity S is also what a step reads and pays for. It is therefore kept close to the
-    filled length and enlarged with `grow`: a window cut out of a larger cache would be copied before every product.
+    Without a window slots [0, length) of each row are valid, slot s holding the token at position s; later slots have weight
+    zero in attention. A step reads all S slots of the capacity, filled or not. The capacity is therefore kept close to the
+    filled length and enlarged with `grow`: a slice of a larger cache would be copied before every product.
     """
 
     k: Any
@@ -68,9 +68,9 @@ def init_cache(
 
     Args:
       dtype: that of the parameters; or int8, with a factor for each head and position.
-      window: positions that a token sees back; rows may then have any length. Of the capacity, `sinks` slots and those of
-        the window are taken, and the rest is how many tokens, less one, can be read at once.
-      sinks: of the first tokens of each row, which are seen from everywhere.
+      window: positions that a token sees back; rows may then have any length. `sinks` and `window` slots of the capacity are
+        taken, and the rest, plus one, is the most tokens that can be read at once.
+      sinks: first tokens of each row that are seen from everywhere.
       fresh: see `KVCache`.
     """
     for name, value in (("batch", batch), ("capacity", capacity)):
@@ -96,7 +96,7 @@ def init_cache(
 def cache_bytes(config: LlamaConfig, batch: int, length: int, dtype: jax.typing.DTypeLike) -> int:
     """Bytes of the keys and values of `batch` rows of `length` tokens: 2 L B K S times H of `dtype`.
 
-    For int8 there are 4 more for the factor of each of them.
+    For int8 there are 4 more bytes for the factor of each head and position.
     """
     rows = 2 * config.n_layers * batch * config.n_kv_heads * length
     dtype = jnp.dtype(dtype)
@@ -107,14 +107,14 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
     """The same cache with room for `capacity` tokens in each row.
 
     Raises:
-      GenerationError: `capacity` is below the present one, so that tokens could be lost; or the cache has a window, so that
-        it needs no more room and its ring would be torn.
+      GenerationError: `capacity` is below the present one, so that tokens could be lost; or the cache has a window, which
+        needs no more room and is a ring that cannot be enlarged.
     """
     missing = capacity - cache.capacity
     if missing < 0:
         raise GenerationError(f"a cache of {cache.capacity} slots cannot shrink to capacity={capacity}")
     if cache.window is not None:
-        raise GenerationError(f"a cache with window={cache.window} never needs to grow: its slots are used again")
+        raise GenerationError(f"a cache with window={cache.window} never needs to grow: its slots are reused")
 
     def extend(buffer: jax.Array) -> jax.Array:
         return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)])
@@ -148,8 +148,8 @@ def key_positions(cache: KVCache, new: int) -> jax.Array | None:
 def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | None = None) -> Buffer:
     """Put T new tokens of each row into a buffer of keys or values, in place where XLA owns the buffer.
 
-    No gradient flows into the cache. Positions are not checked here (`forward` does where it can): XLA leaves out a single
-    token that has no slot, and moves several that do not fit so that they fit, or leaves those out.
+    No gradient flows into the cache. Positions are not checked here (`forward` does if it can): XLA drops a single token
+    without a slot, and shifts several that do not fit, or drops them.
 
     Args:
       buffer: [B, K, S, H], or [L, B, K, S, H] with `layer`.

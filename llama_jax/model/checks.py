@@ -1,4 +1,4 @@
-"""What a forward pass cannot do, refused with the reason before anything is computed."""
+"""Checks of the arguments of a forward pass, before anything is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llama_jax.ops.attention import Seen, View
 
 
 def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache: KVCache | None, places: Places) -> None:
-    """Raise for what `forward` cannot take; which errors, it says."""
+    """Raise for arguments that `forward` does not accept; see there for the errors."""
     if tokens.ndim != 2 or not tokens.size or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise GenerationError(
             f"tokens are {tokens.dtype}{list(tokens.shape)}; int[B, T] is needed, a row per sequence, B and T at least 1"
@@ -47,7 +47,7 @@ def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache
 
 
 def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:
-    """Raise where `new` tokens do not fit: XLA would move the write to fit and overwrite what is there."""
+    """Raise if `new` tokens do not fit: XLA would shift the write and overwrite earlier tokens."""
     if isinstance(params.blocks, tuple) != isinstance(cache.k, tuple):
         forms = ("a tuple", "stacked") if isinstance(params.blocks, tuple) else ("stacked", "a tuple")
         raise GenerationError(
@@ -82,7 +82,7 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
     would silently take another token's row.
 
     Raises:
-      ConfigError: what is missing, left over or misshapen; the message names it.
+      ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
     """
     check_head(config, params)
     blocks = params.blocks
@@ -105,7 +105,7 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
 
 
 def check_head(config: LlamaConfig, params: Llama) -> None:
-    """Raise ConfigError where there is an output projection though it is the embedding, or none though it is not."""
+    """Raise ConfigError for an output projection in a tied model, or a missing one in an untied model."""
     if (params.lm_head is None) != config.tie_embeddings:
         found = "no" if params.lm_head is None else "an"
         raise ConfigError(f"tie_embeddings={config.tie_embeddings} but the parameters have {found} lm_head")
@@ -140,7 +140,7 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str 
 
 
 def checked_attention(attend: Attend) -> Attend:
-    """An attention of your own, whose result is held against what it must be: axes in another order would be believed."""
+    """A user's attention with a check of its result's shape, since axes in another order might go unnoticed."""
 
     def found(queries: jax.Array, view: View, seen: Seen, **options: Any) -> jax.Array:
         mixed = attend(queries, view, seen, **options)

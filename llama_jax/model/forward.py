@@ -38,20 +38,20 @@ def forward(
     comes after all that a real one may see, so it needs no mask, only a length.
 
     Args:
-      tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, as it is by `whole.logits` and `generate`. Nor
-        is a position beyond `config.max_seq_len`, which `generate` refuses.
-      cache: what the rows have read before; None starts at position 0 and keeps nothing. Its form follows that of
-        `params.blocks`: a tuple for a tuple, stacked for stacked. No gradient flows through what is read from it, the new
-        tokens' own keys and values included unless it is fresh: leave it out to differentiate.
-      places: where the tokens stand, where it is not one after the other from what the cache holds.
+      tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
+        a position beyond `config.max_seq_len`, which `generate` refuses.
+      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Its form follows that of
+        `params.blocks`: a tuple for a tuple, stacked for stacked. No gradient flows through it, not even through the new
+        tokens' own keys and values unless it is fresh: leave it out to differentiate.
+      places: the positions of the tokens, if they do not just follow those in the cache.
       compute: dtype, rematerialisation, attention.
-      layout: over which devices. `constrain` is told "tokens" [B, T], to be looked up; and of [B, T, D]
-        "embedded", as they were looked up, "residual", the stream between layers, "normed", what the first matmuls of
-        attention and feed-forward read, and "added", what their last ones give.
+      layout: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
+        [B, T, D]: "embedded", after the lookup, "residual", the stream between layers, "normed", the input of the first
+        matmuls of attention and feed-forward, and "added", the output of their last ones.
 
     Returns:
-      hidden [B, T, D] in the dtype of the computation, to be given to `unembed` where logits are wanted; and the cache with
-      the new tokens, or None.
+      hidden [B, T, D] in the dtype of the computation, for `unembed` to make logits of; and the cache with the new tokens,
+      or None.
 
     Raises:
       ConfigError: the parameters are not those of the configuration.
@@ -65,7 +65,7 @@ def forward(
 
 
 class Options(NamedTuple):
-    """What `forward` is told beside model and tokens."""
+    """The arguments of `forward` besides model and tokens."""
 
     places: Places
     compute: Compute
@@ -73,7 +73,7 @@ class Options(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What all layers of a pass share.
+    """The values that all layers of a pass share.
 
     Attributes:
       turn: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2].
@@ -250,9 +250,9 @@ def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array) -> jax.A
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
-    """Logits float32[..., V] of the hidden states [..., D] that `forward` gave.
+    """Logits float32[..., V] of the hidden states [..., D] from `forward`.
 
-    Apart from `forward`, so that a prefill projects one position per row onto the vocabulary and not all of them.
+    Separate from `forward`, so that a prefill projects one position per row onto the vocabulary instead of all of them.
 
     The output projection may have more rows than the vocabulary, to be divided over devices (`parallel.fit`). They are
     padding: there are as many logits as rows, and those of the padding are -inf, so that nothing ever chooses or counts one.
@@ -269,7 +269,7 @@ def head_of(config: LlamaConfig, params: Llama) -> jax.Array:
     """The output projection [V, D]: the embedding where the two are tied.
 
     Raises:
-      ConfigError: the parameters have one where they are tied, or none where they are not.
+      ConfigError: the parameters have one although they are tied, or none although they are not.
     """
     check_head(config, params)
     return params.embedding if params.lm_head is None else params.lm_head

@@ -1,4 +1,4 @@
-"""What the forward pass is told beside model and tokens: frozen bundles, each named once."""
+"""The options of a forward pass, in frozen bundles: positions, computation, layout over devices."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Places(NamedTuple):
     """Where the tokens of a pass stand; None is the usual case.
 
     Attributes:
-      lengths: int32[B], how many of the T tokens of each row are real, padding is on the right; all when None. Only the
-        cache's length uses it, and a rope scaling that depends on the length.
+      lengths: int32[B], how many of the T tokens of each row are real, with padding on the right; all when None. Used only
+        for the cache's length, and by a rope scaling that depends on the length.
       positions: int32[B, T], each token's position in its document, for the rotary embedding; its place in the row and the
         cache when None. Without a cache only.
-      segment_ids: int32[B, T], which of the documents packed into a row each token is of: attention does not cross them.
-        Without a cache only.
-      rope_lengths: int32[B], or int32[B, T] for each token, how long each row is when it has been read whole, for a rope
-        scaling that depends on the length ("dynamic" or "longrope"; others are the same at every length). None takes what
-        the row has so far, each document of a packed row for itself. What is in the cache stays as it was turned when it
-        was read: a prompt that is read in pieces needs its whole length from the first, and while a row grows in decoding,
-        its older keys keep the frequencies of when it was shorter, as they do in transformers.
+      segment_ids: int32[B, T], the number of each token's document among those packed into the row: attention does not
+        cross documents. Without a cache only.
+      rope_lengths: int32[B], or int32[B, T] for each token, the length of each row when it has been read whole, for a rope
+        scaling that depends on the length ("dynamic" or "longrope"; others are the same at every length). None takes the
+        length so far, for each document of a packed row by itself. Keys in the cache keep the rotation with which they were
+        written: a prompt that is read in pieces needs its whole length from the first piece, and while a row grows in
+        decoding its older keys keep the frequencies of the shorter length, as they do in transformers.
     """
 
     lengths: Any = None
@@ -48,17 +48,17 @@ class Compute:
 
     Attributes:
       dtype: of the computation, to which parameters are cast where they are used; None takes that of the embedding.
-      remat: what the backward pass computes a second time instead of saving it: "none"; "dots", everything in a layer but
-        its matmuls with weights and attention by blocks; "full", everything in a layer, so that only the residual stream
-        between layers is saved (Chen et al. 2016, section 3); "offload", as "full", and the residual stream waits in the
+      remat: what the backward pass recomputes instead of saving it: "none"; "dots", everything in a layer except its
+        matmuls with weights and attention by blocks; "full", everything in a layer, so that only the residual stream
+        between layers is saved (Chen et al. 2016, section 3); "offload", as "full", with the residual stream kept in the
         host's memory.
-      attention: how attention is computed, see `ops.attend`; "auto" takes what `ops.attention.choose` says.
-      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or what the layout has
-        in its place. A cache with sinks is read by `ops.attend_with_sinks` whatever this is.
+      attention: the backend of attention, see `ops.attend`; "auto" uses `ops.attention.choose`.
+      attend: an attention of your own, with the arguments of `ops.attend`; None takes `ops.attend`, or the layout's. A cache
+        with sinks is always read by `ops.attend_with_sinks`.
 
     Raises:
-      ConfigError: a dtype that is none of floats; an attention of your own and a way to compute the library's; a way, or a
-        rematerialisation, that does not exist.
+      ConfigError: a dtype that is not a floating-point type; both `attend` and a backend of the library's attention; an
+        unknown backend or rematerialisation.
     """
 
     dtype: Any = None
@@ -74,34 +74,34 @@ class Compute:
         if self.attention not in get_args(AttentionBackend):
             raise ConfigError(f"attention={self.attention!r} must be one of {', '.join(get_args(AttentionBackend))}")
         if self.attend is not None and self.attention != "auto":
-            raise ConfigError(f"attention={self.attention!r} is of the library's attention, and attend gives another")
+            raise ConfigError(f"attention={self.attention!r} is for the library's attention, which attend replaces")
 
 
 def unconstrained(x: jax.Array, where: str) -> jax.Array:
-    """Leave it to XLA where an activation lies."""
+    """Leave the layout of an activation to XLA."""
     return x
 
 
 def identity(x: Any) -> Any:
-    """What is there, as it is."""
+    """Return the arguments unchanged."""
     return x
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a pass computes, over which devices; the result does not depend on it. The default is a single device.
+    """The devices of a pass and how arrays lie on them; results do not depend on it. The default is a single device.
 
     Attributes:
-      constrain: told where in the model an activation is, lays it out over the devices; the names are those of the call
-        sites, see `parallel.specs` and `inference.placement`.
-      attend: takes the place of `ops.attend`: told over which axes rows and heads are cut, or ring attention.
-      arrange: puts the rows of a training batch, and the tokens in them, into another order or shape, of which `attend` must
-        know: sums over them do not depend on it. See `parallel.ring`.
-      fit: makes of the parameters those of the configuration, where a training state keeps them in another shape.
-      shares: parts of the rows that lie on different devices, of which `constrain` knows.
-      mesh: of the devices; what is traced under it is made for their platform.
-      axis_name: of the mapped axis where this runs per device, under `jax.pmap` or `jax.shard_map`: sums are then over all
-        of its devices, which have the same state and each their own rows.
+      constrain: given the name of an activation, lays it out over the devices; for the names see the call sites,
+        `parallel.specs` and `inference.placement`.
+      attend: replaces `ops.attend`: with the axes over which rows and heads are cut, or by ring attention.
+      arrange: brings the rows of a training batch, and the tokens in them, into another order or shape, for which `attend`
+        is made; sums over tokens do not depend on it. See `parallel.ring`.
+      fit: turns parameters into those of the configuration, if a training state keeps them in another shape.
+      shares: parts of the rows that lie on different devices, as `constrain` lays them out.
+      mesh: of the devices; programs traced under it are made for their platform.
+      axis_name: of the mapped axis if this runs per device, under `jax.pmap` or `jax.shard_map`: sums are then over all of
+        its devices, which have the same state but different rows.
     """
 
     constrain: Constrain = unconstrained

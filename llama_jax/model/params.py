@@ -1,9 +1,9 @@
 """The parameters of a Llama: an immutable tree of arrays, and a table with one row for each of them.
 
-All that must know a parameter reads the table: `init`, the partition specs, the optimizers' masks, the checks, the sizes of
-`estimate`, and every format's loading and saving (`checkpoints.names` has what formats call it). A parameter that only some
-models have is a row with a condition; the tree of a model without it holds None there. Axes are spelled in the alphabet of
-the configuration, see `sizes`.
+Everything that depends on the list of parameters reads the table: `init`, the partition specs, the optimizers' masks, the
+checks, the sizes of `estimate`, and every format's loading and saving (`checkpoints.names` has their names there). A
+parameter that only some models have is a row with a condition; the tree of a model without it holds None there. Axes are
+spelled in the alphabet of the configuration, see `sizes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.config import LlamaConfig
 
-# A jax.Array, or what stands for one in a tree of the same form: a shape, a partition spec, a sharding, a place in a file.
+# A jax.Array, or its stand-in in a tree of the same form: a shape, a partition spec, a sharding, a place in a file.
 Leaf: TypeAlias = Any
 
 
@@ -72,7 +72,7 @@ class Llama(struct.PyTreeNode):
       blocks: a tuple of L blocks (read from a file, fastest to decode with), or one `Block` whose arrays have a leading
         axis L (fast to compile, for training); `stack` and `unstack` convert.
       final_norm: [D].
-      lm_head: [V, D], or None where the output projection is the embedding.
+      lm_head: [V, D], or None if the output projection is the embedding.
     """
 
     embedding: Leaf

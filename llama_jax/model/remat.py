@@ -1,4 +1,4 @@
-"""Rematerialisation: what of a layer is saved for the backward pass (Chen et al. 2016)."""
+"""Rematerialisation: which values of a layer are saved for the backward pass (Chen et al. 2016)."""
 
 from __future__ import annotations
 

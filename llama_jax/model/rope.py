@@ -13,10 +13,10 @@ from llama_jax.ops.rotary import Frequencies
 
 
 def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Frequencies, float]:
-    """How far each pair of features turns per position, and what cosine and sine are multiplied by.
+    """The rotation of each pair of features per position, and the factor of cosine and sine.
 
-    From the configuration alone, so that training and inference cannot disagree; computed in float64 where the length is
-    not an array of JAX.
+    They follow from the configuration alone, so that training and inference cannot disagree; computed in float64 unless the
+    length is a JAX array.
 
     Args:
       length: of the sequence, for the kinds of scaling that depend on it ("dynamic" and "longrope"; the others are the same

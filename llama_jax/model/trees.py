@@ -86,14 +86,13 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32,
 
 
 def quantize(params: Llama, kind: Name) -> Llama:
-    """The parameters with their matrices in fewer bits, by the nearest numbers: "int8", "int4", "fp8", "nf4", "q8_0" or
-    "q4_0".
+    """The parameters with their matrices in fewer bits, rounded to nearest: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0".
 
-    A file is better quantised while it is read (`checkpoints.load`), which never holds the dense model. Of
-    `jax.ShapeDtypeStruct`s, with or without shardings, it gives those of what would be kept.
+    A file is better quantised while it is read (`checkpoints.load`), without ever holding the dense model. From
+    `jax.ShapeDtypeStruct`s, with or without shardings, it makes those of the quantised parameters.
 
     Raises:
-      ConfigError: a kind into which nothing is quantised here, or rows that are not made of whole blocks.
+      ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
     """
     if kind not in MADE:
         raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MADE)}")

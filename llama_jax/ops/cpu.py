@@ -1,8 +1,8 @@
-"""All that XLA for CPU wants otherwise, and why; on other platforms none of it is traced.
+"""Variants of functions for XLA on CPUs, and the reasons for them; none of it is traced on other platforms.
 
 The other files of this room are written for accelerators, as plain mathematics. Where XLA for CPU (jaxlib 0.10.2) needs
-another form to be fast, the plain function is decorated with `for_cpu` and its variant stands here. A variant gives what
-the plain function gives and is tested against it. The reasons:
+another form to be fast, the plain function is decorated with `for_cpu` and its variant is here. A variant computes the same
+as the plain function and is tested against it. The reasons:
 
 - A matmul of 16-bit numbers without a float32 result converts both operands, whole weights, to float32: 10 to 18 times
   slower than one with it (K = 2,048, N = 4,096, 1 to 256 rows).
@@ -36,7 +36,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def for_cpu(variant: Callable[..., Any], *, to_plan: bool = False) -> Callable[[F], F]:
-    """Where a program is made for a CPU, call `variant` with the decorated function and its arguments in its place.
+    """In programs for a CPU, call `variant` with the decorated function and its arguments in its place.
 
     Args:
       to_plan: also where a CPU's compiler stands in for an accelerator's, see `platform.planned_for`, because it could not

@@ -21,7 +21,7 @@ class LossSums(NamedTuple):
     """Sums over the weighted tokens, float32[] or float64[].
 
     Attributes:
-      loss: what is to be made small: `nll`, and `z_loss` times the squared logarithm of the softmax's denominator.
+      loss: the quantity to minimise: `nll` plus `z_loss` times the squared logarithm of the softmax's denominator.
       nll: negative log-likelihood in nats; without a gradient, see `loss`.
     """
 
@@ -31,7 +31,7 @@ class LossSums(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """How logits are made, and what is made of them.
+    """How logits are computed, and the loss from them.
 
     Attributes:
       chunk: positions of each row whose logits exist at a time.
@@ -55,8 +55,8 @@ def cross_entropy(
 ) -> LossSums:
     """The negative log-likelihood of `targets` under the logits ``hidden @ head.T``, made chunk by chunk.
 
-    The result is a sum whose derivative is known as soon as the logits are, so the gradient is computed together with the
-    value and the backward pass only scales it. Computing the logits again in the backward pass would cost a third more.
+    The result is a sum whose derivative follows directly from the logits, so the gradient is computed together with the
+    value and the backward pass only scales it. Recomputing the logits in the backward pass would cost a third more.
 
     Args:
       hidden: [B, T, D], in the dtype of the products. Logarithm and sums are float32 at least.

@@ -38,9 +38,9 @@ class DivergenceOptions:
 
     Attributes:
       temperature: above 0; divides the logits of both (Hinton et al. 2015, section 2).
-      top_k: the teacher's k most probable tokens are compared, those of the same probability as the last among them, and all
-        others together as one; 0 compares the whole distributions. The divergence is never larger for it (data-processing
-        inequality), and 0 for equal distributions.
+      top_k: compare the teacher's k most probable tokens, including those as probable as the last of them, and all others
+        together as one; 0 compares the whole distributions. This never makes the divergence larger (data-processing
+        inequality), and it stays 0 for equal distributions.
     """
 
     temperature: float = 1.0

@@ -1,1 +1,1 @@
-"""One program on many devices: the mesh, and which device holds what."""
+"""One program on many devices: the mesh, and the sharding of arrays over it."""

@@ -1,7 +1,7 @@
 """A model made to fit a mesh: padding of the vocabulary and copies of key/value heads, so that both can be divided.
 
-The function is the same. What is added lies inside of the sharded model only: `unembed` gives padding no probability, and
-`unfit` cuts what is written or returned back to the model's own shape.
+The model computes the same. Padding and copies exist in the sharded model only: `unembed` gives padding no probability, and
+`unfit` cuts parameters that are written or returned back to the model's own shape.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
 
 
 def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of an array, or of all that a quantised weight is kept as: it moves whole rows."""
+    """`change` of an array, or of all planes of a quantised weight: it moves whole rows."""
     return leaf.replace(planes=tuple(map(change, leaf.planes))) if isinstance(leaf, QuantizedWeight) else change(leaf)
 
 
 def over_rows_of(leaf: Any, change: Callable[[Any], Any]) -> Any:
-    """`change` of whatever has the rows of a matrix: of one with an adapter itself and B, of an adapter B, of others all."""
+    """`change` of everything with a matrix's rows: of an adapted matrix itself and B, of an adapter B, else the whole."""
     if isinstance(leaf, ChangedWeight):
         factor = None if leaf.factor is None else _changed_vector(leaf.factor, leaf.ndim, change)
         return leaf.replace(base=change(leaf.base), low_rank=over_rows_of(leaf.low_rank, change), factor=factor)

@@ -16,15 +16,15 @@ AXES = ("data", "fsdp", "context", "tensor")
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The sizes of the four axes of a mesh; 1 is an axis that splits nothing.
+    """The sizes of the four axes of a mesh; an axis of size 1 splits nothing.
 
     Attributes:
       data: copies of the model, each with its share of the batch.
-      fsdp: shares of the batch whose devices keep the parameters together, each a part, and gather a layer when it runs
+      fsdp: shares of the batch; the parameters are sharded over their devices, which gather a layer when it runs
         (Rajbhandari et al. 2020, stage 3; fully sharded data parallelism).
       tensor: parts of every matrix product, by heads and by features (Shoeybi et al. 2019, section 3).
       context: parts of every row's tokens, whose keys and values go around a ring in attention (Liu et al. 2023; see
-        `parallel.ring`). As those of `fsdp` their devices keep the parameters together, each a part.
+        `parallel.ring`). The parameters are sharded over their devices as over those of `fsdp`.
 
     Raises:
       MeshError: a size that is not a positive integer.
@@ -60,15 +60,15 @@ class MeshSizes:
         return self.fsdp * self.context
 
     def __str__(self) -> str:
-        """As `parse_mesh` reads it; `context` is named where it splits, for few runs have it."""
+        """As `parse_mesh` reads it; `context` is named only if it splits, for few runs use it."""
         return ",".join(f"{axis}={size}" for axis, size in self.items() if axis != "context" or size > 1)
 
 
 def parse_mesh(text: str) -> MeshSizes:
-    """The sizes in a text such as ``data=2,fsdp=4,tensor=1``, in any order; an absent axis is 1.
+    """The sizes in a text such as ``data=2,fsdp=4,tensor=1``, in any order; a missing axis is 1.
 
     Raises:
-      MeshError: something else, an axis that is not there, or one given twice.
+      MeshError: another form of text, an unknown axis, or one given twice.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):

@@ -1,11 +1,10 @@
 """Several processes as one job: they find each other, wait for each other, and end together.
 
-JAX connects processes by itself (`jax.distributed`), but one that is missing, was started otherwise or dies leaves the
-others waiting, or ends them with the trace of a C++ program. So process 0 first calls the roll, over plain TCP on the
-coordinator's own port, before JAX's service takes that port over. The connections stay open: the system closes them with
-the process, however that ends, so a death is known at once and has a name. A host that falls silent is given up after 30
-seconds; a process that is there but stuck in the system, by JAX's own heartbeat after 45. Like JAX's service, all this
-trusts the network that it is on.
+JAX connects processes by itself (`jax.distributed`), but if one is missing, was started with other arguments or dies, the
+others wait forever or end with a C++ stack trace. So process 0 first calls the roll, over plain TCP on the coordinator's own
+port, before JAX's service takes over that port. The connections stay open: the system closes them with the process, however
+that ends, so the others learn at once which process died. A silent host is given up after 30 seconds; a process that exists
+but hangs in the system, by JAX's own heartbeat after 45. Like JAX's service, all this trusts its network.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ END = "end of the run"
 
 
 class Processes:
-    """A job's processes, as one of them sees the others. Without arguments: a job of one, which waits for nobody."""
+    """The processes of a job, as seen from one of them. Without arguments: a job of one, which waits for nobody."""
 
     def __init__(
         self,
@@ -303,7 +302,7 @@ def _detect(
     except (RuntimeError, ValueError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())[:500]
         raise MeshError(
-            f"the cluster does not say where this process stands ({reason}); give --coordinator, --processes, --process-id"
+            f"the cluster does not tell this process its number ({reason}); give --coordinator, --processes, --process-id"
         ) from None
     return found[0], found[1], found[2], None if found[3] is None else list(found[3])
 

@@ -4,13 +4,14 @@ Each device keeps its queries. Keys and values pass from device to device; the m
 merged by the log-sum-exps of their scores, as the blocks of one device are (Dao et al. 2022, section 3.1). In the backward
 pass keys and values go around once more and their gradients with them, until they are back where they started.
 
-Of a causal triangle a device with the first tokens would have little to do and one with the last nearly everything. A row
-is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th chunk and the i-th from the
-end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all have as many scores to compute.
+In causal attention the device with the first tokens would have little to compute and the one with the last nearly
+everything. A row is therefore cut into twice as many chunks as there are devices, and device i of n has the i-th chunk and
+the i-th from the end, in "zigzag" order (Grattafiori et al. 2024, section 3.3.2): at every turn all devices compute equally
+many scores.
 
 To the rest of the model the parts are rows. A batch of B rows of T tokens over n devices becomes n * B rows of T / n
-tokens, of which only attention knows that they belong together; so whatever divides rows divides them, and nothing else
-is different from a mesh without this axis.
+tokens, and only attention knows that they belong together; so they are divided like any other rows, and everything else is
+the same as on a mesh without this axis.
 """
 
 from __future__ import annotations

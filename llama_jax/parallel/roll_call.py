@@ -1,4 +1,4 @@
-"""The roll call of a job: its processes come together over plain TCP, and all hear who is there or what is wrong."""
+"""The roll call of a job: its processes connect over plain TCP, and all learn who is present or what is wrong."""
 
 from __future__ import annotations
 

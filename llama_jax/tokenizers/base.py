@@ -1,4 +1,4 @@
-"""What every tokenizer can do, and text that arrives token by token."""
+"""The interface of tokenizers, and text that arrives token by token."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int:
-        """The begin-of-sequence token, or -1 where the vocabulary has none."""
+        """The begin-of-sequence token, or -1 if the vocabulary has none."""
         ...
 
     @property
     def eos_id(self) -> int:
-        """The end-of-sequence token, or -1 where the vocabulary has none."""
+        """The end-of-sequence token, or -1 if the vocabulary has none."""
         ...
 
     @property
@@ -38,23 +38,23 @@ class Tokenizer(Protocol):
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
         The end-of-sequence token, Llama 3's ends of a turn and a message, those that the model's own files name, and
-        the one that begins another text: llama2.c's stories end with it.
+        the begin-of-sequence token, with which llama2.c's stories end.
         """
         ...
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """The ids that no text becomes unless `encode` is told `special=True`, by what stands for them there."""
+        """The ids of special tokens by their names; `encode` recognises the names in a text only with `special=True`."""
         ...
 
     @property
     def chat_template(self) -> str | None:
-        """The checkpoint's own chat format in Jinja, where it has one; see `tokenizers.chat`."""
+        """The checkpoint's own chat format in Jinja, if it has one; see `tokenizers.chat`."""
         ...
 
     @property
     def space_prefix(self) -> bool:
-        """Whether encoding puts a space before a text, which decoding takes away again."""
+        """Whether encoding adds a space before a text, which decoding removes again."""
         ...
 
     def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
           special: whether "<|eot_id|>" and the like in the text are special tokens; by default they are text.
 
         Raises:
-          TokenizerError: a token asked for that the vocabulary has not, or text that no UTF-8 can hold.
+          TokenizerError: a requested token that the vocabulary does not have, or text that UTF-8 cannot encode.
         """
         ...
 
@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
-        """Ids of plain texts with special tokens between them, each encoded as it is where it follows the one before."""
+        """Ids of plain texts with special tokens between them, each text encoded as the continuation of what precedes it."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -89,12 +89,12 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the vocabulary and its settings into a folder, from which `load_tokenizer` gives the same tokenizer."""
+        """Write the vocabulary and its settings into a folder, from which `load_tokenizer` reads the same tokenizer."""
         ...
 
 
 class TextStream:
-    """Text from tokens one by one: a character is given out when its last byte has come, never in parts."""
+    """Text from tokens one by one: a character is returned when its last byte has come, never in parts."""
 
     def __init__(self, tokenizer: Tokenizer, *, at_start: bool = False) -> None:
         """Start after some text, or with `at_start` at the beginning, where a vocabulary's leading space is dropped."""
@@ -113,7 +113,7 @@ class TextStream:
         return self._decoder.decode(new)
 
     def finish(self) -> str:
-        """What is left when no token follows: a character cut short shows as U+FFFD."""
+        """The rest when no token follows: an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -166,7 +166,7 @@ def ending_ids(bos_id: int, eos_id: int, special_tokens: Mapping[str, int], more
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of the tokens' bytes; what is no UTF-8 shows as U+FFFD."""
+    """The text of the tokens' bytes; invalid UTF-8 becomes U+FFFD."""
     text = b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
     return text.removeprefix(" ") if tokenizer.space_prefix else text
 
@@ -179,7 +179,7 @@ def check_ids(vocab_size: int, *ids: int) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raise TokenizerError for text that no UTF-8 can hold."""
+    """Raise TokenizerError for text that UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

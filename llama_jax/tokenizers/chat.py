@@ -21,7 +21,7 @@ PRIVATE = range(0xE000, 0xF900)  # characters without a meaning
 
 
 class Message(TypedDict, total=False):
-    """One turn of a chat. What has to do with tools, as the role `tool` has, is for a checkpoint's own template alone."""
+    """One turn of a chat. The role `tool` and all that concerns tools need a checkpoint's own template."""
 
     role: Required[Role]
     content: Required[str]
@@ -39,17 +39,18 @@ def encode_chat(
 ) -> list[int]:
     """Ids of a chat up to where the assistant's reply begins, with the begin-of-sequence token if the format has one.
 
-    What stands for a special token inside a message is text, whatever the format. Llama 2's "[INST]" is none: its format
-    is made of text, and a message can imitate it.
+    The name of a special token inside a message is text in every format. Llama 2's "[INST]" is not a special token: its
+    format consists of text, which a message can imitate.
 
     Args:
-      messages: a system prompt if there is one, then turns; the last is the user's.
+      messages: an optional system prompt, then turns; the last is the user's.
       format: see `resolve_format`.
-      renderer: what renders a checkpoint's template; by default a process of its own for each chat.
-      tools: functions that the model may call, as OpenAI describes them, for a template that takes them.
+      renderer: renders a checkpoint's template; by default a new process for each chat.
+      tools: functions that the model may call, as OpenAI describes them, for a template that supports them.
 
     Raises:
-      GenerationError: messages that are no chat, or that the format cannot hold; or a format that the vocabulary has not.
+      GenerationError: messages that are no chat, or that the format does not allow; or a format whose tokens the vocabulary
+        does not have.
     """
     format = resolve_format(tokenizer, format)
     check_messages(messages, format)
@@ -61,7 +62,7 @@ def encode_chat(
 
 
 def takes_tools(tokenizer: Tokenizer, format: Format) -> bool:
-    """Whether a chat can have tools: a checkpoint's own template that speaks of them."""
+    """Whether a chat can have tools: if the checkpoint's own template mentions them."""
     return format == "template" and tokenizer.chat_template is not None and "tools" in tokenizer.chat_template
 
 
@@ -82,14 +83,14 @@ def reply_ends(tokenizer: Tokenizer, format: Format = "auto") -> tuple[int, ...]
 
 
 def resolve_format(tokenizer: Tokenizer, format: Format) -> Format:
-    """The format that is meant.
+    """The chat format to use.
 
     "llama2", "llama3" and "zephyr" are the published ones; "template" is the checkpoint's own; "plain" has no roles, so that
-    any model can go on with it, but is no chat; "auto" is the template if there is one, and otherwise "llama3" for a
+    any model can continue it, but is not a chat; "auto" is the template if there is one, and otherwise "llama3" for a
     vocabulary with Llama 3's headers.
 
     Raises:
-      GenerationError: none fits, or one that the vocabulary has no tokens for.
+      GenerationError: "auto" finds none, or the vocabulary lacks the format's tokens.
     """
     if format == "auto":
         if tokenizer.chat_template is not None:
@@ -249,7 +250,7 @@ def _depth_told() -> Iterator[None]:
     try:
         yield
     except RecursionError:
-        raise GenerationError("messages or tools are nested too deeply; send what is flatter") from None
+        raise GenerationError("messages or tools are nested too deeply; send flatter ones") from None
 
 
 def _ends(tokenizer: Tokenizer, format: str) -> tuple[int, int]:
@@ -272,7 +273,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def check_messages(messages: Sequence[Message], format: Format) -> None:
-    """Raise GenerationError for messages that are no chat, by the number of the message."""
+    """Raise GenerationError for messages that are no chat, with the number of the message."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise GenerationError("messages must be a list with at least one message, of the user")
     more = {"name", "tool_calls", "tool_call_id"} if format == "template" else set()

@@ -1,4 +1,4 @@
-"""Attention: what may be read (`View`), what may be seen (`Seen`), one entry (`attend`) and the ways to compute it."""
+"""Attention: the keys and values (`View`), the mask (`Seen`), one entry (`attend`) and its backends."""
 
 from llama_jax.ops.attention.attend import AttentionBackend, announce, attend, choose, observed
 from llama_jax.ops.attention.kernels import Division, Problem

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention: one function, several ways to compute it, and which of them is taken."""
+"""Causal grouped-query attention: one function, several backends, and the choice among them."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def attend(
     Args:
       queries: [B, K, T, G, H].
       view: of keys and values [B, K, S, H]. `Quantized` ones are read as they are, by "rows" and "blockwise".
-      seen: where queries and keys stand. Keys after a query's own position are not seen: that one comparison is the causal
-        mask and hides the empty or padded end of a cache as well.
+      seen: the positions of queries and keys. Keys after a query's own position are not seen: this one comparison is the
+        causal mask and also hides the empty or padded end of a cache.
       scale: multiplies the scores; 1 / sqrt(H) in every Llama.
       window: a query sees only keys less than this many positions before it (Beltagy et al. 2020, section 3.1).
-      backend: "reference" is the definition; "rows" makes whole rows of scores, the fastest for short ones, and can be
-        differentiated in every way; "blockwise" has memory that grows with T + S instead of T * S; "cudnn" and "splash" are
-        kernels for GPUs and TPUs. "auto" takes what `choose` says.
-      division: over which axes of the mesh in force rows and heads are cut; without it no kernel is taken on a mesh.
+      backend: "reference" is the definition; "rows" makes whole rows of scores, the fastest for short ones, and supports
+        every kind of differentiation; "blockwise" uses memory that grows with T + S instead of T * S; "cudnn" and "splash"
+        are kernels for GPUs and TPUs. "auto" uses `choose`.
+      division: the axes of the current mesh over which rows and heads are cut; without it no kernel is used on a mesh.
 
     Returns:
       [B, K, T, G, H] in the dtype of `queries`; softmax in float32 at least. Zeros for a query that sees nothing.
 
     Raises:
-      ConfigError: an unknown backend, or one that cannot compute this; a window of nothing; shapes that do not belong
+      ConfigError: an unknown backend, or one that cannot compute this; an empty window; shapes that do not fit
         together.
     """
     keys, values = view.read()
@@ -93,15 +93,15 @@ def attend(
 def choose(
     platform: str, device_kind: str, problem: kernels.Problem, backend: AttentionBackend = "auto"
 ) -> tuple[AttentionBackend, str]:
-    """The backend to take, never "auto", and the reason.
+    """The backend to use, never "auto", and the reason.
 
     Args:
       platform: "cpu", "gpu" or "tpu", of the devices that the program is made for.
-      device_kind: their name, as JAX has it.
-      backend: "auto", or a wish.
+      device_kind: their name in JAX.
+      backend: "auto", or a requested backend.
 
     Raises:
-      ConfigError: a wish that does not exist, or cannot be fulfilled.
+      ConfigError: an unknown backend, or one that cannot compute this.
     """
     if backend not in get_args(AttentionBackend):
         raise ConfigError(f"attention backend={backend!r} must be one of {', '.join(get_args(AttentionBackend))}")
@@ -148,7 +148,7 @@ def observed() -> Iterator[dict[str, str]]:
 
 
 def announce(name: str, why: str) -> None:
-    """Say which way of computing attention was taken, and why: to the log, but to an `observed` block once for each way."""
+    """Report the backend that is used, and why: to the log, and to an `observed` block once for each backend."""
     taken = _OBSERVED.get()
     if taken is None or name not in taken:
         logging.getLogger("llama_jax.attention").info("attention: %s (%s)", name, why)

@@ -1,4 +1,4 @@
-"""What no attention could compute, refused."""
+"""Checks of the arguments of attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llama_jax.ops.quantized import Quantized
 
 
 def check_shapes(queries: jax.Array, keys: jax.Array | Quantized, seen: Seen, window: int | None) -> None:
-    """Raise ConfigError for what no backend could compute, or would compute as something else."""
+    """Raise ConfigError for arguments that no backend could compute, or would misinterpret."""
     if window is not None and (not isinstance(window, int) or not 1 <= window < 2**31):
         raise ConfigError(f"window={window!r} must be an integer from 1, a token sees itself, to 2**31 - 1")
     if queries.ndim != 5 or len(keys.shape) != 4 or queries.shape[:2] != keys.shape[:2]:

@@ -1,7 +1,7 @@
-"""Attention by the kernels of others, and what each cannot do: cuDNN's for NVIDIA GPUs and JAX's own "splash" for TPUs.
+"""Attention by kernels of other libraries, and their limits: cuDNN's for NVIDIA GPUs and JAX's own "splash" for TPUs.
 
-Both by interfaces that JAX documents and keeps. Compared for packed rows on a GPU, by the CUDA compiler for an H100 with
-jax 0.10.2, bfloat16, value and gradients, MiB of temporaries:
+Both are called by interfaces that JAX documents and keeps. Compared for packed rows on a GPU, by the CUDA compiler for an
+H100 with jax 0.10.2, bfloat16, value and gradients, MiB of temporaries:
 
     rows x tokens, heads of width                 4 x 2,048, 32/4 of 64    1 x 8,192, 32/8 of 128    1 x 32,768, 32/8 of 128
     cuDNN, whole rows (no segments: the floor)                       73                       161                        644
@@ -76,7 +76,7 @@ def refusal_of_cudnn(platform: str, device_kind: str, problem: Problem) -> str |
     if platform != "gpu" or not device_kind.startswith(("NVIDIA", "Tesla")):
         return f"cudnn needs an NVIDIA GPU, this is {device_kind}"
     if any(name in device_kind for name in NO_CUDNN):
-        return f"cudnn's attention needs compute capability 8.0, which {device_kind} has not"
+        return f"cudnn's attention needs compute capability 8.0, which {device_kind} does not have"
     if problem.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cudnn computes in bfloat16 or float16, not in {np.dtype(problem.dtype)}"
     if problem.quantized:
@@ -107,7 +107,7 @@ def _refusal_of_division(kernel: str, problem: Problem) -> str | None:
     if math.prod(mesh.values()) == 1:
         return None
     if division is None:
-        return f"{kernel} is a kernel of one device, and how rows and heads are cut over the mesh is not said"
+        return f"{kernel} is a kernel of one device, and no division of rows and heads over the mesh is given"
     for what, size, axes in (
         ("rows", problem.queries[0], division.mesh_axes_of_rows),
         ("key/value heads", problem.queries[1], division.mesh_axes_of_heads),
@@ -123,8 +123,8 @@ def cudnn(
 ) -> jax.Array:
     """Arguments and result as for `attend`, by `jax.nn.dot_product_attention`.
 
-    What cuDNN has no name for, segments and places that are not those of whole rows, it is given as a mask. Whole rows are
-    then computed in blocks of queries: most masks, and the scores after a block, are not made.
+    Segments, and positions other than those of whole rows, are passed to cuDNN as a mask. Whole rows are then computed in
+    blocks of queries, which avoids most of the mask, and the scores after a block.
     """
     if seen.ordered and seen.query_segments is None:
         local = None if window is None else (window - 1, 0)
@@ -203,9 +203,9 @@ def splash(
 
 
 def over_devices(kernel: Kernel, division: Division | None) -> Kernel:
-    """The same kernel, each device computing its own rows and heads, where a mesh is in force that cuts them.
+    """The same kernel, each device computing its own rows and heads, if the current mesh cuts them.
 
-    XLA cannot divide a kernel: it stands in a `jax.shard_map` over the mesh in force. Nothing is sent.
+    XLA cannot divide a kernel, so it runs in a `jax.shard_map` over the current mesh, without communication.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if division is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:

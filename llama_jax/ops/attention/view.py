@@ -1,4 +1,4 @@
-"""What one layer's queries may read, as it is kept in memory, and what each of them may see of it."""
+"""The keys and values that one layer's queries may read, as they are in memory, and which of them each query sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax import lax
 
 from llama_jax.ops.quantized import Quantized, over_rows
 
-# The position of a key that no query sees, and of a query that sees nothing.
+# Positions of a key that no query sees, and of a query that sees nothing.
 NO_KEY, NO_QUERY = 2**31 - 1, -1
 
 
