@@ -1,4 +1,4 @@
-"""What a table of LoRA adapters costs a turn of a server: rows without an adapter beside rows of a model without a table.
+"""The cost of a table of LoRA adapters for a turn of a server: with a table, without an adapter, and without a table.
 
     python experiments/bench_adapters.py      writes JSON and prints a table, 3 minutes on two cores
 

@@ -1,17 +1,17 @@
-"""How fast text becomes shards, beside the tokenizer libraries' own encoding of many texts, in one interleaved run.
+"""Speed of making shards from text, compared with the tokenizer libraries' own batch encoding, in one interleaved run.
 
     pip install -e ".[data]"
     python experiments/bench_data.py [--megabytes 1000] [--data TEXT ...] [--repeats 3]
 
-A text of that size is made of a smaller one, whose documents are repeated with other words here and there. For each kind of
+A text of that size is made from a smaller one, whose documents are repeated with some words replaced. For each kind of
 vocabulary it is then tokenised in turns: by the library's own `encode_batch`, from memory and without writing anything,
 with 1, 2 ... threads; and by `data build`, from the file to the finished manifest, in as many processes. The clock of the
 library runs while it encodes; that of the build from its call on, the start of its processes included; the processor's time
-is that of all its processes from their very beginning. A turn takes so much of the text as the library encodes in some
+is that of all its processes from their very beginning. A turn takes as much of the text as the library encodes in some
 seconds with one thread.
 
-At last all of the text is built once, by as many processes as there are cores, and a quarter of it. The peak of memory is
-that of the first process and of the largest other one: it is flat where it is the same for both. Writes
+Finally all of the text is built once, by as many processes as there are cores, and then a quarter of it. The peak of memory
+is that of the first process and of the largest other one: it is constant if it is the same for both. Writes
 ``experiments/results/bench_data_cpu.json`` and prints a table of medians; ratios are medians of those of each turn. With
 --megabytes 200 it takes about 7 minutes on two cores.
 """

@@ -1,7 +1,7 @@
-"""Decode and prefill speed on this machine's CPU beside llama.cpp and transformers, in float32 or with quantised weights.
+"""Decode and prefill speed on this machine's CPU, compared with llama.cpp and transformers, in float32 or quantised.
 
 Each peer is a process of its own, loaded once with random weights of the same shape and then asked in turn for one
-repetition of each measurement, so that a change of the machine's speed meets all of them. Medians, their spread, and the
+repetition of each measurement, so that a change of the machine's speed affects all of them. Medians, their spread, and the
 ratio of medians within the run are reported; absolute figures depend on the machine and on its other tenants.
 
     pip install -e ".[parity]"

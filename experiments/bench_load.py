@@ -1,13 +1,13 @@
-"""How fast a Hugging Face folder becomes arrays, beside transformers' from_pretrained in one interleaved run.
+"""Speed of loading a Hugging Face folder, compared with transformers' from_pretrained in one interleaved run.
 
     pip install -e ".[parity]"
     python experiments/bench_load.py [--gigabytes 4] [--repeats 5]
 
 A folder of bfloat16 safetensors is written, and read in processes of their own, in turns, from a warm page cache. The clock
 stops when every page of every array has been read once: a library that maps the file into memory would otherwise not have
-read it. Before each measurement another process asks for as much memory as will be needed and gives it back: a virtual
-machine whose host takes free memory away pays for its return, at a quarter of a gigabyte per second on ours, and who pays
-would be chance. Writes ``experiments/results/bench_load_cpu.json`` and prints a table of medians.
+read it. Before each measurement another process allocates as much memory as will be needed and frees it: on a virtual
+machine whose host takes free memory away, getting it back costs time, at a quarter of a gigabyte per second on ours, and
+would hit one of them by chance. Writes ``experiments/results/bench_load_cpu.json`` and prints a table of medians.
 """
 
 from __future__ import annotations

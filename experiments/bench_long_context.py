@@ -1,4 +1,4 @@
-"""What long rows cost: attention by backend and length, a training step, reading a long prompt, decoding after one.
+"""The cost of long rows: attention by backend and length, a training step, reading a long prompt, decoding after one.
 
     python experiments/bench_long_context.py [--sections attention step prompt decode] [--lengths 512 2048 ...]
 

@@ -1,4 +1,4 @@
-"""What the training loop costs over the bare compiled step, and what a checkpoint costs that is written meanwhile.
+"""The cost of the training loop over the bare compiled step, and of a checkpoint that is written meanwhile.
 
     python experiments/bench_loop.py [--shapes tiny stories15m] [--blocks 40] [--saves 6]
 

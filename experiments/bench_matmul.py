@@ -1,4 +1,4 @@
-"""The matmuls of a training step alone, XLA beside PyTorch: why a compiled torch may lead where everything else is equal.
+"""The matmuls of a training step alone, by XLA and by PyTorch: why a compiled torch may lead if all else is equal.
 
     python experiments/bench_matmul.py        needs the parity extra; writes JSON and prints a table, 2 minutes on two cores
 

@@ -1,7 +1,7 @@
-"""Serving speed on this machine's CPU beside llama.cpp's own server: closed loops of clients, and arrivals at random.
+"""Serving speed on this machine's CPU, compared with llama.cpp's own server: closed loops of clients, random arrivals.
 
 Both servers run throughout, on the same file of random float32 weights, and are loaded in turn, so that a change of the
-machine's speed meets both. The clients are one process that shares the cores with the server, as it would with either.
+machine's speed affects both. The clients are one process that shares the cores with the server, as it would with either.
 Reported are medians over the repetitions, their spread, and ratios within the run; absolute figures depend on the machine.
 
     pip install -e ".[serve]"
@@ -15,10 +15,10 @@ What is timed:
   poisson    requests at random moments, at a share of what the slower of the two makes of `closed 16`: time to the first
              token (p50, p95) and gaps between tokens (p50, p99), in ms.
   engine N   tokens/s of `closed N` by the engine alone; what HTTP costs is the difference.
-  prefix     seconds to the first token of prompts of 512 tokens by the engine alone: new ones, and such of which 448 were
-             read before. Of shapes with so long a context.
+  prefix     seconds to the first token of prompts of 512 tokens by the engine alone: new ones, and ones whose first 448
+             tokens were read before. Only for shapes with so long a context.
   arrival    ms between two tokens of 15 rows that decode, by the engine alone: median before a prompt of 512 tokens comes,
-             median and longest while it is read, and what one of its pieces takes that is read alone. Likewise.
+             median and longest while it is read, and the time of one of its pieces alone. Likewise.
 """
 
 from __future__ import annotations

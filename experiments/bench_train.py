@@ -1,4 +1,4 @@
-"""Training speed and memory on this machine's CPU, beside transformers with PyTorch's fused AdamW.
+"""Training speed and memory on this machine's CPU, compared with transformers with PyTorch's fused AdamW.
 
 A step is loss, gradients, clipping by global norm and AdamW on random tokens, from the same shape in the same precision:
 float32, or bfloat16 (ours by `Compute`, theirs by autocast) with float32 weights. Each peer is a process of its own, made

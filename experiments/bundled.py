@@ -1,8 +1,8 @@
-"""The model in the box: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories, which the package brings along.
+"""The bundled model: a vocabulary and a small Llama, trained on 2.4 MB of TinyStories, which come with the package.
 
     python experiments/bundled.py train      writes llama_jax/assets/: the final recipe
     python experiments/bundled.py sweep      the settings that were compared to find it
-    python experiments/bundled.py scale      what others make of the same text
+    python experiments/bundled.py scale      other models and compressors on the same text
     python experiments/bundled.py stories    the validation stories as JSONL, for `llama-jax eval`
 
 With so little text the aim is the lowest validation bits per byte, over all bytes of the validation file: stories are read

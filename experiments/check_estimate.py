@@ -1,4 +1,4 @@
-"""Is what `llama-jax estimate` says what a process takes?
+"""Does `llama-jax estimate` predict the memory that a process takes?
 
 Each case runs in a process of its own: the program is compiled, its arguments are allocated, and it runs for real, once to
 load what loads only once, then again while the kernel notes the most memory that the process held (VmHWM of Linux, less

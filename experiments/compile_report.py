@@ -4,12 +4,12 @@
     python experiments/compile_report.py --compiler gpu        # with the extra compile-gpu, in an environment of its own
     python experiments/compile_report.py --compiler gpu --only 8b-decode,1b-train
 
-Of each program: the memory of a device as its compiler plans it and whether that fits; which attention was taken, and which
-kernels the program calls; what devices exchange, and which share of it by collectives that are started and waited for apart
-(asynchronous) and while they multiply matrices (overlapped); copies of at least a mebibyte; of decoding the bytes that are
-read for a token over the least, and kernels for each layer. None of it is time. Training is packed, in bfloat16 over float32
-parameters, with AdamW and layers computed again unless said otherwise. Where "largest" is asked, the batch is doubled while
-it fits. Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, and the
+For each program: the memory of a device as its compiler plans it and whether that fits; the backend of attention, and the
+kernels that the program calls; the communication of devices, and its share by collectives with separate start and end
+(asynchronous) and during matmuls (overlapped); copies of at least a mebibyte; for decoding the bytes read for a token over
+the least, and the kernels of each layer. None of it is time. Training is packed, in bfloat16 over float32 parameters, with
+AdamW and full rematerialisation unless said otherwise. With "largest" the batch is doubled while it fits.
+Writes ``experiments/results/compile_report_tpu.json`` or ``compile_report_gpu.json`` after each program, and the
 table beside it in ``.md``.
 """
 

@@ -1,4 +1,4 @@
-"""What fewer bits cost: kind of weights by size, speed and divergence from the model in float32, on this machine's CPU.
+"""The cost of quantisation: kinds of weights by size, speed and divergence from float32, on this machine's CPU.
 
     python experiments/quantisation.py                      about ten minutes on two cores
     python experiments/quantisation.py --stages quality     divergence alone: a busy machine does not matter

@@ -1,4 +1,4 @@
-"""The picture at the top of the README: the first command, run here, and what it prints, as an SVG.
+"""The picture at the top of the README: the first command and its output, as an SVG.
 
 python experiments/record_terminal.py docs/images/first_command.svg
 """

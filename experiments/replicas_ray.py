@@ -1,11 +1,11 @@
-"""Replicas under Ray Serve, and what clients notice when one is killed, when all are replaced, or when they leave.
+"""Replicas under Ray Serve: what clients notice when one is killed, when all are replaced, or when clients leave.
 
     pip install -e ".[serve]" "ray[serve]" httpx
     python experiments/replicas_ray.py [--out FILE.json]
 
 Starts docs/serving/ray_app.py with two replicas of the bundled model on this machine, and closed-loop clients that stream
 completions. After a while one replica gets SIGKILL; later, with both back, the application is deployed again, which replaces
-them; at last all clients leave in the midst of their answers. What is counted: answers that were not whole and why, the
+them; finally all clients leave in the middle of their answers. Counted are answers that were not whole and why, the
 seconds until both replicas took requests again, and answers that differ from another of the same prompt and seed, whichever
 replica gave them.
 """

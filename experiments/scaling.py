@@ -14,10 +14,10 @@ C are the FLOPs of training by `llama_jax.training.flops`, attention's causal ha
 tokens, here bytes. The intervals are the 5th and 95th percentile over resampled runs. What they leave out: each run has one
 seed, the learning rate follows a rule and is not searched for each size, and all runs meet the same validation text.
 
-What a decade and a half of compute can say, it says here: with this little text and compute the smallest models are the best
-ones, since the larger have not read enough. It cannot say what E or the exponents are: their intervals are wide, and a law
-fitted to the cheap runs alone misses the others (`foretold` in the results). For that the runs would have to reach over
-several decades, and so need more text: what is read twice counts less each time (Muennighoff et al. 2023).
+A decade and a half of compute shows that with this little text and compute the smallest models are best, since larger ones
+have not read enough. It does not determine E or the exponents: their intervals are wide, and a law fitted to the cheap runs
+alone misses the others (`foretold` in the results). For that the runs would have to span several decades, and so need more
+text: repeated text counts less each time (Muennighoff et al. 2023).
 """
 
 from __future__ import annotations

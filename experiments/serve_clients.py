@@ -1,4 +1,4 @@
-"""Clients that others wrote, as they are, on a running `llama-jax serve`: what each is told, and that nothing answers 5xx.
+"""Unmodified clients of other projects on a running `llama-jax serve`: their results, and that nothing answers 5xx.
 
 The bundled model is served in float32, in a process of its own. What a client needs is installed beside, where it has
 requirements of its own; one whose place is not given is left out, which the report says.

@@ -1,4 +1,4 @@
-"""Shakespeare's plays, byte by byte: minutes on two cores, beside the figures of nanoGPT on the same text.
+"""Shakespeare's plays, byte by byte: minutes on two cores, compared with nanoGPT's figures on the same text.
 
     python experiments/shakespeare.py                     both recipes; goes on where it was stopped
     python experiments/shakespeare.py steps=300           the same, shorter: changes as `llama-jax train` takes them

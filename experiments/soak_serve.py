@@ -1,4 +1,4 @@
-"""What a server must stand: mixed requests, clients that leave, more work than it can do, and bodies that are none.
+"""A stress test of the server: mixed requests, clients that leave, overload, and malformed requests.
 
 A server of a model in float32 runs in a process of its own; the clients, in this one, share its cores. Each part reports
 what it met, and `failed` lists all that must not happen; the exit status is 1 where there is any.

@@ -1,4 +1,4 @@
-"""An attention of one's own, trained, sampled and evaluated through the public functions: scores that are capped softly.
+"""Your own attention, trained, sampled and evaluated through the public functions: softly capped scores.
 
     python experiments/soft_cap.py              (PYTHONPATH=. where the package is not installed)
 

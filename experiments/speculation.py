@@ -1,15 +1,15 @@
-"""What drafts are worth: generation with them beside generation without, in one process, interleaved, and the same tokens.
+"""The gain by drafts: generation with and without them, interleaved in one process, and a check for the same tokens.
 
     python experiments/speculation.py
     python experiments/speculation.py --cases stories copied --repetitions 5
 
 Cases:
-  stories  the bundled model goes on with stories, greedy and sampled, drafting by prompt lookup: does it cost anything?
+  stories  the bundled model continues stories, greedy and sampled, drafting by prompt lookup: does it cost anything?
   copied   text that repeats itself, by prompt lookup: random weights of the 15M and 110M shapes, which end in a loop.
   draft    a 15M draft for a 110M model, random weights both. As no trained pair is at hand, what the draft computed is
            replaced by the model's own next tokens, and by wrong ones so often that the given share is accepted.
 
-Speed-up is the ratio of the medians of the time after the first token. Everything counts, also trying what does not pay.
+Speed-up is the ratio of the medians of the time after the first token, failed drafts included.
 Tokens that differ are compared by how near the tie was: the gap of the two log-probabilities under the model.
 """
 

@@ -1,4 +1,4 @@
-"""One training step over many devices, spread in the three ways that JAX has had: `pmap`, `shard_map` and `jit`.
+"""One training step over many devices in the three ways that JAX has had: `pmap`, `shard_map` and `jit`.
 
 The step is `llama_jax.training.step.train_step` each time, data parallel: every device has the whole state and its share of
 the rows. What differs is who inserts the communication.
@@ -12,7 +12,7 @@ the rows. What differs is who inserts the communication.
 
 The three are run on the same batches from the same parameters. Printed: whether losses and parameters agree to the bit, the
 largest difference if not, what the compiled programs send, how long compiling and a step take. Times of simulated devices
-say nothing of real ones.
+say nothing about real ones.
 
     python experiments/three_ways.py [--devices 8] [--steps 10] [--model stories-260k]
 """
