@@ -1,1 +1,1 @@
-"""What a program takes before it runs: memory, exchanges and least time, by the compiler of the hardware it is meant for."""
+"""The costs of a program before it runs: memory, communication and least time, by the compiler of its hardware."""

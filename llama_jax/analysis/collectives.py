@@ -1,7 +1,7 @@
-"""What the devices of a mesh send each other, read from the text of a compiled program: nothing runs.
+"""The communication between the devices of a mesh, read from the text of a compiled program: nothing runs.
 
-XLA writes the collectives into the program that every device runs (Xu et al. 2021, GSPMD); so the text tells which there
-are, over which axes of the mesh, how large, and, as loops state their trip counts, how often.
+XLA writes the collectives into the program that every device runs (Xu et al. 2021, GSPMD); so the text has their kinds,
+their axes of the mesh, their sizes and, as loops state their trip counts, their numbers.
 
 XLA for CPU differs from that for GPU and TPU in two ways that the figures show:
 
@@ -33,21 +33,21 @@ Phase = Literal["forward", "again", "backward", "rest"]
 
 @dataclass(frozen=True)
 class Collective:
-    """One instruction of a program in which devices exchange arrays.
+    """One collective instruction of a program.
 
     Attributes:
       kind: as XLA calls it.
       axes: of the mesh, along which the devices of a group differ.
       group: how many devices exchange with each other.
       bytes: of the whole result on one device, all arrays together, for one execution.
-      sliced: of the bytes of an all-reduce, those of arrays of which the device then uses only a part: a backend that forms
+      sliced: of the bytes of an all-reduce, those of arrays that the device then uses only in part: a backend that forms
         reduce-scatter sends half as much for them.
       dtypes: the kinds of elements, as XLA names them: "f32", "bf16".
       shapes: of the arrays of the result, "f32[128,64]".
-      loops: trip counts of the loops around it, the outermost first; None is one that the program does not know.
-      conditional: it is in a branch that need not be taken; it is counted as if it were.
-      asynchronous: it is started at one place of the program and waited for at another.
-      overlapped: in between the device multiplies matrices, or runs a kernel or a loop.
+      loops: trip counts of the loops around it, the outermost first; None if the program does not tell.
+      conditional: it is in a branch that may not be taken; it is counted as if it were.
+      asynchronous: its start and its end are separate instructions.
+      overlapped: between these the device multiplies matrices, or runs a kernel or a loop.
       op_name: by JAX, of the operation that it belongs to: a path with the transformations applied.
       stack: "file:line function" of that operation, the innermost last; empty where the program does not tell.
     """
@@ -124,7 +124,7 @@ class Traffic:
 def ring_bytes(kind: CollectiveKind, size: float, group: int) -> float:
     """Bytes that each of `group` devices sends in rings, for a result of `size` bytes on each.
 
-    Parts go around and everybody adds to them or copies them: no algorithm sends less (Patarasuk & Yuan 2009, theorem 1).
+    Parts go around and each device adds to them or copies them: no algorithm sends less (Patarasuk & Yuan 2009, theorem 1).
     """
     others = group - 1
     match kind:

@@ -1,11 +1,11 @@
 """The accelerators' own compilers, on a machine without an accelerator.
 
-`libtpu` and JAX's CUDA plugin compile for devices that are described and not there: `jax.experimental.topologies`. What
-comes out is the program that would run, with its fusions, kernels, copies and collectives in the order of their schedule,
-and the memory that this compiler plans. It says nothing of time, and of a GPU's matrix products the tile sizes are defaults,
-since nothing can be measured.
+`libtpu` and JAX's CUDA plugin compile for described devices that need not exist: `jax.experimental.topologies`. The result
+is the program that would run, with its fusions, kernels, copies and collectives in the order of their schedule, and the
+memory that this compiler plans. It has no times, and the tile sizes of a GPU's matrix products are defaults, since nothing
+can be measured.
 
-The wheels are big or belong to a machine, so they are no requirement of this package. For the TPU:
+The wheels are large or specific to a machine, so they are not requirements of this package. For the TPU:
 
     pip install -e ".[compile-tpu]"
 
@@ -103,7 +103,7 @@ _ENVIRONMENT = {
 
 
 def compiler_missing(hardware: str) -> str | None:
-    """Why no compiler of that hardware can be used here, in one line; None where one can.
+    """Why no compiler of that hardware can be used here, in one line; None if one can.
 
     Args:
       hardware: a name such as "tpu-v5e" or "h100", see `hardware.named_hardware`.
@@ -118,13 +118,13 @@ def compiler_missing(hardware: str) -> str | None:
 
 
 def compiler_of(hardware: str) -> str:
-    """The name and version of the compiler that speaks for that hardware."""
+    """The name and version of the compiler for that hardware."""
     package = "libtpu" if hardware in TPUS else "jax-cuda12-plugin"
     return f"{package} {metadata.version(package)}"
 
 
 def mesh_for(hardware: str, sizes: MeshSizes) -> Mesh:
-    """A mesh of devices that are not there: programs over it compile with the hardware's own compiler.
+    """A mesh of devices that need not exist: programs over it compile with the hardware's own compiler.
 
     Programs choose kernels for the platform that they are traced for, so they must be traced under the mesh, as
     `memory.Program` does: `with jax.sharding.use_abstract_mesh(mesh.abstract_mesh)`.
@@ -140,7 +140,7 @@ def mesh_for(hardware: str, sizes: MeshSizes) -> Mesh:
 
 @lru_cache(maxsize=64)
 def devices_of(hardware: str, count: int) -> tuple[jax.Device, ...]:
-    """So many devices of that hardware, of the smallest slice of a TPU pod or the smallest number of hosts that has them.
+    """This many devices of that hardware, in the smallest slice of a TPU pod or the smallest number of hosts.
 
     Raises:
       CompilerError, MeshError: as `mesh_for`.

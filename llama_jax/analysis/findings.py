@@ -1,4 +1,4 @@
-"""A program compiled and looked at: what it takes, which kernels it reached, and what it does that it need not."""
+"""A compiled program analysed: its memory, its kernels, and its unnecessary copies."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from llama_jax.ops.attention import observed
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of a compiled program, per device.
+    """Facts about a compiled program, per device.
 
     Attributes:
       memory: as its compiler plans it.
       seconds: of tracing and compiling.
-      attention: which ways to compute it were taken, and why: "cudnn (on NVIDIA H200)".
-      calls: kernels that are not the compiler's own, and how many places start them.
+      attention: the backends that were used, and why: "cudnn (on NVIDIA H200)".
+      calls: kernels that are not the compiler's own, and the number of places that start them.
       collectives: in the order of the program.
-      copies: of at least a mebibyte, that only move something.
-      token: of a program that decodes, what a token of each row takes; None where no loop of tokens was found in it.
-      per_token: the least bytes that it could read.
+      copies: of at least a mebibyte, that only move data.
+      token: for a program that decodes, the costs of a token of each row; None if no loop over tokens was found in it.
+      per_token: the least bytes that it could read for a token.
       layers: of the model.
     """
 
@@ -113,7 +113,7 @@ class Findings:
 
 
 def examine(program: Program, *, accelerator: bool = False, flags: bool = True) -> Findings:
-    """Compile a program for its mesh and look at it.
+    """Compile a program for its mesh and analyse it.
 
     Args:
       accelerator, flags: see `Program.compile`.
@@ -132,7 +132,7 @@ def look_at(
     *,
     accelerator: bool = False,
 ) -> Findings:
-    """What is known of a program that has been compiled, in so many seconds.
+    """Facts about a program that was compiled in this many seconds.
 
     Args:
       attention: what `ops.attention.observed` found while the program was traced: ways to compute it, and why.

@@ -1,4 +1,4 @@
-"""Which devices exchange with each other in a collective, from the ways in which XLA writes that."""
+"""The groups of devices of a collective, from the notations of XLA."""
 
 from __future__ import annotations
 

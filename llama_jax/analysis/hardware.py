@@ -1,4 +1,4 @@
-"""What accelerators can do at most, as their makers publish it: for shares of the peak and for rooflines."""
+"""Peak figures of accelerators, as their makers publish them: for MFU and rooflines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Hardware:
     network_bandwidth: float | None = None
 
     def holds(self, size: int) -> bool:
-        """Whether so many bytes fit into its memory, of which a twentieth is left to the driver and to fragments."""
+        """Whether this many bytes fit into its memory, with a twentieth of it left for the driver and fragmentation."""
         return size <= 0.95 * self.memory
 
 
@@ -139,8 +139,8 @@ def named_hardware(name: str) -> Hardware:
 
 
 def find_hardware(device_kind: str) -> Hardware | None:
-    """The published figures of a device by `jax.Device.device_kind`; None for one that is not in the table, as any CPU.
+    """The published figures of a device by `jax.Device.device_kind`; None for one that is not in the table, such as a CPU.
 
-    Names must be equal and not only similar: a slice of a GPU ("... MIG 1g.10gb") or a slower variant has a longer name.
+    Names must be equal, not just similar: a slice of a GPU ("... MIG 1g.10gb") or a slower variant has a longer name.
     """
     return BY_DEVICE_KIND.get(device_kind)

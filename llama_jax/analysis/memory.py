@@ -1,6 +1,6 @@
-"""How much memory the library's programs take on every device, from shapes and XLA's plan: nothing is allocated.
+"""The memory of the library's programs on every device, from shapes and XLA's plan: nothing is allocated.
 
-The devices may be simulated ones (``jax_num_cpu_devices``), as many as one likes.
+The devices may be any number of simulated ones (``jax_num_cpu_devices``).
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ from llama_jax.training.step import StepOptions, TrainState, init_state, train_s
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while a program runs, at most.
+    """Peak bytes on one device while a program runs.
 
     Attributes:
       parameters, optimizer, cache: the device's shares, from their shapes.
       gradients: likewise, in the parameters' dtype; XLA counts them among its temporaries.
       temporaries: the rest of the plan: activations kept for the backward pass, gathered parameters, the batch.
-      scratch: what CPU kernels take beyond the plan, see `kernel_scratch`; 0 on other devices.
+      scratch: memory of CPU kernels beyond the plan, see `kernel_scratch`; 0 on other devices.
     """
 
     parameters: int = 0
@@ -72,7 +72,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All that is alive: arguments, outputs and temporaries, what is updated in place counted once, and scratch."""
+        """All live bytes: arguments, outputs and temporaries, those updated in place counted once, and scratch."""
         return sum(asdict(self).values())
 
 
@@ -85,12 +85,12 @@ class Program:
     """A jitted function with the shapes and shardings of its arguments, not compiled yet.
 
     Attributes:
-      known: what is certain of its memory without compiling, temporaries apart.
-      beside: bytes that are alive on each device while it runs, but are no argument.
+      known: its memory as far as it is known without compiling, without temporaries.
+      beside: bytes that are alive on each device while it runs, but are not arguments.
       layers: of the model.
-      per_token: of a program that decodes, the bytes that a device cannot but read for a token of each row: its weights,
-        without the embedding where that is only looked up, and its cache; 0 of others.
-      by_pmap: the function is one of `jax.pmap`, which brings its devices.
+      per_token: for a program that decodes, the bytes that a device must read for a token of each row: its weights, without
+        the embedding if that is only looked up, and its cache; 0 for others.
+      by_pmap: the function is one of `jax.pmap`, which has its own devices.
     """
 
     name: str
@@ -124,9 +124,9 @@ class Program:
 
         Args:
           flags: with those of the platform, as the commands run it, see `llama_jax.flags`.
-          accelerator: on simulated CPU devices, as far as can be what a GPU or TPU would run, only to be looked at: without
-            what the library does otherwise on a CPU, and with 16-bit numbers that stay so, also in what is exchanged. For
-            where the accelerator's own compiler is missing.
+          accelerator: on simulated CPU devices, compile as nearly as possible what a GPU or TPU would run, for analysis
+            only: without the library's variants for CPUs, and with 16-bit numbers that stay so, in communication too. It is
+            for machines without the accelerator's own compiler.
 
         Raises:
           DoesNotFitError: a compiler that plans for the memory of its device, as a TPU's does, cannot.
@@ -180,11 +180,11 @@ def train_programs(
       packed: rows have segments and positions, as `train` fills them with documents.
       accumulate: parts of the batch that are read one after the other, see `train_step`.
       attention: how it is computed, see `Compute`; over `context` it is ring attention.
-      lora: of adapters that are trained alone, beside a model of `dtype` that stays as it is.
-      weights: the kind that the matrices of that model are quantised as; None is none.
+      lora: train adapters with these settings on a frozen model of `dtype`.
+      weights: the kind in which the matrices of that model are quantised; None for floats.
 
     Raises:
-      ConfigError: matrices that cannot be quantised so.
+      ConfigError: matrices that cannot be quantised in that kind.
       MeshError: the model or the batch cannot be split over the mesh.
     """
     sizes = MeshSizes(**mesh.shape)
@@ -258,9 +258,9 @@ def decode_programs(
     weights: Name | None = None,
     attention: AttentionBackend = "auto",
 ) -> list[Program]:
-    """What `generate` runs to fill a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
+    """The programs of `generate` for a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
 
-    Over `context` prompts are read as `prefill_over` does, in one pass and not in pieces.
+    Over `context` prompts are read as by `prefill_over`, in one pass instead of pieces.
 
     Args:
       batch: B rows over the whole mesh.

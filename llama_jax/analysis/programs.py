@@ -1,4 +1,4 @@
-"""What the text of a compiled program says of the work that each device does: kernels, copies, and bytes that are read.
+"""The work of each device, read from the text of a compiled program: kernels, copies, and bytes that are read.
 
 All functions here are pure: from text to facts.
 """
@@ -59,7 +59,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Token:
-    """What one turn of a decoding loop does, in which every row gets one token.
+    """The work of one turn of a decoding loop, in which every row gets one token.
 
     Attributes:
       read, written: bytes of the device's memory, at most once for each kernel; what stays on the chip is not counted.

@@ -1,10 +1,10 @@
-"""How fast a program could be at most on named hardware: by its arithmetic, its memory traffic and its exchanges.
+"""Bounds for the speed of a program on named hardware: by its arithmetic, its memory traffic and its communication.
 
-Each of the three has a least time that the published figures allow (Williams et al. 2009). Their maximum is a bound for
-any program that overlaps them perfectly, their sum is what one would take that overlaps nothing.
+Each of the three has a least time by the published figures (Williams et al. 2009). Their maximum bounds a program that
+overlaps them perfectly; their sum is the time without any overlap.
 
-Beside what a compiled program exchanges stands the least that its strategy needs, `least_traffic`; both are counted in
-bytes that a device sends by a ring.
+The communication of a compiled program is compared with the least that its strategy needs, `least_traffic`; both are
+counted in bytes that a device sends by a ring.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIMIZER_TRAFFIC = (4 + 3 + 1) * FLOAT32
 
 @dataclass(frozen=True)
 class DeviceExchange:
-    """An exchange that a strategy cannot do without.
+    """Communication that a strategy cannot avoid.
 
     Attributes:
       what: is exchanged, and when.
@@ -95,7 +95,7 @@ class Roofline:
 def least_traffic(
     config: LlamaConfig, sizes: MeshSizes, batch: int, length: int, dtype: DTypeLike, remat: Remat = "full"
 ) -> list[DeviceExchange]:
-    """The least that a training step exchanges, by strategy.
+    """The least communication of a training step, by strategy.
 
     - `data`: every gradient is summed once (Rajbhandari et al. 2020, section 7.1).
     - `fsdp`: the weights of a layer are gathered for the forward and for the backward pass, and gradients are summed so that
@@ -108,9 +108,9 @@ def least_traffic(
       all-gather instead, which send as much (Korthikanti et al. 2022, section 4.2.2). So do the lookup and the loss, whose
       vocabulary is split. What the backward pass computes again is gathered and summed again.
 
-    Weights and activations travel in `dtype`, gradients in float32, for their sum would otherwise be rounded (Grattafiori
-    et al. 2024, section 3.3.2). Left out is what has no axis of D * D or of B * T * D: normalisations, statistics of the
-    loss, the norm of the gradients.
+    Weights and activations are sent in `dtype`, gradients in float32, for their sum would otherwise be rounded (Grattafiori
+    et al. 2024, section 3.3.2). Small arrays are left out, those not of the order of D * D or B * T * D: normalisations,
+    statistics of the loss, the norm of the gradients.
 
     Args:
       batch, length: B rows over the whole mesh, of T tokens.

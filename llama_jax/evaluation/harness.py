@@ -1,6 +1,6 @@
-"""A model as the lm-evaluation-harness asks it (Gao et al. 2024): ``lm_eval.simple_evaluate(model=HarnessModel(...))``.
+"""A model for the lm-evaluation-harness (Gao et al. 2024): ``lm_eval.simple_evaluate(model=HarnessModel(...))``.
 
-Neither torch nor transformers takes part. The package ``lm_eval`` must be installed: the extra ``lm-eval``.
+Neither torch nor transformers is used. The package ``lm_eval`` must be installed: the extra ``lm-eval``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llama_jax.tokenizers import Message
 
 
 class HarnessModel(LM):
-    """What the harness calls. It begins no process and no device of its own: `world_size` is 1, whatever the mesh.
+    """The interface that the harness calls. It starts no process or device of its own: `world_size` is 1 for any mesh.
 
     Args:
       texts: the model.
@@ -39,7 +39,7 @@ class HarnessModel(LM):
         return self.texts.context
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of each (context, continuation) the log-probability in nats, and whether it is what greedy decoding gives.
+        """For each (context, continuation) the log-probability in nats, and whether greedy decoding gives it.
 
         Raises:
           GenerationError: a continuation of no tokens, or longer than the context.
@@ -49,10 +49,10 @@ class HarnessModel(LM):
         return self._kept("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of each (text,) the log-probability in nats, through windows that do not overlap but for the last.
+        """For each (text,) the log-probability in nats, through windows of which only the last overlaps.
 
-        As in the harness' own backend for transformers the token that begins a text is predicted too, from another one
-        before it, where texts begin with one.
+        As in the harness's own backend for transformers the begin-of-sequence token is predicted too, from another one
+        before it, if texts begin with one.
         """
         pairs: list[Continuation] = []
         owners: list[int] = []

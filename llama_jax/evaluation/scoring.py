@@ -1,4 +1,4 @@
-"""Log-probabilities of given continuations: many of them side by side, in rows of a few lengths."""
+"""Log-probabilities of given continuations, packed into rows of a few lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Continuation(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a model makes of a continuation.
+    """The score of a continuation.
 
     Attributes:
       logprob: natural logarithm of its probability given the context: the sum over its tokens, in nats.
@@ -95,11 +95,11 @@ def score_pairs(
     measure: Measure | None = None,
     progress: Progress | None = None,
 ) -> list[Score]:
-    """How probable a model finds each continuation after its context, in the order given.
+    """The log-probability of each continuation after its context, in the order given.
 
     Texts are packed into rows, in which they do not see each other; the longest come first. Pairs that read the same tokens,
-    as those of a question with answers of one token, share them. Of a pair longer than the context the first tokens are left
-    out, as the lm-evaluation-harness does.
+    such as a question with answers of one token, share them. A pair longer than the context loses its first tokens, as in
+    the lm-evaluation-harness.
 
     Args:
       params: blocks as a tuple or stacked; on one device, or on a mesh that divides no rows or a multiple of `batch`.
@@ -110,8 +110,8 @@ def score_pairs(
       progress: wraps the range of batches, as `tqdm.tqdm` does.
 
     Raises:
-      GenerationError: an empty context or continuation, a token that the model has not, a continuation longer than the
-        context, or logits that are not numbers.
+      GenerationError: an empty context or continuation, a token outside the vocabulary, a continuation longer than the
+        context, or logits that are nan.
     """
     context = config.max_seq_len if context is None else context
     batch = usual_batch() if batch is None else batch

@@ -1,4 +1,4 @@
-"""A model that is asked in texts, as tasks ask: how probable is this after that, and what comes after it?"""
+"""A model with texts in and out, as tasks need it: log-probabilities of continuations, and continuations."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Wish:
 
 
 def wish_of(settings: Mapping[str, Any]) -> Wish:
-    """The wish that a task's settings are, by the names of the lm-evaluation-harness and of transformers.
+    """The wish for a continuation from a task's settings, by the names of the lm-evaluation-harness and of transformers.
 
     Without `do_sample` the temperature decides: 0, the default, is greedy.
 
     Raises:
-      GenerationError: a setting that is not known here, or one that cannot be.
+      GenerationError: an unknown setting, or an impossible value.
     """
     left = dict(settings)
     limits = [left.pop(name, None) for name in LIMITS]
@@ -75,10 +75,10 @@ def wish_of(settings: Mapping[str, Any]) -> Wish:
 
 
 class TextModel:
-    """Model and vocabulary, with the rules by which the lm-evaluation-harness' own backend for transformers makes tokens of
-    texts and texts of tokens, so that scores can be compared.
+    """Model and vocabulary, with the rules of the lm-evaluation-harness's own backend for transformers for converting texts
+    and tokens, so that scores can be compared.
 
-    Special tokens that a text names are special tokens. A text begins with the begin-of-sequence token where the vocabulary
+    Names of special tokens in a text are special tokens. A text begins with the begin-of-sequence token if the vocabulary
     has one, unless it begins with its name, as a rendered chat does. Spaces at the end of a context belong to the
     continuation. A text that is too long loses its beginning.
 
@@ -180,7 +180,7 @@ class TextModel:
         )
 
     def generate(self, asked: Sequence[tuple[str, Wish]], progress: Any = None) -> list[str]:
-        """Continue each text as it is wished, many at a time.
+        """Continue each text by its wish, many at a time.
 
         Args:
           progress: wraps the jobs as they end, as `tqdm.tqdm` does.

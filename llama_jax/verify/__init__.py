@@ -1,1 +1,1 @@
-"""Is it the same model? Parts of two models compared one by one, and what a model shows of itself."""
+"""Is it the same model? The parts of two models compared one by one, and checks of a model without a reference."""

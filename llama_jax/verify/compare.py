@@ -1,8 +1,8 @@
 """Whether two models are the same: by how much their outputs differ, where, and whether rounding explains it.
 
 A reference is the trace of another model. The parts of a model (embedding, each layer, output) are compared one by one, each
-given what the reference's part was given: an error then shows in the part that makes it and is not carried on, and what
-rounding explains of it does not depend on depth.
+with the input of the reference's part: an error then shows in the part that makes it and does not propagate, and the
+difference that rounding explains does not depend on depth.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ComparedPart(NamedTuple):
       name: "embedding", "layer 0", ..., "output".
       max_abs: largest difference of the part's output, with the differences of all parts before it.
       relative: root mean square over positions of the difference's norm over the reference's.
-      own: the same for the part alone, given what the reference's was given, relative to what that added.
+      own: the same for the part alone, with the reference's input, relative to what the reference's part added.
       roundings: `own` in roundings, at most `TIMES` where the parts are the same.
     """
 
@@ -118,7 +118,7 @@ def in_words(settings: Differences) -> str:
 
 
 def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
-    """Hold a model, its parameters and their trace, against a reference of the same sizes that read the same tokens."""
+    """Compare a model, its parameters and their trace, with a reference of the same sizes that read the same tokens."""
     with np.errstate(over="ignore", invalid="ignore"):  # numbers that are not finite are found, and said
         settings = differing_settings(ours.origin.config, reference.origin.config)
         max_abs, largest = float(np.abs(ours.logits - reference.logits).max()), float(np.abs(reference.logits).max())
@@ -165,7 +165,7 @@ def compare(params: Llama, ours: Trace, reference: Trace) -> Comparison:
 
 
 def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: Rounding) -> list[str]:
-    """What says that a model is another, whatever its logits."""
+    """The reasons to call a model a different one, whatever its logits."""
     found = [in_words(settings)] if settings else []
     departing = [part for part in parts if not part.roundings <= TIMES]
     if departing:
@@ -181,7 +181,7 @@ def _differing(settings: Differences, parts: Sequence[ComparedPart], rounding: R
 
 
 def _loss(kl: float) -> str:
-    """What that is to a reader: up to Q6_K, up to Q4_0, and beyond, going by llama.cpp's measurements of Llama 3 8B."""
+    """The loss in words: up to Q6_K's, up to Q4_0's, and beyond, by llama.cpp's measurements of Llama 3 8B."""
     return "hardly to be noticed" if kl < 0.01 else "a small loss" if kl < 0.1 else "a loss that shows"
 
 
@@ -240,7 +240,7 @@ def _norms(x: np.ndarray) -> np.ndarray:
 
 
 def _ratio(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a / b, where nothing over nothing is nothing."""
+    """a / b, with 0 / 0 = 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(a == 0, 0.0, a / b)
 

@@ -1,4 +1,4 @@
-"""What quantising did to each matrix of a model."""
+"""The error of each quantised matrix of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = 1 << 22  # numbers that are compared at a time
 
 
 class MatrixError(NamedTuple):
-    """How a quantised matrix differs from what it was made of.
+    """How a quantised matrix differs from the original.
 
     Attributes:
       name: "embedding", "attention.qkv".
@@ -35,12 +35,12 @@ class MatrixError(NamedTuple):
 
 
 def matrix_errors(params: Llama, reference: Llama) -> tuple[MatrixError, ...]:
-    """Of every matrix that is quantised, in the order of the model.
+    """The error of every quantised matrix, in the order of the model.
 
     Args:
-      params: with one block for each layer; of an adapted matrix that is the one without its adapter.
-      reference: the same in floats; or, so that it need not be in memory, what a checkpoint's parameters are made of, as
-        `checkpoints.assemble.plan` gives it: then it is read by runs of rows.
+      params: with one block for each layer; adapted matrices are compared without their adapters.
+      reference: the same in floats; or, so that it need not be in memory, the plan of a checkpoint's parameters from
+        `checkpoints.assemble.plan`, which is then read in runs of rows.
     """
     found = []
     given = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: hasattr(leaf, "project"))

@@ -1,4 +1,4 @@
-"""Where a reference comes from: transformers, run on the spot, or an oracle, a file that an earlier run wrote."""
+"""Sources of a reference: transformers, run on the spot, or an oracle, a file that an earlier run wrote."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_transformers() -> None:
 
 
 def run_transformers(folder: Path, tokens: np.ndarray) -> Trace:
-    """What transformers makes of int32[T] tokens with the model in a Hugging Face folder, in float32 on the CPU.
+    """The trace of int32[T] tokens by transformers with the model in a Hugging Face folder, in float32 on the CPU.
 
     Raises:
       UserError: torch or transformers is not installed.
@@ -109,10 +109,10 @@ def write_oracle(path: Path, trace: Trace) -> None:
 
 
 def read_oracle(path: Path) -> Trace:
-    """Read what `write_oracle` wrote.
+    """Read an oracle that `write_oracle` wrote.
 
-    No more memory is used than the file is long, and no pickle in it is run: the bytes of each array are taken as numbers of
-    the one type that it can have.
+    Memory is at most the size of the file, and no pickle in it is run: the bytes of each array are read as numbers of the
+    only type that it can have.
 
     Raises:
       CheckpointError: not an oracle, a damaged one, or one of another version.

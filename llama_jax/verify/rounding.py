@@ -1,4 +1,4 @@
-"""How much of a difference between two models rounding explains."""
+"""The part of a difference between two models that rounding explains."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ KL_LIMIT = 1.0
 
 @dataclass(frozen=True)
 class Rounding:
-    """What may lie between two models that are the same: its name, and how much of the weights and of the activations."""
+    """A rounding by which two equal models may differ: its name, and its size relative to weights and activations."""
 
     name: str
     weights: float
@@ -93,7 +93,7 @@ def origin_of(name: str, config: LlamaConfig, tensors: Sequence[Described], dtyp
 
 
 def rounding_between(a: Origin, b: Origin) -> Rounding:
-    """What may lie between two models made from the same weights; `EXACT` where their numbers should be equal."""
+    """The rounding by which two models made from the same weights may differ; `EXACT` if their numbers should be equal."""
     stored = [[kind for kind in origin.kinds if ROUNDING[kind]] for origin in (a, b)]
     kinds = stored[0] + stored[1] if stored[0] != stored[1] else []
     computed = [KIND[origin.dtype] for origin in (a, b)]

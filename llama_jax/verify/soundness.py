@@ -1,4 +1,4 @@
-"""What a model can show of itself, without a reference."""
+"""Checks of a model without a reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.verify.trace import Trace, nats_per_token
 
-# Simple enough for a model that knows nothing but children's stories, and in no book.
+# Simple enough for a model that only knows children's stories, and not from any book.
 TEXT = """\
 One day, a little girl named Anna went to the lake with her father. The sun was warm and the water was blue. Anna saw a \
 small brown duck near the shore. The duck could not swim because its foot was stuck under a big stone. "Can we help it?" \

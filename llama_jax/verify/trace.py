@@ -1,4 +1,4 @@
-"""What a model makes of some tokens: its logits, and its residual stream after every layer."""
+"""The trace of a model on some tokens: its logits, and its residual stream after every layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Origin:
     """Where numbers come from.
 
     Attributes:
-      name: for people.
+      name: in words.
       config: of the model.
       kinds: how its weights are stored: F32, BF16, Q4_K ...
       dtype: in which it was computed.
@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a model made of some tokens.
+    """The outputs of a model for some tokens.
 
     Attributes:
       origin: which model.
