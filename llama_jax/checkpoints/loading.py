@@ -55,7 +55,8 @@ def load(
     """Read a model, recognised by its content, and the tokenizer inside it or beside it.
 
     Args:
-      path: see `open_checkpoint`; None is the small stories model that comes with the package (`checkpoints.bundled`).
+      path: a model's folder or file, or the URL of one in a store, in a format of `open_checkpoint`; None is the small
+        stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
       quantize: quantise the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
         (`ops.weights`); "keep" leaves what is quantised in a GGUF or a Hugging Face folder as it is. `dtype` is then that of

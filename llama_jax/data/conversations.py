@@ -32,8 +32,8 @@ class ChatReading:
       format: the chat format, see `tokenizers.resolve_format`. A prompt and a completion that are texts have none.
       too_long: what to do with an example of more tokens than a row holds: "cut" keeps its beginning, so that its last
         reply does not end, "drop" leaves it out. Both are counted.
-      special: whether "<|eot_id|>" and the like are special tokens in a prompt and a completion that are texts, as in files
-        with rendered chats; by default they are text. In messages they are always text.
+      special: whether ``<|eot_id|>`` and the like are special tokens in a prompt and a completion that are texts, as in
+        files with rendered chats; by default they are text. In messages they are always text.
 
     Raises:
       DataError: another `too_long`.

@@ -88,8 +88,8 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32,
 def quantize(params: Llama, kind: Name) -> Llama:
     """The parameters with their matrices in fewer bits, rounded to nearest: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0".
 
-    A file is better quantised while it is read (`checkpoints.load`), without ever holding the dense model. From
-    `jax.ShapeDtypeStruct`s, with or without shardings, it makes those of the quantised parameters.
+    A file is better quantised while it is read (`checkpoints.load`), without ever holding the dense model. A tree of
+    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters.
 
     Raises:
       ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
