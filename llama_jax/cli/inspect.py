@@ -137,7 +137,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _check_sums(opened: Opened | Stored) -> None:
-    """Raise CheckpointError for a step of a run whose files differ from what was saved."""
+    """Raise CheckpointError for a step of a run whose files are not what was saved."""
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.sums import verify
 
@@ -150,7 +150,7 @@ def _files(opened: Opened | Stored) -> list[Location]:
     from llama_jax.checkpoints.store import Stored
 
     if isinstance(opened, Stored):
-        folder, name = opened.arrays  # only the model of a run's checkpoint, not the optimizer's state
+        folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
         where = folder / name if opened.stacked else folder.parent
         within = folder if opened.stacked else folder.parent
         files = sorted(file for file in where.rglob("*") if file.is_file())

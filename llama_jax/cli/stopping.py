@@ -1,4 +1,4 @@
-"""Commands that must not be killed by a signal, because they would leave temporary files."""
+"""What must not be ended at once: temporary files would be left."""
 
 from __future__ import annotations
 

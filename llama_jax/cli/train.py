@@ -76,7 +76,7 @@ class Train:
     (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install
     'llama-jax[wandb]'."""
     save_timeout: float = 1800.0
-    """Seconds that writing a checkpoint may take in the background before the run ends with an error."""
+    """Seconds that writing a checkpoint may take, beside the training; then the run ends with an error."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None

@@ -99,10 +99,10 @@ def train(
       mesh: how many ways the batch, the parameters and the heads are split over the devices.
       backend: "jit", or "pmap" for `mesh.data` whole copies of the model.
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
-      track: services that also get the numbers of metrics.jsonl, see `runs.trackers`.
-      save_timeout: seconds that writing a checkpoint may take in the background before the run ends with an error.
-      processes: what `parallel.processes.start` returned, if there are several: each calls this with the same arguments.
-      log: where progress is printed, as `runs.log.Log()`; None prints nothing.
+      track: where the numbers of metrics.jsonl are shown, too: see `runs.trackers`.
+      save_timeout: seconds that writing a checkpoint may take, beside the training; then the run ends.
+      processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
+      log: what is told meanwhile, as `runs.log.Log()` prints it; None prints nothing.
 
     Raises:
       TrainingError: a folder that holds another run or is in use, a tokenizer or prompts that do not fit, a trace of steps
