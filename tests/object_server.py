@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -42,9 +42,11 @@ class ObjectServer(ThreadingHTTPServer):
 
     Attributes:
       fault: given the key and how often it was asked for before, what is wrong with the answer to a GET: a status, "reset",
-        "cut" (the connection ends within the body), "short" (a smaller range than was asked for) or None.
-      write_fault: given the key and how many changes there were before, what is wrong with the answer to a PUT: a status, or
-        "lost" (the object is written, and the connection ends before the answer).
+        "cut" (the connection ends within the body), "short" (a smaller range than was asked for), "slow" (of the second half
+        of the body a byte comes now and then) or None.
+      write_fault: given the key and how many changes there were before, what is wrong with the answer to a PUT: a status;
+        "lost" (the object is written, and the connection ends before the answer); "slow" (none comes, and nothing is
+        written), or "late" (likewise, and the object is written when the client has given up).
       changes: what was written and removed, in its order.
       written: when objects were, by a clock that is an hour ahead; and how often, which Google tells.
     """
@@ -144,8 +146,15 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         key, query, body = self._written()
         fault = self.server.write_fault(key, len(self.server.changes))
-        if fault is not None and fault != "lost":
+        if isinstance(fault, int):
             return self._error(fault, "InternalError", "It is not for you to know")
+        if fault in ("slow", "late"):
+            self.close_connection = True
+            with suppress(OSError):
+                while self.connection.recv(1):  # until the client ends the connection
+                    pass
+            if fault == "slow":
+                return None
         if "partNumber" in query:
             self.server.parts[key][int(query["partNumber"][0])] = body
             return self._answer(200, b"", ETag=etag(body))
@@ -168,6 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.written[key] = time.time() + 3600
             self.server.generations[key] = self.server.generations.get(key, 0) + 1
             self.server.changes.append(("PUT", key))
+        if fault == "late":
+            return None
         if fault == "lost":
             self.close_connection = True
             return self.connection.shutdown(socket.SHUT_RDWR)
@@ -198,7 +209,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "cut":
             self.close_connection = True
             body = body[: len(body) // 2]
-        return self._answer(206 if found else 200, body, **headers)
+        late = len(body) // 2 if fault == "slow" else len(body)
+        self._answer(206 if found else 200, body[:late], **headers)
+        for byte in body[late:]:
+            time.sleep(0.02)
+            self.wfile.write(bytes([byte]))
 
     def _list(self, prefix: str) -> None:
         with self.server.lock:

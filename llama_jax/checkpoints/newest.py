@@ -18,6 +18,10 @@ Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
 
 
+class StepRemovedError(CheckpointError):
+    """A step in a store of which files were to be read that are there no more: the run has removed it."""
+
+
 def taking_the_newest(read: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
     """`read` again where its first argument, `path`, is a run whose newest step has become another one meanwhile.
 
@@ -31,6 +35,9 @@ def taking_the_newest(read: Callable[Arguments, Found]) -> Callable[Arguments, F
             before = _newest(path)
             try:
                 return read(*arguments, **named)
+            except StepRemovedError:  # a step itself is not found the next time
+                if not left:
+                    raise
             except (UserError, OSError) as error:
                 now = None if before is None else _newest(path)
                 if left and now != before:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints import stored_weights
+from llama_jax.checkpoints.chunks import ArrayRows, ChunkedArray, read_index
+from llama_jax.checkpoints.fill import ArrayParts, Part
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
+from llama_jax.checkpoints.quantising import fill_weight
 from llama_jax.checkpoints.step_fetching import FetchedStep, fetch_step, of_model
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, DamagedError, cannot_read, is_step, steps_in
 from llama_jax.checkpoints.sums import verify
@@ -28,8 +30,8 @@ from llama_jax.checkpoints.tensors import kind_of, target_dtype
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.files import read_object
-from llama_jax.model.params import Llama
-from llama_jax.model.trees import param_shapes, unstack
+from llama_jax.model.params import Llama, Row
+from llama_jax.model.trees import build, param_shapes, unstack
 from llama_jax.ops.weights import QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -128,14 +130,20 @@ def open_folder(folder: Path) -> Stored:
 
 
 def open_stored(place: StoredPath) -> Stored:
-    """The model of a run in a store: a step, or the newest of a folder of them. The files of the model are fetched.
+    """The model of a run in a store: a step, or the newest of a folder of them. Of its files those without numbers are
+    fetched.
 
     Raises:
       CheckpointError: as `open_folder` does; no step, or a damaged one.
     """
-    fetched = fetch_step(place, of_model)
+    fetched = fetch_step(place, of_model, numbers=False)
     with fetched.named():
-        return replace(open_folder(fetched.folder), path=fetched.url, fetched=fetched)
+        try:
+            stored = open_folder(fetched.folder)
+        except DamagedError:  # orbax keeps what describes an array apart from its numbers where that is short
+            fetched.complete()
+            stored = open_folder(fetched.folder)
+        return replace(stored, path=fetched.url, fetched=fetched)
 
 
 def adapters_of(step: Path) -> dict[str, Any] | None:
@@ -292,8 +300,53 @@ def load_params(
     Raises:
       CheckpointError: a file that is damaged, or an array that is not finite.
     """
-    with nullcontext() if stored.fetched is None else stored.fetched.named():
+    if stored.fetched is None:
         return _load_params(stored, dtype, shardings)
+    with stored.fetched.named():
+        if shardings is not None and _over_several(shardings):
+            arrays = read_index(*stored.arrays, stored.fetched.url / stored.arrays[1])
+            if arrays is not None and stored.found.keys() <= arrays.keys():
+                return _load_shares(stored, arrays, dtype, shardings)
+        stored.fetched.complete()
+        return _load_params(stored, dtype, shardings)
+
+
+def _over_several(shardings: Llama) -> bool:
+    """Whether an array lies on devices of several processes, which all read it then."""
+    devices = [place.device_set for place in jax.tree.leaves(shardings)]
+    return any(len({device.process_index for device in each}) > 1 for each in devices)
+
+
+def _load_shares(
+    stored: Stored, arrays: Mapping[str, ChunkedArray], dtype: jax.typing.DTypeLike | None, shardings: Llama
+) -> Llama:
+    """What `_load_params` gives, of which each process fetches what its devices hold: ranges of files, so that no checksum
+    of a file says whether they are what was saved."""
+    _check_same_step(stored)
+    target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
+
+    def parts(row: Row, layer: int) -> ArrayParts:
+        shape = row.shape(stored.config)
+        rows = math.prod(shape[:-1])
+        tensor = ArrayRows(arrays[row.path], layer * rows, shape if len(shape) == 1 else (rows, shape[-1]))
+        return ArrayParts(shape, (Part(f"{stored.path}: array {row.path!r}", tensor),), row.is_matrix, stored=True)
+
+    made_of = build(stored.config, parts, stacked=False)
+    places = _places(stored.config, shardings)
+    return jax.tree.map(lambda array, place: fill_weight(array, target, None, place), made_of, places)
+
+
+def _check_same_step(stored: Stored) -> None:
+    """Raise CheckpointError where processes would read different steps, as of a run that goes on saving."""
+    from jax.experimental import multihost_utils
+
+    step = int(stored.arrays[0].name)
+    others = np.asarray(multihost_utils.process_allgather(np.int32(step))).reshape(-1).tolist()
+    if len(set(others)) > 1:
+        raise CheckpointError(
+            f"{stored.path} is what this process would read, and not all others: the run goes on, and they found the steps"
+            f" {', '.join(map(str, sorted(set(others))))}; give all of them one that stays"
+        )
 
 
 def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: Llama | None) -> Llama:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import llama_jax
 from llama_jax.cli.arguments import arranged, recipe_asked_about
+from llama_jax.cli.stopping import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
 from llama_jax.writing import cannot_write, remedy_for, send_nowhere
 
@@ -72,8 +73,7 @@ def main() -> None:
         send_nowhere(sys.stdout.fileno())
         sys.exit(1)
     except StuckSaveError as error:
-        print("llama-jax: error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
-        os._exit(2)  # an end in order would wait for the threads that hang
+        end_at_once(error)
     except (UserError, OSError) as error:
         _end(_of_stdout(error) or " ".join(str(error).split("\n")))
     except MemoryError as error:

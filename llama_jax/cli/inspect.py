@@ -29,7 +29,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # kinds whose names say their bits
 class Inspect:
     """Show what is in a model's files: types and bytes of the tensors, configuration, parameters, cache, vocabulary.
 
-    No weights are read, except for the checksums of a run's checkpoint. Exit code 2 if something is wrong with the files."""
+    No weights are read, except for the checksums of a run's checkpoint on a disk. Exit code 2 if something is wrong with the
+    files."""
 
     path: tyro.conf.Positional[ModelPath]
     """A model's folder or file, of any format that is read."""
@@ -137,11 +138,19 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _check_sums(opened: Opened | Stored) -> None:
-    """Raise CheckpointError for a step of a run whose files are not what was saved."""
+    """Raise CheckpointError for a step of a run whose files are not what was saved; of one in a store, that are missing."""
+    from llama_jax.checkpoints.steps import DamagedError
     from llama_jax.checkpoints.store import Stored
     from llama_jax.checkpoints.sums import verify
 
-    if isinstance(opened, Stored) and opened.stacked and opened.fetched is None:  # which was checked as it came
+    if not isinstance(opened, Stored):
+        return
+    fetched = opened.fetched
+    if fetched is not None:
+        missing = [name for name in fetched.sums if not (fetched.url / name).is_file()]
+        if missing:
+            raise DamagedError(f"{fetched.url / missing[0]} is missing")
+    elif opened.stacked:
         verify(opened.path)
 
 
@@ -151,6 +160,9 @@ def _files(opened: Opened | Stored) -> list[Location]:
 
     if isinstance(opened, Stored):
         folder, name = opened.arrays  # of a run's checkpoint the model alone, not the optimizer's numbers
+        if opened.fetched is not None:
+            listed = [opened.fetched.url / file for file in opened.fetched.sums if file.startswith(f"{name}/")]
+            return [file for file in sorted(listed) if file.is_file()]
         where = folder / name if opened.stacked else folder.parent
         within = folder if opened.stacked else folder.parent
         files = sorted(file for file in where.rglob("*") if file.is_file())

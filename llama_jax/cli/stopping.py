@@ -1,4 +1,4 @@
-"""What must not be ended at once: temporary files would be left."""
+"""What must not be ended at once, since temporary files would be left; and what must."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+
+def end_at_once(error: BaseException) -> NoReturn:
+    """Say what went wrong and exit with 2, from any thread: an end in order would wait for threads that hang."""
+    with suppress(OSError):  # a terminal that has hung up
+        print("llama-jax: error:", " ".join(str(error).split("\n")), file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 class _Stopped(KeyboardInterrupt):

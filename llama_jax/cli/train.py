@@ -8,17 +8,20 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from llama_jax.cli.paths import ModelPath
-from llama_jax.errors import UserError
+from llama_jax.cli.stopping import end_at_once
+from llama_jax.errors import StuckSaveError, UserError
 from llama_jax.writing import send_nowhere
 
 if TYPE_CHECKING:
     from llama_jax.data.sources import Data
+    from llama_jax.parallel.processes import Processes
     from llama_jax.runs.recipe import Recipe
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")
@@ -76,7 +79,8 @@ class Train:
     (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install
     'llama-jax[wandb]'."""
     save_timeout: float = 1800.0
-    """Seconds that writing a checkpoint may take, beside the training; then the run ends with an error."""
+    """Seconds that writing a checkpoint may take, beside the training, and that beginning to may; then the run ends with an
+    error."""
     distributed: bool = False
     """Find the other processes through Slurm, Open MPI, Kubernetes or the TPU pod that started this one."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
@@ -129,6 +133,7 @@ class Train:
                 trace=_steps(self.trace),
                 track=self.track,
                 save_timeout=self.save_timeout,
+                stuck=partial(_end, joined),
                 processes=joined,
                 log=Log(quiet=joined.index > 0),
             )
@@ -151,6 +156,12 @@ class Train:
         # The length is set together with the changes: either alone may not fit the other.
         started = replace(recipe, model=open_checkpoint(self.weights).config, length=1)
         return override(started, [f"length={recipe.length}", *changes])
+
+
+def _end(joined: Processes, error: StuckSaveError) -> None:
+    """Of a save that hangs in the main thread: tell the other processes, and end this one."""
+    joined.fail(str(error), 2)
+    end_at_once(error)
 
 
 def _sources(given: Sequence[str], *, weighted: bool) -> Data:

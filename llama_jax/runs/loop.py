@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -75,6 +75,7 @@ def train(
     trace: range | None = None,
     track: Sequence[Track] = (),
     save_timeout: float = SAVE_TIMEOUT,
+    stuck: Callable[[StuckSaveError], object] | None = None,
     processes: Processes | None = None,
     log: Log | None = None,
 ) -> Result:
@@ -101,6 +102,8 @@ def train(
       trace: steps, counted from 1, whose profile is written into `workdir`/trace, for TensorBoard or Perfetto.
       track: where the numbers of metrics.jsonl are shown, too: see `runs.trackers`.
       save_timeout: seconds that writing a checkpoint may take, beside the training; then the run ends.
+      stuck: is given the error, in a thread of its own, where this thread hangs while it begins to write one for longer than
+        that: no exception reaches it. The command line ends the process; None logs the error.
       processes: what `parallel.processes.start` gave, where there are several: each calls this with the same arguments.
       log: what is told meanwhile, as `runs.log.Log()` prints it; None prints nothing.
 
@@ -149,6 +152,7 @@ def train(
             keep_best=recipe.keep_best,
             timeout=save_timeout,
             shelf=run_folder.shelf,
+            stuck=stuck,
         ) as snapshots,
     ):
         folder = run_folder.path

@@ -8,12 +8,13 @@ can be restored. Where it gets its name, on a disk or in a store, is the busines
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -55,6 +56,8 @@ SAVING = ".saving"  # its checksums are being written; or what was replaced by i
 REPLACED = ".replaced"  # an older checkpoint of a step that was being saved again, as versions before this one named it
 SAVE_TIMEOUT = 1800.0  # seconds
 
+_log = logging.getLogger("llama_jax.runs")
+
 
 class Snapshots:
     """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
@@ -70,14 +73,17 @@ class Snapshots:
         keep_best: int = 1,
         timeout: float = SAVE_TIMEOUT,
         shelf: Shelf | None = None,
+        stuck: Callable[[StuckSaveError], object] | None = None,
     ) -> None:
         """Open a folder, which need not exist, and clear up what a killed process left in it.
 
         Args:
           keep_last: how many of the newest steps stay, at least 1.
           keep_best: how many of those with the lowest validation loss stay besides.
-          timeout: seconds that a save may take.
+          timeout: seconds that a save may take: the call of `save`, and then its thread.
           shelf: where whole steps are put; None is `folder`, in which they are written.
+          stuck: is given the error of a `save` that does not return in that time, in a thread of its own: no exception
+            reaches one that hangs. It may end the process; None logs the error.
 
         Raises:
           ConfigError: a number of checkpoints that cannot be kept, or a time that is none.
@@ -92,6 +98,7 @@ class Snapshots:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._timeout = timeout
+        self._tell_stuck = stuck
         self._shelf = LocalShelf(self.folder) if shelf is None else shelf
         self._pending: _Save | None = None
         self._latest: int | None = None  # as it was last known
@@ -104,6 +111,8 @@ class Snapshots:
             where = self._shelf.place
             raise CheckpointError(f"{where} cannot be used for checkpoints ({error}); give another folder") from None
         _wait_for_all("opened")
+        with suppress(OSError):
+            self.latest()
 
     def __enter__(self) -> Snapshots:
         return self
@@ -141,7 +150,7 @@ class Snapshots:
         added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
         about = _About(json.dumps({**note, **added}, indent=2), config, tokenizer)
         self.wait()
-        with ExitStack() as until_written:
+        with ExitStack() as until_written, self._watched(step):
             until_written.enter_context(quiet())
             try:
                 with _writing():
@@ -324,9 +333,33 @@ class Snapshots:
         """What was written stays: somebody may be writing there yet."""
         return StuckSaveError(f"{self._shelf.place}: step {pending.step} is not saved: {why}; {self._last_good()}")
 
+    @contextmanager
+    def _watched(self, step: int) -> Iterator[None]:
+        """Tell where what is inside does not end in the time of a save: a device, or a disk, that does not answer."""
+
+        def tell() -> None:
+            why = f"it could not be begun within {self._timeout:g} s (--save-timeout): a device or a disk does not answer"
+            # As it was last known, for to look would be to ask what does not answer.
+            error = StuckSaveError(f"{self._shelf.place}: step {step} is not saved: {why}; {self._last_known()}")
+            if self._tell_stuck is None:
+                _log.error("%s", error)
+            else:
+                self._tell_stuck(error)
+
+        timer = threading.Timer(self._timeout, tell)
+        timer.name, timer.daemon = f"watching step {step}", True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def _last_good(self) -> str:
         with suppress(OSError):  # a store that cannot be reached
             self.latest()
+        return self._last_known()
+
+    def _last_known(self) -> str:
         return (
             "there is no good checkpoint yet" if self._latest is None else f"the last good checkpoint is step {self._latest}"
         )

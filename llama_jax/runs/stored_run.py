@@ -221,7 +221,7 @@ class StoredShelf:
         if self._writer is not None:
             shutil.rmtree(self._brought, ignore_errors=True)
             try:
-                fetch_files(place, folder, lambda parts: parts)
+                fetch_files(place, folder)
             except OSError as error:
                 raise CheckpointError(f"{error.filename or place} cannot be read: {error.strerror or error}") from None
             except CheckpointError as error:

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import errno
 import re
+import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from llama_jax.errors import UserError, reason_of
-from llama_jax.storage.view import FOLDER, Listed, PassingError
+from llama_jax.storage.view import FOLDER, Listed, PassingError, SlowError
 
 EXTRA = "pip install 'llama-jax[stores]'"
-# Of one request. Several megabytes over a slow line take long, but not without a byte for a minute. A server without TLS
-# is asked where the environment names one: obstore would leave it out of the account beside these.
-CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "15m", "allow_http": True}
+# Of one request, beside the time that it has in all. A server without TLS is asked where the environment names one: obstore
+# would leave it out of the account beside these.
+CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
+# Seconds that a request has in all: of a few bytes, which a lease is renewed by; of others at least and at most, and between
+# them what its bytes take at LEAST_RATE bytes a second.
+QUICK, LEAST_SECONDS, MOST_SECONDS, LEAST_RATE = 15.0, 120.0, 900.0, 32 << 10
 STATUS = re.compile(r"status code: (\d{3})")
 # A large object goes in parts, of which a store takes 10,000; each is in memory once.
 LEAST_PART, MOST_PARTS = 16 << 20, 9_000
@@ -43,11 +48,17 @@ def open_bucket(root: str) -> ObjectBucket:
         from obstore.store import from_url
     except ImportError:
         raise UserError(f"{root} is read by obstore, which is not installed; {EXTRA}") from None
-    try:
+
+    def within(seconds: float) -> Any:
+        options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
         # Trying again is ours (`view.trying`), which says what it waits for.
-        return ObjectBucket(root, from_url(root, client_options=CLIENT, retry_config={"max_retries": 0}))
+        return from_url(root, client_options=options, retry_config={"max_retries": 0})
+
+    try:
+        within(LEAST_SECONDS)
     except (BaseError, ValueError) as error:
         raise UserError(f"{root} cannot be opened: {_first_line(error)}") from None
+    return ObjectBucket(root, within)
 
 
 Mark = Mapping[str, str]
@@ -69,14 +80,15 @@ class Stamped(NamedTuple):
 class ObjectBucket:
     """A `Store`."""
 
-    def __init__(self, root: str, bucket: Any) -> None:
+    def __init__(self, root: str, within: Callable[[float], Any]) -> None:
+        """`within` gives obstore's bucket, whose requests end after so many seconds."""
         self._root = root
-        self._bucket = bucket
+        self._within = cache(within)
 
     def names(self, folder: str) -> Mapping[str, Listed]:
         import obstore
 
-        found = self._asked(folder, lambda: obstore.list_with_delimiter(self._bucket, folder or None))
+        found = self._asked(folder, lambda bucket: obstore.list_with_delimiter(bucket, folder or None))
         below = f"{folder}/" if folder else ""
         names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
         for each in found["objects"]:
@@ -88,7 +100,7 @@ class ObjectBucket:
         import obstore
 
         try:
-            found = self._asked(key, lambda: obstore.head(self._bucket, key))
+            found = self._asked(key, lambda bucket: obstore.head(bucket, key))
         except FileNotFoundError:
             return None
         return Listed(found["size"], found["e_tag"])
@@ -97,7 +109,8 @@ class ObjectBucket:
         import obstore
 
         options: Any = {"range": (start, stop)} | ({"if_match": version} if version else {})
-        return self._asked(key, lambda: memoryview(obstore.get(self._bucket, key, options=options).bytes()))
+        seconds = _seconds(stop - start)
+        return self._asked(key, lambda bucket: memoryview(obstore.get(bucket, key, options=options).bytes()), seconds)
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
         import obstore
@@ -107,7 +120,11 @@ class ObjectBucket:
         part = max(LEAST_PART, -(-size // MOST_PARTS))
         mode: Any = "create" if only_new else "overwrite"
         try:
-            self._asked(key, lambda: obstore.put(self._bucket, key, content, mode=mode, chunk_size=part))
+            self._asked(
+                key,
+                lambda bucket: obstore.put(bucket, key, content, mode=mode, chunk_size=part),
+                _seconds(min(size, part)),
+            )
         except AlreadyExistsError:
             raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
 
@@ -115,13 +132,13 @@ class ObjectBucket:
         """An object of few bytes, with what is needed to replace it; None where there is none."""
         import obstore
 
-        def ask() -> Stamped:
-            found = obstore.get(self._bucket, key)
+        def ask(bucket: Any) -> Stamped:
+            found = obstore.get(bucket, key)
             meta = found.meta
             return Stamped(bytes(found.bytes()), _mark(meta), meta["last_modified"].timestamp())
 
         try:
-            return self._asked(key, ask)
+            return self._asked(key, ask, QUICK)
         except FileNotFoundError:
             return None
 
@@ -136,7 +153,7 @@ class ObjectBucket:
 
         mode: Any = "create" if mark is None else mark
         try:
-            return _mark(self._asked(key, lambda: obstore.put(self._bucket, key, content, mode=mode)))
+            return _mark(self._asked(key, lambda bucket: obstore.put(bucket, key, content, mode=mode), QUICK))
         except AlreadyExistsError:
             return None
         except OSError as error:
@@ -147,15 +164,22 @@ class ObjectBucket:
     def delete(self, key: str) -> None:
         import obstore
 
-        self._asked(key, lambda: obstore.delete(self._bucket, key))
+        self._asked(key, lambda bucket: obstore.delete(bucket, key))
 
-    def _asked(self, key: str, ask: Callable[[], Given]) -> Given:
-        """What obstore gives; what it raises as a PassingError, or an OSError that names the object and the cause."""
+    def _asked(self, key: str, ask: Callable[[Any], Given], seconds: float | None = None) -> Given:
+        """What obstore gives; what it raises as a PassingError, or an OSError that names the object and the cause.
+
+        Args:
+          ask: is given obstore's bucket.
+          seconds: that each request of it has; None is LEAST_SECONDS.
+        """
         from obstore import exceptions
 
         url = f"{self._root}/{key}" if key else self._root
+        seconds = LEAST_SECONDS if seconds is None else seconds
+        began = time.monotonic()
         try:
-            return ask()
+            return ask(self._within(seconds))
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, f"the store does not allow it ({_said(error)})", url) from None
         except exceptions.AlreadyExistsError:
@@ -163,7 +187,10 @@ class ObjectBucket:
         except exceptions.PreconditionError:
             raise OSError(errno.ESTALE, "it was replaced while it was read; read it again", url) from None
         except (OSError, exceptions.BaseError) as error:
-            raise self._passing_or_final(error, url) from None
+            found = self._passing_or_final(error, url)
+            if isinstance(found, PassingError) and time.monotonic() - began >= seconds:
+                found = SlowError(f"not done within {seconds:g} s")
+            raise found from None
 
     def _passing_or_final(self, error: Exception, url: str) -> Exception:
         text, line = str(error), _first_line(error)
@@ -182,6 +209,14 @@ class ObjectBucket:
         if "non-partial response" in line:
             return OSError(errno.EIO, "the store gives no ranges of bytes, which are needed", url)
         return PassingError(_said(error))
+
+
+def _seconds(size: int) -> float:
+    """That a request of so many bytes has: few lengths, for each of which obstore is asked by a client of its own."""
+    seconds = LEAST_SECONDS
+    while seconds * LEAST_RATE < size and seconds < MOST_SECONDS:
+        seconds *= 2
+    return min(seconds, MOST_SECONDS)
 
 
 def _mark(meta: Mapping[str, Any]) -> Mark:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 # Seconds before a request is made again, a minute in all; each is shortened at random, so that not all hosts come at once.
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+SLOW_TRIES = 3  # so often a request is made that is not done in its time: others are refused at once, and these take minutes
 MOST_OPEN = 1 << 26  # bytes asked for at a time: more is asked for in pieces
 
 _log = logging.getLogger("llama_jax.storage")
@@ -68,6 +69,10 @@ class Store(Protocol):
 
 class PassingError(Exception):
     """A request went wrong, and may go right: a broken connection, a server that is busy or failing."""
+
+
+class SlowError(PassingError):
+    """A request was not done in its time, though bytes may have come now and then."""
 
 
 class StoreView:
@@ -202,14 +207,16 @@ def trying(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = N
       waits: seconds; None is WAITS.
 
     Raises:
-      OSError: it did to the last.
+      OSError: it did to the last, or was too slow for SLOW_TRIES times.
     """
     waits = WAITS if waits is None else waits
+    slow = 0
     for tried, wait in enumerate((*waits, None), 1):
         try:
             return ask()
         except PassingError as error:
-            if wait is None:
+            slow += isinstance(error, SlowError)
+            if wait is None or slow == SLOW_TRIES:
                 raise OSError(errno.EIO, f"no whole answer in {tried} tries, the last: {error}", url) from None
             _log.warning("%s: %s; asking again in %g s (try %d of %d)", url, error, wait, tried + 1, len(waits) + 1)
             time.sleep(wait * random.uniform(0.5, 1.0))

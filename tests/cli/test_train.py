@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import llama_jax
+from llama_jax.checkpoints.sums import verify
 from llama_jax.cli import main
 from llama_jax.cli.arguments import changes_together
 from llama_jax.cli.train import Train
@@ -382,6 +383,32 @@ def test_a_workdir_that_is_read_only(start, tmp_path):
     process = start(PERMISSIONS_HOLD, SMALL, "--workdir", folder, "--data", "text.txt")
     out, err = process.communicate(timeout=120)
     assert "cannot be written to (Permission denied); give another --workdir" in refused((process.returncode, out, err))
+
+
+HANGING = """
+import threading
+from llama_jax.runs import snapshots
+real, saves = snapshots.ocp.save_checkpointables_async, []
+def save(*arguments):
+    saves.append(arguments)
+    if len(saves) == 2:
+        threading.Event().wait()
+    return real(*arguments)
+snapshots.ocp.save_checkpointables_async = save
+"""
+
+
+@pytest.mark.slow
+def test_a_save_that_hangs_in_the_main_thread_ends_the_process(start, files, tmp_path):
+    changes = ["steps=100000", "save_every=100", "--workdir", tmp_path / "run", "--data", "text.txt", "--save-timeout", 5]
+    process = start(HANGING, SMALL, *changes)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    last = err.splitlines()[-1]
+    assert last.startswith(f"llama-jax: error: {tmp_path / 'run/checkpoints'}: step 200 is not saved: it could not be begun")
+    assert last.endswith("a device or a disk does not answer; the last good checkpoint is step 100")
+    assert "Traceback" not in err
+    assert verify(tmp_path / "run/checkpoints/100")
 
 
 FULL_DISK = """

@@ -265,6 +265,33 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
     thread.join()
 
 
+def test_a_save_that_hangs_before_it_has_a_thread_is_told(kept, monkeypatch):
+    save(kept, 10, 10)
+    kept.wait()
+    told, on = [], threading.Event()
+
+    def hang(*_):
+        on.wait()
+        raise OSError("it woke up")
+
+    def stuck(error):
+        told.append(error)
+        on.set()
+
+    monkeypatch.setattr("llama_jax.runs.snapshots.ocp.save_checkpointables_async", hang)
+    with Snapshots(kept.folder, timeout=0.05, stuck=stuck) as other, pytest.raises(CheckpointError, match="it woke up"):
+        save(other, 20, 20)
+    (error,) = told
+    assert isinstance(error, StuckSaveError)
+    assert re.search(
+        r"checkpoints: step 20 is not saved: it could not be begun within 0.05 s \(--save-timeout\): a device or a disk does"
+        r" not answer; the last good checkpoint is step 10$",
+        str(error),
+    )
+    assert not [thread for thread in threading.enumerate() if thread.name == "watching step 10"]
+    assert same(kept.restore(shapes_of())[0], state_of(10))
+
+
 def test_a_save_whose_thread_dies_is_an_error(kept, monkeypatch):
     """As one does whose first call meets a profiler's hook."""
     save(kept, 10, 10)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import threading
@@ -17,8 +18,11 @@ from mortal_run import environment_of, recipe, write_words
 from small_run import CONFIG, save, shapes_of, state_of
 
 import llama_jax
-from llama_jax.checkpoints import sums
+from llama_jax.checkpoints import open_checkpoint, sums
+from llama_jax.checkpoints.newest import StepRemovedError
 from llama_jax.checkpoints.steps import by_loss, steps_in
+from llama_jax.checkpoints.store import load_params
+from llama_jax.cli.inspect import describe
 from llama_jax.errors import CheckpointError
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import lease, stored_run
@@ -81,6 +85,12 @@ def test_what_is_saved_comes_back(store, kept):
     same(kept.restore(shapes_of(), 20)[0], state_of(20))
     assert not [key for key in store.objects if "checkpoints/10/" in key]
     assert [path.name for path in kept.folder.iterdir()] == []
+    store.answers.clear()
+    told = describe(open_checkpoint(STEPS))
+    assert told["problems"] == []
+    assert (told["path"], sum(told["files"].values()) > 4 * told["parameters"]) == (f"{STEPS}/30", True)
+    assert not [answer.key for answer in store.answers if answer.method == "GET" and "/ocdbt.process_0/d/" in answer.key]
+    assert store.sent() < 30_000 < 4 * told["parameters"], "what describes the arrays, and not they"
     model = llama_jax.load(f"{STEPS}/20")
     assert model.config == CONFIG
     same(model.params, llama_jax.unstack(state_of(20).params))
@@ -88,6 +98,15 @@ def test_what_is_saved_comes_back(store, kept):
     store.asked.clear()
     llama_jax.load(RUN)
     assert {key.split("/")[3] for key in store.asked if "/30/" in key} == {"about", "params"}, "and no optimizer"
+    opened = open_checkpoint(RUN)
+    save(kept, 40, 40)
+    kept.wait()
+    with pytest.raises(StepRemovedError, match=r"^s3://bucket/run/checkpoints/30 was removed while it was read; try again$"):
+        load_params(opened, None)
+    del store.objects[next(key for key in store.objects if "/40/params/ocdbt.process_0/d/" in key)]
+    problems = describe(open_checkpoint(f"{STEPS}/40"))["problems"]
+    assert len(problems) == 1
+    assert re.fullmatch(r"s3://bucket/run/checkpoints/40/params/ocdbt.process_0/d/\w+ is missing", problems[0])
 
 
 def test_half_of_a_step_is_none_and_goes(store, kept):
@@ -139,6 +158,39 @@ def test_a_save_goes_on_where_answers_go_wrong(store, kept, fault, monkeypatch):
     save(kept, 10, 10)
     kept.wait()
     assert any(way == "PARTS" for way, _ in store.changes) == (buckets.LEAST_PART == 4096)
+    same(kept.restore(shapes_of())[0], state_of(10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["slow", "late"])
+def test_slow_bodies_lose_nothing_and_show_no_half(store, kept, fault, monkeypatch):
+    monkeypatch.setattr(buckets, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(buckets, "LEAST_RATE", 1 << 30)
+    seen, failed = set(), set()
+
+    def once(key, changes):
+        if "/checkpoints/" in key and not key.endswith("SHA256SUMS"):
+            seen.update(steps_in(locate(STEPS)))
+        wanted = key.endswith(("SHA256SUMS", "params/manifest.ocdbt", "rest/_METADATA")) and key not in failed
+        failed.add(key)
+        return fault if wanted else None
+
+    store.write_fault = once
+    save(kept, 10, 10)
+    kept.wait()
+    assert not seen, "no step while it is written"
+    store.write_fault = lambda key, changes: None
+    store.fault = lambda key, before: "slow" if before == 0 and key.endswith("manifest.ocdbt") else None
+    same(kept.restore(shapes_of())[0], state_of(10))
+    store.write_fault = lambda key, changes: fault if "/20/params/d/" in key else None
+    save(kept, 20, 20)
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 20 could not be saved \(s3://bucket/run/checkpoints/20/params/d/[^ ]*: no whole answer in 3 tries, the"
+        r" last: not done within 0.5 s\); the last good checkpoint is step 10$",
+    ):
+        kept.wait()
+    assert kept.steps() == [10]
     same(kept.restore(shapes_of())[0], state_of(10))
 
 

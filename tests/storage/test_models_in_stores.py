@@ -1,6 +1,7 @@
 """Models, vocabularies and adapters read from a store: the same as from a disk, and no more than is needed."""
 
 import shutil
+import time
 
 import jax
 import make_format_goldens as formats
@@ -18,6 +19,7 @@ import llama_jax
 from llama_jax.checkpoints.fill import STORED_RUN
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.storage import buckets
 from llama_jax.storage.buckets import ObjectBucket
 
 CONFIG = make_goldens.KINDS["gqa"]
@@ -152,6 +154,27 @@ def test_answers_that_stay_wrong_are_named(fault, message, tmp_path, store):
     assert len(str(named.value)) < 400
 
 
+@pytest.mark.slow
+def test_slow_answers(tmp_path, store, monkeypatch, caplog):
+    """A byte now and then is no answer: what is slow once is asked for again, and what stays so is named in its time."""
+    monkeypatch.setattr(buckets, "LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(buckets, "LEAST_RATE", 1 << 30)
+    folder = write_hf_folder(tmp_path / "model", CONFIG)
+    url = store.upload(folder, "model")
+    failing(store, "slow")
+    began = time.monotonic()
+    said = (
+        r"^s3://bucket/model/model.safetensors cannot be read: no whole answer in 3 tries, the last: not done within 0.5 s$"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        llama_jax.load(url)
+    assert time.monotonic() - began < 10
+    assert "s3://bucket/model/model.safetensors: not done within 0.5 s; asking again in" in caplog.messages[0]
+    store.asked.clear()
+    store.fault = lambda key, before: "slow" if key.endswith(".safetensors") and before in (1, 4) else None
+    same(llama_jax.load(url).params, llama_jax.load(folder).params)
+
+
 def test_what_is_not_there(store):
     with pytest.raises(CheckpointError, match=r"^s3://bucket/none: nothing is stored there"):
         llama_jax.load("s3://bucket/none")
@@ -160,19 +183,13 @@ def test_what_is_not_there(store):
 
 
 def test_without_credentials():
-    class Without:
-        """obstore's bucket on a machine without any."""
-
-        def __getattr__(self, name):
-            raise AssertionError(name)
-
-    def ask():
+    def ask(bucket):
         raise GenericError(
             "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2ms\n\nDebug source"
         )
 
     with pytest.raises(PermissionError, match="no credentials were found: set AWS_ACCESS_KEY_ID") as named:
-        ObjectBucket("s3://bucket", Without())._asked("x", ask)
+        ObjectBucket("s3://bucket", lambda seconds: None)._asked("x", ask)
     assert named.value.filename == "s3://bucket/x"
 
 
