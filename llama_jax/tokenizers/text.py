@@ -53,8 +53,9 @@ class Text:
         if found:
             ready = min(found)
         else:
-            starts = (stop[:n] for stop in self._stop for n in range(len(stop)))
-            ready = len(self._held) - max((len(start) for start in starts if self._held.endswith(start)), default=0)
+            held = self._held  # of which no beginning of a stop string can be more: some have thousands of characters
+            starts = (stop[:n] for stop in self._stop for n in range(min(len(stop), len(held) + 1)))
+            ready = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
         self._show(self._held[:ready])
         self._held = self._held[ready:]
 

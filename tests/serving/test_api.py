@@ -613,6 +613,22 @@ def test_an_engine_that_fails():
     assert "a device is on fire" in last["error"]["message"]
 
 
+def test_what_nobody_has_thought_of(monkeypatch):
+    """It is a 500 in the form of all errors, and is counted as one."""
+    monkeypatch.setattr(FakeEngine, "submit", lambda self, request, deliver: 1 / 0)
+
+    async def conversation(client):
+        call = client.begin("POST", "/v1/completions", {"prompt": "a"})
+        with pytest.raises(ZeroDivisionError):  # for the server's log
+            await call.task
+        call.task = asyncio.sleep(0)
+        return await call.response(), await client.get("/metrics")
+
+    answer, metrics = talk(FakeEngine(), conversation)
+    assert "ZeroDivisionError" in error_of(answer, 500)["message"]
+    assert b'http_responses_total{path="/v1/completions",status="500"} 1.0' in metrics.body
+
+
 def test_a_request_that_takes_too_long():
     engine = FakeEngine()
 

@@ -55,7 +55,7 @@ def make_app(service: Service, access: Access, connections: Callable[[], int] = 
     return Starlette(
         routes=[Route(path, handler, methods=[method]) for path, (method, handler) in table.items()],
         middleware=[guard],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _surprise},
     )
 
 
@@ -192,6 +192,12 @@ def _status(trouble: str | None, code: str) -> Response:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _surprise(request: Request, error: Exception) -> Response:
+    """Of what nobody has thought of, which the log has with its traceback; the client is told its kind alone."""
+    found = ApiError(500, f"the server failed at this request ({type(error).__name__}); its log says why", code="internal")
+    return JSONResponse(found.body(), found.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

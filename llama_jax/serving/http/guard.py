@@ -87,6 +87,9 @@ class Guard:
                 await self._app(scope, receive, noting)
             else:
                 await response(scope, receive, noting)
+        except Exception:
+            status = status or 500  # which is sent outside of this, see `make_app`
+            raise
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._answered[path, status or CLIENT_LEFT] += 1
