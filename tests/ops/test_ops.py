@@ -364,3 +364,10 @@ class TestFeedForward:
         found = gradients(ops.feed_forward, *(jnp.asarray(a, dtype) for a in operands))
         assert [g.dtype for g in found] == [dtype] * 4
         assert_close(found, precise_gradients(plain, *operands), share)
+
+    def test_16_bit_products_are_rounded_once(self):
+        gates, values = rounded(normal(0, 64, 64), normal(1, 64, 64))[0]
+        one = rounded(np.eye(64))[0][0]
+        got = jax.jit(ops.feed_forward)(one, gates, values, one)
+        g, v = (np.asarray(x, np.float64).T for x in (gates, values))
+        np.testing.assert_allclose(np.asarray(got, np.float64), g / (1 + np.exp(-g)) * v, rtol=1.001 * 2**-8)
