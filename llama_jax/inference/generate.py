@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.checks import check_logprobs, check_turns, token_ids
@@ -142,9 +143,15 @@ class Run:
     compute: Compute
     layout: Layout
 
+    @functools.cached_property
+    def natively(self) -> bool:
+        """See `ops.decodes_natively`."""
+        return ops.decodes_natively(self.params, self.compute.dtype, self.layout.mesh)
+
     def stream(
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
     ) -> Iterator[Piece]:
+        ops.native_soon(self.natively)
         state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, request)
         piece, done, _ = unpack(packed)
         yield piece
@@ -167,7 +174,8 @@ class Run:
     def decode(self, state: State, turns: int, most: int) -> tuple[State, jax.Array]:
         (device, *_) = state.token.devices()
         decode_there = _decode_for(device.platform)
-        return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.layout)
+        with ops.native_anyway(self.natively):
+            return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.layout)
 
     def enlarge(self, cache: KVCache, capacity: int) -> KVCache:
         return _enlarge(cache, capacity, self.layout) if capacity > cache.capacity else cache

@@ -10,6 +10,8 @@ as the plain function and is tested against it. The reasons:
   instead of 0.7; so a row of zeros is added.
 - A matmul of one row of float32 with fewer than 1.6 million numbers runs on one core, where a batch of them is divided: a
   decoding model of 110M reads its feed-forward at 20 GB/s instead of 28.
+- A matmul of two to sixteen rows of float32 takes two to three times as long as one of one row, and one row by a small
+  weight, or one of bfloat16, twice as long as reading it; native code reads every weight once.
 - No kernel contracts the first axis of both operands, as a weight's gradient does: a transposed copy of the smaller one is
   two to three times faster than what XLA does.
 - A slice of a bfloat16 array, such as a scan makes of stacked residuals, first converts the whole stack to float32; a slice
@@ -64,6 +66,7 @@ def is_short(*arrays: Any) -> bool:
 
 
 PARTS, LEAST, MOST = 8, 2**19, 2**21  # of a weight that one row is multiplied by, and its numbers
+FEW_ROWS, LEAST_NATIVE = {"float32": 32, "bfloat16": 4}, 2**16  # that `native` multiplies at most, and the weight's numbers
 
 
 def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, out_dtype: Any) -> jax.Array:
@@ -75,6 +78,8 @@ def multiply(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, o
     if weight.ndim > 2 or x.ndim > 2:
         found = multiply(plain, _flat(x), _flat(weight), out_dtype)
         return found.reshape(*x.shape[:-1], *weight.shape[:-1])
+    if _is_read_once(x, weight):
+        return _multiply_few(x, weight).astype(out_dtype)
     if not is_short(x):
         return _multiply_row(plain, x, weight, out_dtype) if x.shape[:-1] == (1,) else plain(x, weight, out_dtype)
     if math.prod(x.shape[:-1]) > 1 or lowering_platform() != "cpu":
@@ -91,6 +96,25 @@ def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Arr
     parts = weight.reshape(PARTS, -1, weight.shape[1])
     rows = jnp.broadcast_to(x, (PARTS, *x.shape))  # else there is no batch
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
+
+
+def _is_read_once(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether a few rows are multiplied by `native`, in a program that may have native code."""
+    most = FEW_ROWS.get(str(x.dtype), 0) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
+    return bool(native_code.value) and len(x) <= most and weight.size >= LEAST_NATIVE
+
+
+@jax.custom_vjp
+def _multiply_few(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return native.multiply_floats(x, weight)
+
+
+def _multiply_few_backward(residuals: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = residuals
+    return (gradient @ weight).astype(x.dtype), (gradient.T @ x).astype(weight.dtype)
+
+
+_multiply_few.defvjp(lambda x, weight: (_multiply_few(x, weight), (x, weight)), _multiply_few_backward)
 
 
 def _multiply_short(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -175,18 +199,35 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
 
 def is_native(kind: str) -> bool:
     """Whether matmuls with weights of a kind are native code in what is traced now."""
-    return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable()
+    return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable("blocks")
 
 
 def native_beside(params: Any) -> AbstractContextManager[Any]:
     """The context to trace a model in, see `platform.native_code`; quantised weights are leaves with planes, of a kind."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
-    return native_code(native_code.value or any(is_native(kind) for kind in {getattr(leaf, "kind", "") for leaf in leaves}))
+    kinds = {getattr(leaf, "kind", "") for leaf in leaves}
+    if not native_code.value and lowering_platform() == "cpu" and not kinds.isdisjoint(native.KINDS):
+        native.prepare("floats")  # while the other one is compiled
+        return native_code(any(is_native(kind) for kind in kinds) and native.usable("floats"))
+    return native_code(native_code.value)
 
 
-def native_anyway(platform: str, divided: bool) -> AbstractContextManager[Any]:
-    """The context to call programs in that are worth a compiler, as a server's are: many rows of attention."""
-    return native_code(platform == "cpu" and not divided and native.usable())
+def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
+    """Whether a model is decoded on a single CPU, and in floats that are multiplied natively, see `native_anyway`."""
+    first, divided = jax.tree.leaves(params)[0], mesh is not None and mesh.size > 1
+    platform = next(iter(first.devices())).platform if isinstance(first, jax.Array) else lowering_platform()
+    return platform == "cpu" and not divided and str(jnp.dtype(dtype or params.embedding.dtype)) in FEW_ROWS
+
+
+def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
+    """The context to call programs in that decode: few rows that they multiply, and attention to floats, are native."""
+    return native_code(wanted and native.usable("floats"))
+
+
+def native_soon(wanted: bool) -> None:
+    """Have `native_anyway` ready when it is asked for, without waiting for it now."""
+    if wanted:
+        native.prepare("floats")
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:
@@ -340,16 +381,16 @@ MOST_QUERIES = 16  # of a row, for which `native` attends
 def attend_few(
     plain: Callable[..., jax.Array], queries: jax.Array, keys: Any, values: Any, seen: Any, scale: float, window: Any = None
 ) -> jax.Array:
-    """`attention.rows` of a token that is decoded, and of a few: natively where weights are.
+    """`attention.rows` of a token that is decoded, and of a few: natively, see `platform.native_code`.
 
     XLA reads every slot of a cache, also those that hold nothing yet, and needs ten kernels: of a 110M model with q4_0
     weights and 256 slots, of which 100 are filled, 0.9 of 4.3 ms a token.
     """
     few = seen.by_slot and window is None and queries.shape[2] <= MOST_QUERIES
-    floats = all(getattr(x, "dtype", None) == jnp.float32 for x in (queries, keys, values))
-    if not (native_code.value and few and floats):
+    dtypes = {str(getattr(x, "dtype", None)) for x in (queries, keys, values)}
+    if not (native_code.value and few and len(dtypes) == 1 and dtypes <= {"float32", "bfloat16"}):
         return plain(queries, keys, values, seen, scale, window)
-    return _attend_natively(plain, scale, queries, keys, values, seen)
+    return _attend_natively(plain, scale, queries, keys, values, seen).astype(queries.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -29,9 +29,9 @@ saved, which is there already.
 """
 
 native_code = jax.make_user_context(False)
-"""A context that says whether a program for a CPU has native code anyway (`ops.native`), so that attention may be such too.
+"""A context that says whether a program for a CPU may have native code (`ops.native`) for floats, too.
 
-A model of plain floats needs no compiler, and must not be given one to wait for.
+Programs that decode have it. Others, of which training is one, gain too little to be given a C++ compiler to wait for.
 """
 
 

@@ -52,7 +52,7 @@ class ServedModel:
     compute: Compute
     layout: Layout
     programs: Programs
-    native: tuple[str, bool]  # what `ops.native_anyway` asks
+    native: bool  # see `ops.native_anyway`
     adapters: int = 0  # in the table beside the parameters
     draft: ServedModel | None = None
 
@@ -75,9 +75,8 @@ class ServedModel:
             layout = layout_of(params)
             check_rows(layout, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
-        divided = layout.mesh is not None and layout.mesh.size > 1
-        asks, programs = (device.platform, divided), programs_for(device.platform)
-        return cls(config, params, cache, compute, layout, programs, asks, adapters_in(params), beside)
+        native, programs = ops.decodes_natively(params, compute.dtype, layout.mesh), programs_for(device.platform)
+        return cls(config, params, cache, compute, layout, programs, native, adapters_in(params), beside)
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
@@ -97,9 +96,9 @@ class ServedModel:
     def reads_filled_slots(self) -> bool:
         """Whether a turn takes as long however many empty slots a row has: it attends by the native kernel of `ops.cpu`."""
         own = self.compute.attention == "auto" and self.compute.attend is None and self.layout.attend is None
-        dtypes = self.params.embedding.dtype, self.compute.dtype, self.cache.dtype
-        floats = all(dtype is None or dtype == np.float32 for dtype in dtypes)
-        with ops.native_anyway(*self.native):
+        of_model = np.dtype(self.params.embedding.dtype)
+        floats = all(dtype is None or np.dtype(dtype) == of_model for dtype in (self.compute.dtype, self.cache.dtype))
+        with ops.native_anyway(self.native):
             return native_code.value and own and floats and self.config.window is None
 
     def rope_root(self, length: int) -> int:
@@ -141,7 +140,7 @@ class ServedModel:
         return self.programs.begin(self.config, self.params, *reading, seen, request, wishes, self.layout)
 
     def take_turn(self, slots: Slots, wishes: Wishes) -> tuple[Slots, jax.Array]:
-        with ops.native_anyway(*self.native):
+        with ops.native_anyway(self.native):
             args = self.config, self.params, slots.state, wishes, self.compute, self.layout
             state, packed = self.programs.take_turn(*args)
         return slots._replace(state=state), packed
@@ -149,7 +148,7 @@ class ServedModel:
     def take_drafts(self, slots: Slots, wishes: Wishes, told: np.ndarray, count: int) -> tuple[Slots, jax.Array]:
         """A turn with `count` drafts: those that are told, or the draft model's after the tokens that are."""
         draft, here = self.draft, (self.compute, self.layout)
-        with ops.native_anyway(*self.native):
+        with ops.native_anyway(self.native):
             if draft is None:
                 args = self.config, self.params, slots.state, wishes, told
                 state, packed = self.programs.take_drafts(*args, *here)

@@ -17,7 +17,7 @@ from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
 from llama_jax.ops.platform import native_code
 
-pytestmark = pytest.mark.skipif(not native.usable(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not native.usable("floats"), reason="no C++ compiler here")
 CONFIG = replace(llama_jax.preset("stories-260k"), n_layers=2, vocab_size=500, hidden_dim=192)
 SCALE = 0.3
 
@@ -53,6 +53,10 @@ def check_attention(*sizes: int) -> None:
     arrays, seen = operands(*sizes)
     wanted = by_definition(*arrays, seen, SCALE)
     np.testing.assert_allclose(natively(*arrays, seen, SCALE), wanted, rtol=1e-5, atol=2e-6)
+    short = [x.astype(jnp.bfloat16) for x in arrays]
+    wanted = by_definition(*(x.astype(jnp.float32) for x in short), seen, SCALE)
+    found = jax.jit(partial(native.attend, scale=SCALE))(*short, seen.query_positions + 1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

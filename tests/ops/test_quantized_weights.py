@@ -19,7 +19,7 @@ from llama_jax import ops
 from llama_jax.model.params import row_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops import native
-from llama_jax.ops.platform import planned_for
+from llama_jax.ops.platform import native_code, planned_for
 from llama_jax.ops.weights import KINDS, JoinedWeight, QuantizedWeight, nf4, order, quantized, shardings_of_planes
 from llama_jax.ops.weights import weight as room
 from llama_jax.ops.weights.planes import INT4, in_smaller_groups, join, packed, split, unpacked
@@ -29,7 +29,7 @@ BYTES = {"q8_0": 34, "q4_0": 18, "q4_k": 144, "q5_k": 176, "q6_k": 210}
 MADE = [name for name, form in KINDS.items() if form.encode is not None]
 COMMON = {"int8", "int4", "nf4", "q4_k"}
 EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-needs_compiler = pytest.mark.skipif(not native.usable(), reason="no C++ compiler here")
+needs_compiler = pytest.mark.skipif(not native.usable("blocks"), reason="no C++ compiler here")
 
 
 def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -359,6 +359,41 @@ def test_the_native_kernel_multiplies_integers_exactly(kind, columns):
     check_integers(kind, columns)
 
 
+def check_floats(columns: int, dtype: str = "float32") -> None:
+    """Weights of floats by few tokens: as rounded as a sum is, of every token as if it were alone."""
+    rng = np.random.default_rng(4)
+    weight, x = (jnp.asarray(rng.normal(size=(rows, columns)), dtype) for rows in (70, 16))
+    each = {tokens: x[:tokens] for tokens in (1, 2, 5, 7, 12, 16)}
+    multiply = jax.jit(lambda each, weight: {tokens: native.multiply_floats(x, weight) for tokens, x in each.items()})
+    found = multiply(each, weight)
+    wanted = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(found[16], wanted, atol=1e-6 * columns**0.5)
+    for tokens, rows in found.items():
+        np.testing.assert_array_equal(rows, found[16][:tokens], err_msg=f"{tokens} tokens")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("columns", [768, 303, 5])
+def test_the_native_kernel_multiplies_floats(columns, dtype):
+    check_floats(columns, dtype)
+
+
+@needs_compiler
+def test_few_rows_of_floats_are_native_in_a_program_that_is_native_anyway():
+    """And there alone; with the derivative of a matmul."""
+    rng = np.random.default_rng(5)
+    x, weight = rng.normal(size=(2, 3, 256)).astype(np.float32), rng.normal(0, 1 / 16, (300, 256)).astype(np.float32)
+    run = lambda x, weight: jnp.sum(jnp.sin(ops.project(x, weight)))
+    wanted = jax.value_and_grad(run, (0, 1))(x, weight)
+    with native_code(True):
+        assert native.FLOATS in jax.jit(run).lower(x, weight).as_text()
+        assert native.FLOATS not in jax.jit(run).lower(np.repeat(x, 6, axis=0), weight).as_text(), "not of many rows"
+        found = jax.value_and_grad(run, (0, 1))(x, weight)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, wanted)
+    assert native.FLOATS not in jax.jit(run).lower(x, weight).as_text()
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have one kernel")
@@ -366,11 +401,14 @@ def test_the_native_kernel_multiplies_integers_exactly(kind, columns):
 def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     """With AVX2, and with neither AVX2 nor VNNI."""
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
-    monkeypatch.setattr(native, "TARGET", f"{native.TARGET}_{level}")
-    monkeypatch.setattr(native, "ATTENTION", f"{native.ATTENTION}_{level}")
-    assert native._register.__wrapped__()
+    for name in ("TARGET", "FLOATS", "ATTENTION"):
+        monkeypatch.setattr(native, name, f"{getattr(native, name)}_{level}")
+    assert native._register("blocks")
+    assert native._register("floats")
     for kind, columns in WIDTHS:
         check_integers(kind, columns)
+    for dtype in ("float32", "bfloat16"):
+        check_floats(303, dtype)
     for sizes in SIZES:
         check_attention(*sizes)
 
@@ -413,19 +451,19 @@ def test_int8_takes_the_native_kernel_where_there_is_one(monkeypatch):
 
 
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_register", native._register.__wrapped__)
+    monkeypatch.setattr(native, "_registered", native._registered.__wrapped__)
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     weight = weight_of("q4_0")
     with caplog.at_level(logging.WARNING, "llama_jax.native"):
-        assert not native.usable()
+        assert not native.usable("blocks")
         x = np.ones((1, 512), np.float32)
         np.testing.assert_allclose(jax.jit(lambda x: ops.project(x, weight))(x), x @ numbers(weight).T, rtol=1e-5)
     assert "multiplied by XLA, slower: no native kernel (no C++ compiler was found" in caplog.text
 
 
 def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_register", native._register.__wrapped__)
+    monkeypatch.setattr(native, "_registered", native._registered.__wrapped__)
     monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
     compiler = tmp_path / "broken"
     compiler.write_text(
@@ -434,7 +472,7 @@ def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     with caplog.at_level(logging.WARNING, "llama_jax.native"):
-        assert not native.usable()
+        assert not native.usable("blocks")
     assert "error: no such luck" in caplog.text
     assert not (tmp_path / "native").exists()
 
@@ -519,7 +557,7 @@ def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, made,
     """As the compiled program plans it: nothing dense is ever made of a layer."""
     if way == "plain":
         monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
-    elif not native.usable():
+    elif not native.usable("blocks"):
         pytest.skip("no C++ compiler here")
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), made(kind))
     cache = jax.eval_shape(lambda: llama_jax.init_cache(CONFIG, 1, 128, jnp.bfloat16))

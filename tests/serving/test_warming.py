@@ -62,11 +62,11 @@ def test_rows_whose_empty_slots_cost_nothing_have_one_size(model, monkeypatch):
     long = replace(plain, short=128).pools(config, True)
     assert [pool.capacities for pool in long] == [(128,), (256, 512)]  # of long ones empty slots would be much memory
     assert replace(plain, smallest_capacity=128).pools(config, True) == plain.pools(config)
-    monkeypatch.setattr(native, "usable", lambda: False)
+    monkeypatch.setattr(native, "usable", lambda library: False)
     assert Engine(*model, plain).pools[0].options.capacities == (128, 256, 512)
 
 
-@pytest.mark.skipif(not native.usable(), reason="needs a C++ compiler")
+@pytest.mark.skipif(not native.usable("floats"), reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("change", "cache", "compute"),
     [
@@ -82,7 +82,7 @@ def test_a_turn_that_reads_filled_slots_alone_is_one_with_the_kernel(model, chan
     engine = Engine(config, params, EngineOptions(rows=1, cache=CacheOptions(dtype=cache), compute=Compute(**compute)))
     model = engine.model
     args = engine.pools[0].state, Wishes.none(1, config.vocab_size), model.compute, model.layout
-    with ops.native_anyway(*model.native):
+    with ops.native_anyway(model.native):
         assert native_code.value
         text = model.programs.take_turn.lower(model.config, model.params, *args).as_text()
     assert (native.ATTENTION in text) == model.reads_filled_slots == (not change and not cache and not compute)

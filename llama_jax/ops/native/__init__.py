@@ -1,7 +1,8 @@
-"""Matmuls with quantised weights on a CPU, and attention beside them, by kernels of our own, compiled when first needed.
+"""What a CPU decodes with: matmuls of a few tokens and attention of a few queries, by kernels that are compiled when needed.
 
 JAX's wheels bring the headers (`jax.ffi`), and the machine its compiler, so that nothing is compiled for installing: the
-result is kept in the user's cache folder, under a name made of all that it depends on.
+result is kept in the user's cache folder, under a name made of all that it depends on. There are two libraries, `floats`
+for float32 and bfloat16, and `blocks` for quantised weights.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -25,11 +27,11 @@ import platformdirs
 from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
-TARGET, ATTENTION = "llama_jax_multiply", "llama_jax_attend"
-KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "int8")  # by number, as blocks.cc has them
-SOURCE = Path(__file__).with_name("blocks.cc")
+TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
+KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "int8")  # of quantised weights, by number, as blocks.cc has them
+FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-SECONDS = 120  # for the compiler, which takes eight
+SECONDS = 120  # for the compiler, which takes five for `floats` and eight for `blocks`
 
 _log = logging.getLogger("llama_jax.native")
 
@@ -44,38 +46,64 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str) -> jax.Arra
     return call(x.astype(jnp.float32), *planes, kind=np.int64(KINDS.index(kind)))
 
 
+def multiply_floats(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[T, D] by float32 or bfloat16 [N, D]: float32[T, N], of every row as if it were alone; fast for few rows."""
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call(FLOATS, out, vmap_method="sequential")(x.astype(jnp.float32), weight)
+
+
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-    """Attention of float32[B, K, T, G, H] to keys and values [B, K, S, H]: [B, K, T, G, H].
+    """Attention of [B, K, T, G, H] to keys and values [B, K, S, H], both float32 or bfloat16: float32[B, K, T, G, H].
 
     Args:
       seen: int32[B | 1, T], how many slots, from the first on, the queries see; no other slot is read.
     """
     call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
-    return call(queries, keys, values, seen, scale=np.float32(scale))
+    return call(queries.astype(jnp.float32), keys, values, seen, scale=np.float32(scale))
 
 
-def usable() -> bool:
-    """Whether there is a kernel for this process's CPU; if it must be compiled first, this does it.
+def usable(library: str) -> bool:
+    """Whether there is a `library` for this process's CPU, "floats" or "blocks"; if it must be compiled first, this waits.
 
     ``LLAMA_JAX_NATIVE=off`` says that there is none. ``CXX`` names the compiler.
     """
-    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _register()
+    return _wanted() and _registered(library).result()
+
+
+def prepare(library: str) -> None:
+    """Compile a library, if it must be, while other work is done."""
+    if _wanted():
+        _registered(library)
+
+
+def _wanted() -> bool:
+    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off"
 
 
 @cache
-def _register() -> bool:
+def _registered(library: str) -> Future[bool]:
+    return ThreadPoolExecutor(1).submit(_register, library)
+
+
+def _register(library: str) -> bool:
+    handlers = {
+        "floats": {FLOATS: "llama_jax_floats", ATTENTION: "llama_jax_attend"},
+        "blocks": {TARGET: "llama_jax_multiply"},
+    }
     try:
-        library = ctypes.CDLL(str(_library()))
-        for name, handler in ((TARGET, library.llama_jax_multiply), (ATTENTION, library.llama_jax_attend)):
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
+        loaded = ctypes.CDLL(str(_compiled(FOLDER / f"{library}.cc")))
+        for name, symbol in handlers[library].items():
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
-        _log.warning("quantised weights are multiplied by XLA, slower: no native kernel (%s)", reason_of(error, 300))
+        what = {"floats": "models are decoded", "blocks": "quantised weights are multiplied"}[library]
+        level = logging.WARNING if library == "blocks" else logging.INFO  # XLA's own floats are no surprise
+        _log.log(level, "%s by XLA, slower: no native kernel (%s)", what, reason_of(error, 300))
         return False
     return True
 
 
-def _library() -> Path:
-    """The compiled kernel.
+def _compiled(source: Path) -> Path:
+    """The library of a source file.
 
     Raises:
       OSError, UserError, SubprocessError: there is no compiler, or it fails, or the cache folder cannot be written.
@@ -84,14 +112,15 @@ def _library() -> Path:
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
-    files = [file.read_text() for file in sorted((SOURCE, *SOURCE.parent.glob("*.h")))]
+    files = [file.read_text() for file in sorted((source, *FOLDER.glob("*.h")))]
     about = (*files, version, " ".join(FLAGS), _processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
     folder = Path(platformdirs.user_cache_dir("llama_jax")) / "native"
-    library = folder / f"blocks-{name}.so"
+    library = folder / f"{source.stem}-{name}.so"
     if not library.exists():
+        _log.warning("compiling kernels for this processor, once; it takes some seconds (%s)", library)
         with appearing(library) as made:
-            command = [compiler, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(SOURCE), "-o", str(made)]
+            command = [compiler, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(source), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])

@@ -9,9 +9,12 @@
 #include "sharing.h"
 #include "vectors.h"
 
-// Queries [B, K, T, G, H], keys and values [B, K, S, H], and how many slots the queries see, from the first on: [B | 1, T].
+// Queries [B, K, T, G, H], keys and values [B, K, S, H] in float32 or bfloat16, and how many slots the queries see, from the
+// first on: [B | 1, T].
+template <typename T>
 struct Attention {
-  const float *queries, *keys, *values;
+  const float* queries;
+  const T *keys, *values;
   const int32_t* seen;
   float* out;
   int64_t batch, heads, tokens, groups, width, slots, batches_of_seen;
@@ -31,26 +34,21 @@ static inline floats exponential(floats x) {
 }
 
 // `whole`: heads are as wide as some vectors.
-template <bool whole>
-static inline floats part_of(const float* from, int64_t count) {
-  return whole || count >= LANES ? load<floats>(from) : load<false, floats>(from, 4 * count);
-}
-
 // Matmuls of C queries [C, width] with `count` keys: scores [C, row], 4 / C keys at a time.
-template <int C, bool whole>
-static void score(const Attention& job, const float* queries, const float* keys, int64_t count, int64_t row, float* scores) {
+template <int C, bool whole, typename T>
+static void score(const Attention<T>& job, const float* queries, const T* keys, int64_t count, int64_t row, float* scores) {
   constexpr int R = 4 / C;
   for (int64_t s = 0; s < count; s += R) {
-    const float* from[R];
+    const T* from[R];
     for (int r = 0; r < R; ++r) from[r] = keys + std::min(s + r, count - 1) * job.width;
     floats sums[4] = {};
     for (int64_t h = 0; h < job.width; h += LANES) {
       const int64_t left = job.width - h;
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const floats key = part_of<whole>(from[r] + h, left);
+        const floats key = some<whole>(from[r] + h, left);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) sums[c * R + r] += key * part_of<whole>(queries + c * job.width + h, left);
+        for (int c = 0; c < C; ++c) sums[c * R + r] += key * some<whole>(queries + c * job.width + h, left);
       }
     }
     float found[4];
@@ -79,8 +77,8 @@ static void normalise(float* scores, int64_t count) {
 }
 
 // V vectors of the mixtures of `count` values by C rows of weights.
-template <int C, int V, bool whole>
-static void mix(const Attention& job, const float* weights, int64_t row, const float* values, int64_t count, int64_t left,
+template <int C, int V, bool whole, typename T>
+static void mix(const Attention<T>& job, const float* weights, int64_t row, const T* values, int64_t count, int64_t left,
                 float* out) {
   constexpr int R = 4 / C;
   floats sums[4][V] = {};
@@ -90,7 +88,7 @@ static void mix(const Attention& job, const float* weights, int64_t row, const f
       if (s + r >= count) break;
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) {
-        const floats value = part_of<whole>(values + (s + r) * job.width + v * LANES, left - v * LANES);
+        const floats value = some<whole>(values + (s + r) * job.width + v * LANES, left - v * LANES);
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) sums[c * R + r][v] += value * weights[c * row + s + r];
       }
@@ -102,8 +100,8 @@ static void mix(const Attention& job, const float* weights, int64_t row, const f
     }
 }
 
-template <int C, bool whole>
-static void attend(const Attention& job, int64_t head, int64_t query, int64_t count, std::vector<float>& scores) {
+template <int C, bool whole, typename T>
+static void attend(const Attention<T>& job, int64_t head, int64_t query, int64_t count, std::vector<float>& scores) {
   const int64_t row = scores.size() / 4, from = head * job.slots * job.width;
   const float* queries = job.queries + query * job.width;
   float* out = job.out + query * job.width;
@@ -116,8 +114,8 @@ static void attend(const Attention& job, int64_t head, int64_t query, int64_t co
     mix<C, 1, whole>(job, scores.data(), row, job.values + from + h, count, job.width - h, out + h);
 }
 
-template <bool whole>
-static void attend(ffi::ThreadPool& threads, const Attention& job) {
+template <bool whole, typename T>
+static void attend(ffi::ThreadPool& threads, const Attention<T>& job) {
   constexpr int64_t LITTLE = 1 << 15;  // numbers of keys, for which another thread would come too late
   const int64_t most = (job.slots + 4 + LANES - 1) / LANES * LANES;
   const auto of_head = [&](int64_t head) {

@@ -10,7 +10,6 @@
 // where a vector holds four neighbouring numbers of LANES rows of integers, so that sums need not be added up in the end
 // (panels.h).
 
-#include "attention.h"
 #include "few.h"
 #include "panels.h"
 
@@ -50,23 +49,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_multiply, Multiply,
                                   .Attr<int64_t>("kind")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
-
-static ffi::Error Attend(ffi::ThreadPool threads, float scale, ffi::Buffer<ffi::F32> queries, ffi::Buffer<ffi::F32> keys,
-                         ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::S32> seen, ffi::ResultBuffer<ffi::F32> out) {
-  const auto q = queries.dimensions();
-  const Attention job{queries.typed_data(), keys.typed_data(), values.typed_data(), seen.typed_data(), out->typed_data(),
-                      q[0], q[1], q[2], q[3], q[4], keys.dimensions()[2], seen.dimensions()[0], scale};
-  job.width % LANES ? attend<false>(threads, job) : attend<true>(threads, job);
-  return ffi::Error::Success();
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend, Attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Attr<float>("scale")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

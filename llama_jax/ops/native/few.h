@@ -6,8 +6,6 @@
 
 #include "job.h"
 
-constexpr int TOGETHER = 4;  // rows of a weight that are multiplied at a time
-
 template <bool whole, typename Kind>
 static inline void unpack(const Kind& weight, int64_t i, typename Kind::Integers* w) {
   w[0] = weight.template at<whole>(i);

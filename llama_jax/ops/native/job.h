@@ -6,8 +6,6 @@
 #include "tokens.h"
 #include "weights.h"
 
-constexpr int AHEAD = 4096;  // bytes
-
 struct Job {
   const float* x;
   Planes planes;

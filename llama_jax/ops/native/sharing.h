@@ -12,6 +12,9 @@
 
 namespace ffi = xla::ffi;
 
+constexpr int TOGETHER = 4;  // rows of a weight that a few tokens are multiplied with at a time
+constexpr int AHEAD = 4096;  // bytes that are prefetched before they are read, at least
+
 // Parts of the work, for the caller and threads of XLA's: each has a stretch of them, one after the other in memory, and
 // then takes what others have left. Nobody waits for a thread that has not begun.
 class Parts {

@@ -30,6 +30,9 @@ typedef int8_t narrow __attribute__((vector_size(LANES)));  // as many bytes as 
 typedef uint8_t bytes_of_lanes __attribute__((vector_size(LANES)));
 typedef uint64_t eights __attribute__((vector_size(LANES)));
 typedef _Float16 half;
+struct brain {  // bfloat16, the upper half of a float
+  uint16_t bits;
+};
 
 template <typename V>
 static inline V load(const void* from) {
@@ -99,6 +102,12 @@ static inline floats halves(const half* from, int64_t count) {
   typedef half h16s __attribute__((vector_size(32)));
   return (floats)_mm512_cvtph_ps((__m256i)load<whole, h16s>(from, 2 * count));
 }
+template <bool whole>
+static inline floats halves(const brain* from, int64_t count) {
+  typedef uint16_t u16x16 __attribute__((vector_size(32)));
+  const __m512i bits = _mm512_cvtepu16_epi32((__m256i)load<whole, u16x16>(from, 2 * count));
+  return (floats)_mm512_slli_epi32(bits, 16);
+}
 
 static inline floats taken(floats from, ints places) {
   return (floats)_mm512_permutexvar_ps((__m512i)places, (__m512)from);
@@ -164,6 +173,17 @@ static inline floats halves(const half* from, int64_t count) {
   return found;
 #endif
 }
+template <bool whole>
+static inline floats halves(const brain* from, int64_t count) {
+#if defined(__AVX2__)
+  typedef uint16_t u16x8 __attribute__((vector_size(16)));
+  return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)load<whole, u16x8>(from, 2 * count)), 16);
+#else
+  words bits{};
+  for (int i = 0; i < LANES && (whole || i < count); ++i) bits[i] = uint32_t{from[i].bits} << 16;
+  return (floats)bits;
+#endif
+}
 
 static inline floats taken(floats from, ints places) {
 #if defined(__AVX2__)
@@ -207,6 +227,16 @@ static inline ints dot(ints total, V w, i8s x) {
 }
 #endif
 #endif
+
+// A vector of `count` floats or of all, whatever their type.
+template <bool whole>
+static inline floats some(const float* from, int64_t count) {
+  return whole || count >= LANES ? load<floats>(from) : load<false, floats>(from, 4 * count);
+}
+template <bool whole>
+static inline floats some(const brain* from, int64_t count) {
+  return whole || count >= LANES ? halves<true>(from, count) : halves<false>(from, count);
+}
 
 // Lane i of `spread_from<each>(first)` is first + i / each: with `taken`, so many lanes of each number from `first` on.
 template <int each>

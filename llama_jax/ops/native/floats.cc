@@ -1,0 +1,56 @@
+// What a model of float32 or bfloat16 decodes with on CPUs: matmuls of a few tokens, and their attention.
+//
+// XLA for CPU takes two to three times as long for two to sixteen rows as for one, and twice as long for one by a small
+// weight; these read each number of a weight once. They are apart from blocks.cc because they compile sooner.
+
+#include "attention.h"
+#include "floats.h"
+
+// `run` with the numbers of a buffer as pointers of their type.
+template <typename Run>
+static ffi::Error by_type(const ffi::AnyBuffer& buffer, Run run) {
+  switch (buffer.element_type()) {
+    case ffi::F32: run(static_cast<const float*>(buffer.untyped_data())); break;
+    case ffi::BF16: run(static_cast<const brain*>(buffer.untyped_data())); break;
+    default: return ffi::Error::InvalidArgument("float32 or bfloat16");
+  }
+  return ffi::Error::Success();
+}
+
+static ffi::Error MultiplyFloats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                                 ffi::ResultBuffer<ffi::F32> out) {
+  const auto sizes = x.dimensions();
+  const int64_t rows = weight.dimensions()[0];
+  return by_type(weight, [&](const auto* numbers) {
+    using T = std::decay_t<decltype(*numbers)>;
+    multiply_floats(threads, Product<T>{x.typed_data(), numbers, out->typed_data(), sizes[0], rows, sizes[1]});
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_floats, MultiplyFloats,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+static ffi::Error Attend(ffi::ThreadPool threads, float scale, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer keys,
+                         ffi::AnyBuffer values, ffi::Buffer<ffi::S32> seen, ffi::ResultBuffer<ffi::F32> out) {
+  const auto q = queries.dimensions();
+  return by_type(keys, [&](const auto* numbers) {
+    using T = std::decay_t<decltype(*numbers)>;
+    const Attention<T> job{queries.typed_data(), numbers, static_cast<const T*>(values.untyped_data()), seen.typed_data(),
+                           out->typed_data(), q[0], q[1], q[2], q[3], q[4], keys.dimensions()[2], seen.dimensions()[0], scale};
+    job.width % LANES ? attend<false>(threads, job) : attend<true>(threads, job);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend, Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
