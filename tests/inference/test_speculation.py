@@ -17,7 +17,7 @@ import llama_jax
 from llama_jax import CacheOptions, DraftModel, PromptLookup, Sampling
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.inference.speculation import run as module
-from llama_jax.inference.speculation.lookup import continued
+from llama_jax.inference.speculation.lookup import continued, foreseen
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.parallel.mesh import parse_mesh
 
@@ -116,7 +116,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
             original = getattr(module, name)
             monkeypatch.setattr(module, name, lambda *args, n=name, f=original: (events.append(n), f(*args))[1])
         llama_jax.generate(*model, PROMPTS, max_new_tokens=60, draft=PromptLookup(DRAFTED))
-        assert events[:3] == ["unpack", "_start", "unpack"]  # the prompt's; the first steps are measured alone
+        assert events[:3] == ["_start", "unpack", "unpack"]  # the first steps, the prompt's; these steps are measured alone
         assert "_start _start unpack" in " ".join(events)
 
     @pytest.mark.slow
@@ -265,6 +265,15 @@ def test_lookup_is_what_a_search_finds(text, count, longest, more):
         expected = going_on[last + 1 :]
     found = jax.jit(continued, static_argnums=(2, 3, 4))(row, np.int32(last), count, longest, shortest)
     assert found.tolist() == expected
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3))
+def test_hindsight_is_what_a_search_finds(text, shortest):
+    def right(place):
+        ends = [end for end in range(shortest, place) if text[end - shortest : end] == text[place - shortest : place]]
+        return place >= shortest and bool(ends) and text[ends[-1]] == text[place]
+
+    assert foreseen(np.array(text, np.int32), shortest).tolist() == [right(place) for place in range(len(text))]
 
 
 class TestWhatCannotBe:

@@ -14,6 +14,9 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.drafting import Drafter, check_number
 from llama_jax.inference.state import Piece, State
 
+LOOKED_BACK = 4096  # tokens of a row, in hindsight
+HASH = np.uint64(0x9E3779B97F4A7C15)  # an odd number whose bits look random
+
 
 class PromptLookup(Drafter, struct.PyTreeNode):
     """Prompt lookup (Saxena 2023): no second model, and worth it where text is copied, from the prompt or from itself.
@@ -42,13 +45,15 @@ class PromptLookup(Drafter, struct.PyTreeNode):
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]]:
         """See `Drafter.hindsight`: by the last `shortest` tokens, wherever they stood last."""
-        rows = [Followed(self.shortest) for _ in lengths]
-        for row, ids, length in zip(rows, tokens.tolist(), lengths.tolist(), strict=True):
-            row.right(ids[:length])
+        rows = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
 
         def look_back(piece: Piece) -> tuple[int, int]:
-            new = [ids[valid].tolist() for ids, valid in zip(piece.tokens, piece.valid, strict=True)]
-            return sum(row.right(ids) for row, ids in zip(rows, new, strict=True)), sum(map(len, new))
+            right = 0
+            for number, (ids, valid) in enumerate(zip(piece.tokens, piece.valid, strict=True)):
+                new = ids[valid]
+                rows[number] = np.concatenate([rows[number][-LOOKED_BACK:], new])
+                right += int(foreseen(rows[number], self.shortest)[-len(new) or len(rows[number]) :].sum())
+            return right, int(piece.valid.sum())
 
         return look_back
 
@@ -59,6 +64,19 @@ class PromptLookup(Drafter, struct.PyTreeNode):
             return continued(row, last, count, self.longest, self.shortest)
 
         return jax.vmap(of_row)(history, state.cache.length), memory
+
+
+def foreseen(row: np.ndarray, shortest: int) -> np.ndarray:
+    """Whether each token is the one that followed the `shortest` tokens before it where they stood last: bool[S]."""
+    starts = max(len(row) - shortest, 0)
+    found, key = np.zeros(len(row), bool), np.zeros(starts, np.uint64)
+    for offset in range(shortest):
+        key = key * HASH + row[offset : offset + starts].astype(np.uint64)  # modulo 2^64
+    order = np.argsort(key, kind="stable")
+    same = key[order[1:]] == key[order[:-1]]
+    now, before = order[1:][same] + shortest, order[:-1][same] + shortest
+    found[now] = row[now] == row[before]
+    return found
 
 
 class Followed:

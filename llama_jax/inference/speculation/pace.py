@@ -20,7 +20,8 @@ PATIENCE = 4  # pieces between two tries
 GUESS = 1.4, 0.15  # steps that a pass takes that has not been measured, and for each draft; on CPUs 1.6 to 4.8 were with 8
 FIRST = 6  # passes after which the acceptance of a drafter is known that says nothing beforehand
 MARGIN, UNTRIED = 1.05, 1.2  # by which drafts must be faster: the acceptance is known from few tokens, the time is a guess
-SHORT, LONG = 0.04, 0.1  # seconds of a piece, beside each of which the host works for one half of a millisecond
+SHORT, LONG = 0.04, 0.1  # seconds of a piece, after each of which the host works for half a millisecond
+SURE = 16  # tokens without a draft that would have been right, after which drafts are hopeless
 SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
 
 
@@ -37,7 +38,8 @@ class Pace:
       elapsed, wasted: seconds in all, and those that the fastest number would have saved.
       since: pieces since another number than the best was tried.
       lengths: passes of the next piece with each number, or steps: twice as many as the last had up to LONG, and SHORT at
-        least, as long as the number is the best one; what is tried for once begins with one, or CHUNK.
+        least, or LONG at once where drafts are hopeless, as long as the number is the best one; what is tried for once
+        begins with one, or CHUNK.
     """
 
     numbers: tuple[int, ...]
@@ -90,8 +92,15 @@ class Pace:
         return max([guess, *(step + (seconds - step) * (1 + number / n) / 2 for n, seconds in tried[:1])])
 
     @property
+    def hopeless(self) -> bool:
+        """Whether next to none of the drafts would have been right, though they were not made."""
+        return not self.blind and self.trials >= SURE and self.expected(self.numbers[-1]) < MARGIN
+
+    @property
     def best(self) -> int:
         """The number with the highest rate; none where drafts are hardly better."""
+        if self.expected(self.numbers[-1]) <= MARGIN:
+            return 0
         number = max(self.numbers[1:], key=self.rate)
         margin = UNTRIED if self._known(number) is None else MARGIN
         return number if self.rate(number) > margin * self.rate(0) else 0
@@ -112,10 +121,9 @@ class Pace:
         if self.blind and self.passes < FIRST:
             return self.numbers[-1]
         best = self.best
-        other = 0 if best else max(self.numbers[1:], key=self.rate)
-        hopeless = not self.blind and self.expected(other) < MARGIN and not best
-        if self.since < PATIENCE or hopeless:
+        if self.since < PATIENCE or (self.hopeless and not best):
             return best
+        other = 0 if best else max(self.numbers[1:], key=self.rate)
         share = TRYING if best or self.blind else TRYING / (2 if self.expected(other) >= PROMISING else 20)
         return other if self.wasted + self.costs(other) <= share * self.elapsed else best
 
@@ -157,4 +165,5 @@ class Pace:
         length, least = self.length(number), 1 if number else CHUNK
         if passes < length or seconds > LONG:
             return length
-        return max(2 * length, math.ceil(SHORT / seconds * passes / least) * least)
+        wanted = LONG if self.hopeless and not number else SHORT
+        return max(2 * length, math.ceil(wanted / seconds * passes / least) * least)

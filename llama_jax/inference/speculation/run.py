@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from llama_jax import ops
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.drafting import Counts, DraftedPiece, Drafter, Prompts
 from llama_jax.inference.generate import LONGEST_PIECE, SMALLEST_CACHE, Run, pack, piece_of, unpack
@@ -22,6 +23,7 @@ from llama_jax.model.cache import bucket
 from llama_jax.model.window import CacheOptions
 
 MOST_PASSES, MOST_TURNS = 16, 64  # of a piece, after which it may be time to draft more, or less
+HOST = 0.0005  # seconds that a piece takes however short it is, which half of its time is at most
 COMPILING = 0.1  # seconds that the first piece of a program takes at least if it is compiled in them
 
 
@@ -34,20 +36,23 @@ def drafted_pieces(
       pace: which says how much is drafted, by default `Pace.of` the drafter's tokens.
     """
     tokens, lengths, _ = prompts
+    ops.native_soon(run.natively)
     state, packed = run.start(run.read_prompts(tokens, lengths, options), *prompts)
-    piece, done, _ = unpack(packed)
-    yield piece
-
     drafter, memory = drafter.begin(tokens, lengths, options)
     model = Model(run.params, run.config, run.compute, run.layout)
-    text = _Text.of(tokens, lengths).with_piece(piece)
     hindsight = drafter.hindsight(tokens, lengths)
+    pace = pace or Pace.of(drafter.tokens, hindsight is None)
+    number, ahead = pace.choose(), None
+    if not number:
+        state, ahead = _start(run, state, int(lengths.max()), options, pace.length(0), turns)
+    piece, done, _ = unpack(packed)
+    text = _Text.of(tokens, lengths).with_piece(piece)
     if hindsight:
         hindsight(piece)
-    pace, met, seen = pace or Pace.of(drafter.tokens, hindsight is None), set[Any](), 0.0
-    ahead: _Steps | None = None
+    met, seen = set[Any](), time.perf_counter()
+    yield piece
+
     while not done.all():
-        number = 0 if ahead else pace.choose()
         filled = int(text.known.max())
         if number:
             width = number + 1
@@ -56,13 +61,14 @@ def drafted_pieces(
                 state = state.replace(cache=run.enlarge(state.cache, bucket(filled + width, SMALLEST_CACHE)))
                 count = min(count, (state.cache.capacity - filled) // width)
             filled += count * width
-            text = text.with_room(state.cache.capacity if options.window is None else bucket(filled, SMALLEST_CACHE))
+            text = text.written(state.cache.capacity if options.window is None else bucket(filled, SMALLEST_CACHE))
             memory = drafter.follow(memory, text.history, text.known, text.capacity)
             passes, program = _passes_on(_platform(state)), (number, state.cache.capacity, text.capacity)
             started = time.perf_counter()
-            state, memory, packed = passes(
-                model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
-            )
+            with ops.native_anyway(run.natively):
+                state, memory, packed = passes(
+                    model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
+                )
         else:
             started = seen if ahead else time.perf_counter()
             state, steps = (state, ahead) if ahead else _start(run, state, filled, options, pace.length(0), turns)
@@ -79,13 +85,15 @@ def drafted_pieces(
             given = piece.valid.sum(axis=1)
             counts = Counts(given, np.zeros_like(given), np.zeros_like(given))
         seen = time.perf_counter()
-        would_be = hindsight(piece) if hindsight else (0, 0)
-        right = (int(counts.accepted.sum()), looked_at) if number else would_be
-        seconds = seen - started
-        counts_for = program in met or seconds < COMPILING
-        pace = pace.observe(number, taken, counts.passes.sum() / taken, *right, seconds if counts_for else None)
-        met.add(program)
-        text = text.with_piece(piece)
+        if not done.all():  # else nothing more is chosen
+            would_be = hindsight(piece) if hindsight else (0, 0)
+            right = (int(counts.accepted.sum()), looked_at) if number else would_be
+            seconds = max(seen - started - HOST, (seen - started) / 2)
+            counts_for = program in met or seconds < COMPILING
+            pace = pace.observe(number, taken, counts.passes.sum() / taken, *right, seconds if counts_for else None)
+            met.add(program)
+            text = text.with_piece(piece)
+            number = 0 if ahead else pace.choose()
         yield DraftedPiece.of(piece, counts)
 
 
@@ -117,10 +125,17 @@ def _start(run: Run, state: State, filled: int, options: CacheOptions, steps: in
 
 @dataclass(frozen=True)
 class _Text:
-    """All tokens of the rows: history int32[B, S] and how many of them are known, int[B]."""
+    """All tokens of the rows, which are written down when somebody drafts: most pieces of a story are never asked for.
+
+    Attributes:
+      history: int32[B, S].
+      known: int[B], how many tokens there are.
+      waiting: the last pieces, which are not in the history yet.
+    """
 
     history: np.ndarray
     known: np.ndarray
+    waiting: tuple[Piece, ...] = ()
 
     @classmethod
     def of(cls, tokens: np.ndarray, lengths: np.ndarray) -> _Text:
@@ -130,16 +145,20 @@ class _Text:
     def capacity(self) -> int:
         return self.history.shape[1]
 
-    def with_room(self, capacity: int) -> _Text:
-        missing = max(capacity - self.capacity, 0)
-        return self if not missing else replace(self, history=np.pad(self.history, ((0, 0), (0, missing))))
-
     def with_piece(self, piece: Piece) -> _Text:
-        new = piece.valid.sum(axis=1)
-        history = self.with_room(int((self.known + new).max())).history.copy()
-        for row, (begin, count) in enumerate(zip(self.known, new, strict=True)):
-            history[row, begin : begin + count] = piece.tokens[row][piece.valid[row]]
-        return _Text(history, self.known + new)
+        return replace(self, known=self.known + piece.valid.sum(axis=1), waiting=(*self.waiting, piece))
+
+    def written(self, capacity: int) -> _Text:
+        """Nothing is waiting, and there is room for so many tokens."""
+        room = max(capacity, int(self.known.max()), self.capacity)
+        history = np.pad(self.history, ((0, 0), (0, room - self.capacity)))
+        ends = self.known - sum(piece.valid.sum(axis=1) for piece in self.waiting)
+        for piece in self.waiting:
+            for row, (tokens, valid) in enumerate(zip(piece.tokens, piece.valid, strict=True)):
+                new = tokens[valid]
+                history[row, ends[row] : ends[row] + len(new)] = new
+                ends[row] += len(new)
+        return _Text(history, self.known)
 
 
 def _run_packed(
