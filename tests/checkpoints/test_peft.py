@@ -160,7 +160,7 @@ def test_tensors_that_do_not_fit(folder):
     refused(tensors, r"shape \[56, 3\], rank 3 and this base need \[64, 3\]", make_goldens._config(hidden_dim=64))
     refused(tensors, r"layers.2.self_attn.q_proj.lora_A.weight' is missing", make_goldens._config(n_layers=3))
     refused(tensors, r"layers.1.* is no part of a LoRA of this base \(14 such\)", make_goldens._config(n_layers=1))
-    refused({}, "adapter_config.json names the target 'q_proj', of which")
+    refused({}, "adapter_config.json names the target 'q_proj', for which")
 
 
 def test_folders_that_hold_none(hf_folder, folder, tmp_path):
