@@ -110,11 +110,12 @@ def pods(cluster, tmp_path):
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     (script,) = container["args"]
-    assert script.count("tinyllama --data /shared/text") == 1
+    recipe = "tinyllama --data /shared/text --tokenizer /shared/tokenizer.model"
+    assert script.count(recipe) == 1
     running = []
 
     def start(steps):
-        here = script.replace("tinyllama --data /shared/text", f"{RECIPE} --data {tmp_path}/text.txt steps={steps} {SHORT}")
+        here = script.replace(recipe, f"{RECIPE} --data {tmp_path}/text.txt steps={steps} {SHORT}")
         values = {"COORDINATOR": f"127.0.0.1:{port}", "PROCESSES": given["PROCESSES"]}
         started = [
             subprocess.Popen(
