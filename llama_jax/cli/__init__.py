@@ -77,11 +77,16 @@ def main() -> None:
     except (UserError, OSError) as error:
         _end(_of_stdout(error) or " ".join(str(error).split("\n")))
     except MemoryError as error:
-        _end(f"the machine's memory is too small ({reason_of(error, 200) or 'nothing is left'}); try --dtype bfloat16")
+        _end(f"the machine's memory is too small ({reason_of(error, 200) or 'nothing is left'}); {_smaller()}")
     except RuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _end(f"the device's memory is too small ({reason_of(error, 200)}); try --dtype bfloat16")
+        _end(f"the device's memory is too small ({reason_of(error, 200)}); {_smaller()}")
+
+
+def _smaller() -> str:
+    """What to try where memory is too small; a training run is told its settings as KEY=VALUE."""
+    return "try dtype=bfloat16 or a smaller batch" if sys.argv[1:2] == ["train"] else "try --dtype bfloat16"
 
 
 def overview() -> str:

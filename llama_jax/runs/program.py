@@ -214,7 +214,7 @@ def _jit_program(recipe: Recipe, objective: Objective, sizes: MeshSizes, base: L
         config=config,
         layout=reading,
         devices=sizes.devices,
-        description=f"mesh {sizes}" if sizes.devices > 1 else "one device",
+        description=f"mesh {sizes}" if sizes.devices > 1 else f"one device ({jax.default_backend()})",
         compile_seconds=time.perf_counter() - began,
         attention=" and ".join(attention),
     )

@@ -272,6 +272,8 @@ def test_a_memory_that_is_too_small_is_one_line(run, monkeypatch):
     assert (done.returncode, done.stdout) == (2, "")
     said = "the machine's memory is too small (Unable to allocate 3.00 TiB for an array); try --dtype bfloat16"
     assert done.stderr == f"llama-jax: error: {said}\n"
+    monkeypatch.setattr("llama_jax.cli.train.Train.run", fail)
+    assert "; try dtype=bfloat16 or a smaller batch\n" in run("train", "tiny", "--workdir", "runs").stderr
 
 
 def test_a_save_that_hangs_ends_the_process_at_once(run, monkeypatch):
