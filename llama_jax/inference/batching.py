@@ -1,6 +1,6 @@
-"""Continuous batching: one state whose rows are replaced while others go on, as a server of requests needs.
+"""Continuous batching: one state whose rows are replaced while others continue, as a server needs.
 
-Begin with a state of empty rows, `insert` a row whenever a request has been read, and `step` until it is done.
+Start with a state of empty rows, `insert` a row whenever a prompt has been read, and `step` until it is done.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def empty_state(config: LlamaConfig, params: Llama, reading: Reading, request: R
 
 
 def insert(state: State, row: jax.Array, one: State) -> State:
-    """The state with the only row of `one` in the place of its row `row`, whatever that held.
+    """The state with its row `row`, whatever it held, replaced by the only row of `one`.
 
     Args:
       row: int32[].
-      one: a state of a single row, whose cache has at most as many slots; with a window, as many.
+      one: a state of a single row, whose cache has at most as many slots; with a window, exactly as many.
 
     Raises:
-      GenerationError: `one` is no single row, or of another cache: stacked, dtype, window, sinks, slots; or has more stop
-        tokens than the state has places for; or the state has no such row, where its number is known.
+      GenerationError: `one` is not a single row, or its cache differs: stacked, dtype, window, sinks, slots; or it has more
+        stop tokens than the state has room for; or the state has no such row, where the row number is known.
     """
     _check(state, row, one)
     places, stops = state.request.stop.shape[1], one.request.stop.shape[1]
@@ -50,7 +50,7 @@ def insert(state: State, row: jax.Array, one: State) -> State:
         raise GenerationError(
             f"a row with {stops} places for stop tokens does not fit into a state with {places}; make it wider"
         )
-    # All places of the row are written: what it held before ends no other request.
+    # All stop-token places of the row are written, so that its old stop tokens cannot end the new request.
     stop = jnp.pad(one.request.stop, [(0, 0), (0, places - stops)], constant_values=-1)
     one = one.replace(request=one.request.replace(stop=stop))
 
@@ -60,7 +60,7 @@ def insert(state: State, row: jax.Array, one: State) -> State:
 
 
 def insert_cache(cache: KVCache, row: jax.Array, one: KVCache) -> KVCache:
-    """The cache with the only row of `one`, of the same kind and at most as many slots, in the place of its row `row`."""
+    """The cache with its row `row` replaced by the only row of `one`, of the same kind and with at most as many slots."""
     stacked = not isinstance(cache.k, tuple)
     buffers = jax.tree.map(lambda whole, new: _put(whole, new, row, int(stacked)), (cache.k, cache.v), (one.k, one.v))
     return cache.replace(k=buffers[0], v=buffers[1], length=_put(cache.length, one.length, row, 0))

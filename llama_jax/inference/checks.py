@@ -1,4 +1,4 @@
-"""What cannot be generated, refused with the reason before anything is computed."""
+"""Checks that refuse impossible requests, with the reason, before anything is computed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_context(config: LlamaConfig, lengths: np.ndarray, limit: np.ndarray, c
 
 
 def check_turns(turns: Any) -> None:
-    """Raise GenerationError for what is no number of turns."""
+    """Raise GenerationError for an invalid number of turns."""
     if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:
         raise GenerationError(f"turns={turns!r} must be a positive integer")
 
@@ -94,10 +94,10 @@ def token_ids(name: str, ids: Sequence[int]) -> np.ndarray:
 def checked_numbers(
     name: str, given: Any, batch: int, dtype: type, need: str, valid: Callable[[np.ndarray], Any]
 ) -> np.ndarray:
-    """One number, or one for each row, of a setting of sampling: [batch] of a dtype.
+    """A sampling setting, one number or one per row: [batch] of a dtype.
 
     Args:
-      need, valid: what it must be, in words and as a function of arrays.
+      need, valid: the requirement, in words and as a function of arrays.
     """
     value = np.asarray(given)
     if value.dtype == object:

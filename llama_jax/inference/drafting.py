@@ -1,4 +1,4 @@
-"""What proposes the next tokens of every row, and what that took; how they are verified is in `inference.speculation`."""
+"""Drafters, which propose the next tokens of every row, and their counts; `inference.speculation` verifies the drafts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 
 Prompts = tuple[np.ndarray, np.ndarray, Request]  # as `prepare` gives them
-MOST_DRAFTED = 15  # with the token before them 16, as many as any cache with a window has room for (`ring_of`)
+MOST_DRAFTED = 15  # 16 with the token before them, which fit in any cache with a window (`ring_of`)
 
 
 class Drafter(ABC):
-    """A way to propose tokens. What it proposes changes no token that is generated, only how fast they come.
+    """A way to propose tokens. The proposals do not change which tokens are generated, only the speed.
 
-    One of your own is a subclass with a `propose`, of `flax.struct.PyTreeNode` too. What it remembers from pass to pass is
-    a tree of its own, the memory, given and returned.
+    To write your own, subclass this and `flax.struct.PyTreeNode` and define `propose`. What it remembers from pass to pass
+    is a pytree of its own, the memory, which is passed in and returned.
 
     Attributes:
-      tokens: proposed for each row and pass at most, 1 to 15. Fewer are drafted, or none, where that is faster.
+      tokens: largest number proposed per row and pass, 1 to 15. Fewer, or none, are drafted where that is faster.
 
     Raises:
       GenerationError: another number.
@@ -48,7 +48,7 @@ class Drafter(ABC):
         return self, ()
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]] | None:
-        """What says after each piece how many drafts were right, or would have been, of how many; None where drafts cost."""
+        """A function that counts the drafts of a piece that were or would have been right, and all; None if drafts cost."""
         return None
 
     def follow(self, memory: Any, history: np.ndarray, known: np.ndarray, capacity: int) -> Any:
@@ -66,8 +66,8 @@ class Drafter(ABC):
         """Propose the next tokens of every row; traced by `jax.jit`.
 
         Args:
-          history: int32[B, S], the tokens of each row: [0, state.cache.length) are read, and at `state.cache.length` stands
-            `state.token`. What follows is undefined.
+          history: int32[B, S], the tokens of each row: [0, state.cache.length) have been read, and `state.token` is at index
+            `state.cache.length`. What follows is undefined.
           count: tokens to propose.
 
         Returns:
@@ -75,17 +75,17 @@ class Drafter(ABC):
         """
 
     def roll_back(self, memory: Any, lengths: jax.Array) -> Any:
-        """The memory of rows of which the model has read and accepted `lengths`, int32[B], tokens; traced."""
+        """The memory after the model has read and accepted `lengths`, int32[B], tokens of each row; traced."""
         return memory
 
 
 class Counts(NamedTuple):
-    """What tokens took: numbers of one row, or int[B].
+    """What generating the tokens took: numbers for one row, or int[B].
 
     Attributes:
-      passes: of the model, with drafts and without, apart from those that read the prompt and gave the first token.
+      passes: of the model, with and without drafts, except those that read the prompt and gave the first token.
       drafted: tokens that were proposed.
-      accepted: how many of them the model chose too.
+      accepted: how many of the drafts the model chose too.
     """
 
     passes: Any
@@ -120,7 +120,7 @@ def with_counts(results: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
 
 
 def counts_of(piece: Piece) -> Counts:
-    """Those of a piece; zeros where nothing was drafted with it."""
+    """The counts of a piece; zeros where nothing was drafted."""
     if isinstance(piece, DraftedPiece):
         return piece.counts
     return Counts(*np.zeros((3, len(piece.valid)), np.int64))
@@ -130,7 +130,7 @@ def drafting(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions
     """The pieces of `stream` with a draft.
 
     Raises:
-      GenerationError: what is no drafter, or cannot draft for this model and these prompts; several processes.
+      GenerationError: `draft` is not a drafter, or cannot draft for this model and these prompts; several processes.
       MeshError: a draft on other devices.
     """
     if not isinstance(drafter, Drafter):
@@ -142,7 +142,7 @@ def drafting(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions
         )
     _, lengths, request = prompts
     drafter.check(run.config, run.params, lengths, request, options)
-    from llama_jax.inference.speculation.run import drafted_pieces  # whoever does not draft needs none of it
+    from llama_jax.inference.speculation.run import drafted_pieces  # imported only where something is drafted
 
     return drafted_pieces(run, drafter, prompts, options, turns)
 

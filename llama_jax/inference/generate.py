@@ -26,8 +26,8 @@ from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 
-LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that scores stay [512, S]
-SMALLEST_CACHE = 256  # below it a step costs the same
+LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that the scores are at most [512, S]
+SMALLEST_CACHE = 256  # a step with a smaller cache costs the same
 LONGEST_PIECE = 64  # turns of the decode loop between two looks at its result
 
 
@@ -38,8 +38,8 @@ class Generation:
     Attributes:
       tokens: its ids, without the prompt and without the stop token that ended it.
       logprobs: log-probability of each under the model itself, before penalty, temperature and filters.
-      finish_reason: "stop" where a stop token ended it, "length" where `max_new_tokens` did.
-      counts: of a generation with a draft, its passes and what was drafted and accepted.
+      finish_reason: "stop" if a stop token ended it, "length" if `max_new_tokens` did.
+      counts: for a generation with a draft: passes, and tokens drafted and accepted.
     """
 
     tokens: list[int]
@@ -60,23 +60,23 @@ def generate(
     compute: Compute = Compute(),
     draft: Drafter | None = None,
 ) -> list[Generation]:
-    """Continue each prompt. In float32 a row of a batch gets the tokens that it would get alone.
+    """Continue each prompt. In float32 a row of a batch gets the same tokens as it would alone.
 
-    In 16-bit types a near tie may be decided otherwise: XLA sums products of different sizes in different orders.
+    In 16-bit types a near tie may be decided differently: XLA sums products of different sizes in different orders.
 
     Args:
       config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
         Where the parameters lie on a mesh, as `load(..., mesh=...)` puts them, the generation runs there.
       prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` gives them (it puts the
         begin-of-sequence token before them).
-      max_new_tokens: most tokens to generate, one number for all rows or one per row.
-      sampling: greedy unless said otherwise; fields may differ per row.
+      max_new_tokens: maximum number of tokens to generate, one for all rows or one per row.
+      sampling: greedy by default; fields may differ per row.
       stop_tokens: ids that end a row, such as `tokenizer.stop_ids`; with none, a row ends at `max_new_tokens`.
-      cache: the key/value cache: in int8, or of a window of the last tokens, with which a row may become longer than the
-        model's context.
-      compute: an attention of your own, or a dtype; by default the parameters'.
-      draft: for speculative decoding, a `PromptLookup` or a `DraftModel`: it drafts tokens, which the model verifies several
-        at once. It changes how fast the tokens come and, except for near ties, not which they are.
+      cache: the key/value cache: in int8, or with a sliding window over the last tokens, which lets a row become longer than
+        the model's context.
+      compute: your own attention, or a dtype; by default the parameters'.
+      draft: for speculative decoding, a `PromptLookup` or a `DraftModel`: it drafts tokens, several of which the model
+        verifies at once. It changes the speed but, except for near ties, not the tokens.
 
     Returns:
       One `Generation` per prompt: tokens, logprobs and why it ended.
@@ -117,7 +117,7 @@ def stream(
     draft: Drafter | None = None,
     turns: int = 1,
 ) -> Iterator[Piece]:
-    """Yield the tokens of every row as they come, in `Piece`s: the first alone, then 4 * min(`turns`, 64) at most.
+    """Yield the tokens of every row as they come, in `Piece`s: the first token alone, then at most 4 * min(`turns`, 64).
 
     Arguments and errors as for `generate`; errors are raised by the call itself, before the first token is asked for.
     A stop token is yielded as the last valid one of its row.
@@ -136,7 +136,7 @@ def stream(
 
 @dataclass(frozen=True)
 class Run:
-    """The compiled functions of `inference.state`, with what is the same in all calls of a generation."""
+    """The compiled functions of `inference.state`, with the arguments that are the same in all calls of a generation."""
 
     config: LlamaConfig
     params: Llama
@@ -160,7 +160,7 @@ class Run:
         most = min(turns, LONGEST_PIECE)
         while not done.all():
             room = most
-            if options.window is None:  # else slots are used again
+            if options.window is None:  # with a window slots are reused
                 state = state.replace(cache=self.enlarge(state.cache, bucket(filled + CHUNK, SMALLEST_CACHE)))
                 room = min((state.cache.capacity - filled) // CHUNK, most)
             state, packed = self.decode(state, room, most)
@@ -181,7 +181,7 @@ class Run:
         return _enlarge(cache, capacity, self.layout) if capacity > cache.capacity else cache
 
     def read_prompts(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> Reading:
-        """Prefill in pieces of at most LARGEST_PREFILL tokens, the cache growing with what is read."""
+        """Prefill in pieces of at most LARGEST_PREFILL tokens; the cache grows with them."""
         batch, width = tokens.shape
         capacity = piece = min(width, LARGEST_PREFILL)
         if options.window is not None:
@@ -197,13 +197,13 @@ class Run:
 
 
 def piece_of(tokens: np.ndarray, logprobs: np.ndarray, valid: np.ndarray) -> Piece:
-    """The piece of these tokens; GenerationError where the model's logits were not numbers."""
+    """The piece of these tokens; GenerationError where the model's logits were NaN."""
     check_logprobs(logprobs, valid)
     return Piece(tokens, logprobs, valid)
 
 
 def continuations(pieces: Sequence[Piece], stop_tokens: Sequence[int]) -> list[Generation]:
-    """What all pieces of a generation say of each row."""
+    """The generations of all rows, from all pieces."""
     tokens, logprobs, valid = (
         np.concatenate([getattr(piece, name) for piece in pieces], axis=1) for name in ("tokens", "logprobs", "valid")
     )
@@ -218,14 +218,14 @@ def continuations(pieces: Sequence[Piece], stop_tokens: Sequence[int]) -> list[G
 
 
 def pack(produced: Piece, done: jax.Array, taken: jax.Array) -> jax.Array:
-    """All that the host wants to know after a piece as one array, int32[B, 3 n + 2], which is one transfer."""
+    """Everything that the host needs after a piece as one array, int32[B, 3 n + 2], for a single transfer."""
     logprobs = jax.lax.bitcast_convert_type(produced.logprobs, jnp.int32)
     last = jnp.stack([done.astype(jnp.int32), jnp.full(done.shape, taken)], axis=1)
     return jnp.concatenate([produced.tokens, logprobs, produced.valid.astype(jnp.int32), last], axis=1)
 
 
 def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
-    """The piece, which rows are done, and the turns taken; undoes `pack`, waiting for it.
+    """The piece, which rows are done, and the turns taken: undo `pack`, and wait for the device.
 
     Raises:
       GenerationError: the model's logits were not numbers.
@@ -233,7 +233,7 @@ def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
     array = np.asarray(packed)
     *parts, _ = np.split(array, [(array.shape[1] - 2) // 3 * i for i in (1, 2, 3)], axis=1)
     done, taken = array[:, -2].astype(bool), int(array[0, -1])
-    columns = taken * CHUNK or 1  # the first piece is of no turn
+    columns = taken * CHUNK or 1  # the first piece has no turn
     tokens, logprobs, valid = (np.ascontiguousarray(part[:, :columns]) for part in parts)
     return piece_of(tokens, logprobs.view(np.float32), valid.astype(bool)), done, taken
 
@@ -241,13 +241,13 @@ def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
 def start_packed(
     config: LlamaConfig, params: Llama, cache: KVCache, hidden: jax.Array, *rest: Any
 ) -> tuple[State, jax.Array]:
-    """`start` of a reading in its two parts, of which only the cache can be donated; with what it produced packed."""
+    """`start`, with the reading as two arguments, because only the cache can be donated; the result is packed."""
     state, produced = start(config, params, Reading(cache, hidden), *rest)
     return state, pack(produced, state.done, jnp.int32(0))
 
 
 def decode_packed(*args: Any) -> tuple[State, jax.Array]:
-    """`decode`, with what it produced packed."""
+    """`decode`, with a packed result."""
     state, taken, produced = decode(*args)
     return state, pack(produced, state.done, taken)
 
@@ -259,7 +259,7 @@ _enlarge = jax.jit(enlarge, static_argnums=(1, 2))
 
 
 def ring_of(options: CacheOptions, longest: int) -> tuple[int, int]:
-    """Slots of a cache with a window, and how many tokens of a prompt are read at once: decoding pays for both."""
+    """Slots of a cache with a window, and the prompt tokens that are read at once: both cost time in decoding."""
     window = options.window or 0
     piece = min(bucket(min(window, longest), SMALLEST_PREFILL), LARGEST_PREFILL)
     return options.sinks + window + piece - 1, piece

@@ -1,9 +1,9 @@
-"""Where the arrays of a generation lie when its parameters lie on several devices: the parameters themselves say it.
+"""How the arrays of a generation are sharded when its parameters are: the parameters themselves determine it.
 
-The axes of the mesh that cut the heads of the parameters cut the heads of the cache, those that cut the vocabulary cut the
-logits, and all others cut the rows of the batch, but for `context`, which cuts rows by tokens where they are read whole (see
-`parallel.prompts`) and has no part in generating one token after the other. So a model that `load` put on a mesh generates
-there, and nothing else needs to be told.
+The mesh axes that shard the heads of the parameters shard the heads of the cache, those that shard the vocabulary shard the
+logits, and all others shard the rows of the batch. The exception is `context`, which shards the tokens of rows where prompts
+are read whole (see `parallel.prompts`) and is not used in decoding token by token. So a model that `load` put on a mesh
+generates there without further arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from llama_jax.model.options import Layout
 from llama_jax.model.params import Block, Llama
 from llama_jax.ops.attention import Division, Seen, View, attend
 
-Axes = tuple[str, ...]  # of a mesh, that cut an axis of an array together
+Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Placement:
     """The `constrain` of a generation over a mesh.
 
     Attributes:
-      rows: the axes of the mesh that cut the batch.
-      heads: those that cut the key/value heads.
-      vocabulary: those that cut V.
-      width: those that cut the columns of the embedding, D, between which a lookup would otherwise gather the table.
+      rows: the axes of the mesh that shard the batch.
+      heads: those that shard the key/value heads.
+      vocabulary: those that shard V.
+      width: those that shard the columns of the embedding, D; without this a lookup would gather the table over them.
     """
 
     mesh: Mesh | AbstractMesh
@@ -44,13 +44,13 @@ class Placement:
 
     def __call__(self, x: jax.Array, where: str) -> jax.Array:
         match where:
-            case "tokens":  # [B, T] as the rows that all devices with a part of the embedding's columns look up
+            case "tokens":  # [B, T], the same on all devices that hold columns of the embedding: each looks them up
                 spec = P(self._lookup)
-            case "embedded":  # [B, T, D] as it lies in the table
+            case "embedded":  # [B, T, D], sharded as the table is
                 spec = P(self._lookup, None, self.width)
             case "residual" | "normed" | "added" | "row":  # [B, ...]
                 spec = P(self.rows)
-            case "logits":  # [B, V], and what else there is one of for every token of the vocabulary
+            case "logits":  # [B, V], and other arrays with one entry per token of the vocabulary
                 spec = P(self.rows, self.vocabulary)
             case "cache":  # [B, K, S, H], or stacked [L, B, K, S, H]
                 spec = P(*(None,) * (x.ndim - 4), self.rows, self.heads)
@@ -62,13 +62,13 @@ class Placement:
 
     @property
     def _lookup(self) -> Axes:
-        """The axes that cut the rows of a lookup in the embedding, whose columns may lie over others."""
+        """The axes that shard the rows of an embedding lookup; the columns may be sharded over others."""
         return tuple(axis for axis in self.rows if axis not in self.width)
 
 
 @dataclass(frozen=True)
 class _DividedAttention:
-    """`ops.attend`, told how rows and heads are cut; equal where that is, so that `jax.jit` knows it again."""
+    """`ops.attend` with the sharding of rows and heads; equal where these are, so that `jax.jit` finds its program again."""
 
     division: Division
 
@@ -77,7 +77,7 @@ class _DividedAttention:
 
 
 def layout_of(params: Llama) -> Layout:
-    """How a generation with these parameters is laid out; nothing is asked for where they lie on a single device."""
+    """The layout of a generation with these parameters; no constraints where they are on a single device."""
     sharding = getattr(params.embedding, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return Layout()
@@ -110,7 +110,7 @@ def check_rows(layout: Layout, batch: int) -> None:
 
 
 def _axes(array: jax.Array, axis: int) -> Axes:
-    """The axes of the mesh that cut an axis of an array."""
+    """The mesh axes that shard an axis of an array."""
     assert isinstance(array.sharding, NamedSharding)
     spec = (*array.sharding.spec, *[None] * array.ndim)[axis]
     return () if spec is None else (spec,) if isinstance(spec, str) else tuple(spec)

@@ -1,4 +1,4 @@
-"""What a caller asks for, made arrays."""
+"""What a caller asks for, as arrays."""
 
 from __future__ import annotations
 

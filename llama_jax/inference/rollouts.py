@@ -1,4 +1,4 @@
-"""Groups of answers to prompts as one program: what training by rewards samples from the model that it trains."""
+"""Sampling groups of answers to prompts, as one program: the rollouts of training by rewards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llama_jax.model.cache import init_cache, over_buffers
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Block, Llama
 
-SLOTS = 16  # of which a cache has a multiple
+SLOTS = 16  # a cache has a multiple of this many
 
 
 class Prompts(NamedTuple):
@@ -27,7 +27,7 @@ class Prompts(NamedTuple):
     Attributes:
       tokens: int32[P, W], padded on the right.
       lengths: int32[P], tokens of each.
-      seeds: uint32[P * group], of the random streams of the answers, those to one prompt after each other.
+      seeds: uint32[P * group], of the random streams of the answers; those of one prompt are consecutive.
     """
 
     tokens: Any
@@ -36,13 +36,13 @@ class Prompts(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What was answered, the answers to one prompt after each other: B = P * group of them.
+    """B = P * group answers; those to one prompt are consecutive.
 
     Attributes:
-      tokens: int32[B, A], the stop token that ended one included.
-      logprobs: float32[B, A], of the distribution that they were drawn from: at the temperature.
+      tokens: int32[B, A], including the stop token that ended an answer.
+      logprobs: float32[B, A], under the distribution that the tokens were sampled from, at the temperature.
       valid: bool[B, A], False after an answer's end.
-      stopped: bool[B], whether a stop token ended it; else it has A tokens and was cut off.
+      stopped: bool[B], whether a stop token ended the answer; otherwise it was cut off at A tokens.
     """
 
     tokens: Any
@@ -53,8 +53,8 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How answers are sampled: from the whole distribution, for what top-k and top-p cut off is probable to the trainer, and
-    the ratios of a policy gradient would be wrong.
+    """How answers are sampled: from the whole distribution, because the trainer gives probability to what top-k and top-p
+    cut off, and the ratios of a policy gradient would be wrong.
 
     Attributes:
       group: answers to each prompt.
@@ -85,13 +85,13 @@ def roll_out(
     compute: Compute = Compute(),
     layout: Layout = Layout(),
 ) -> Answers:
-    """Sample `group` answers to each prompt, each with the random stream of its seed: the same whatever is beside it.
+    """Sample `group` answers to each prompt, each with the random stream of its seed, whatever else is in the batch.
 
-    A prompt is read once, and its keys and values are copied for its answers. It ends when all answers have. For `jax.jit`
-    with `config`, `options`, `compute` and `layout` bound: one program for all prompts of W tokens at most.
+    A prompt is read once, and its keys and values are copied for its answers. The loop ends when all answers have ended. For
+    `jax.jit` with `config`, `options`, `compute` and `layout` bound: one program for all prompts of at most W tokens.
 
     Args:
-      params: of any form, also with adapters or quantised, on whatever devices.
+      params: in any form, also with adapters or quantised, on any devices.
       layout: see `parallel.serving.layout_to_generate`; P must be divisible by the ways in which it divides rows.
     """
     reading = _read(config, params, prompts, compute, layout)
@@ -148,7 +148,7 @@ def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute
 
 
 def _started(reading: Reading, prompts: Prompts, options: RolloutOptions, layout: Layout) -> State:
-    """A state of `group` rows for each prompt, of which none has a token yet."""
+    """A state with `group` rows for each prompt, before the first token of any."""
     batch = reading.hidden.shape[0] * options.group
     rows = int(not isinstance(reading.cache.k, tuple))  # the axis of the rows
     repeated = over_buffers(lambda buffer: jnp.repeat(buffer, options.group, axis=rows), reading.cache)
@@ -160,7 +160,7 @@ def _started(reading: Reading, prompts: Prompts, options: RolloutOptions, layout
         cache=enlarge(cache, capacity, layout),
         request=Request(sampling, jnp.full(batch, options.most, jnp.int32), stop),
         token=jnp.zeros(batch, jnp.int32),
-        seen=jnp.zeros((batch, 1), bool),  # is for a repetition penalty, which there is none
+        seen=jnp.zeros((batch, 1), bool),  # for a repetition penalty, which is not used here
         count=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
     )

@@ -1,8 +1,8 @@
 """Choosing the next token: every rule is a per-row array, so that one batch serves requests with different settings.
 
-The order of meaning and the kept sets are those of Hugging Face transformers' processors, ties apart: repetition penalty,
+The order and the kept sets are those of Hugging Face transformers' processors, except for ties: repetition penalty,
 temperature, top-k, top-p, min-p. Each of the last three keeps the tokens above some score, so together they are one
-threshold per row, found by bisection over the bits of the scores. Nothing sorts the vocabulary.
+threshold per row, found by bisection over the bits of the scores. The vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def sample(logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Arr
       logits: float32[B, V].
       sampling: arrays [B], from `Sampling.per_row`.
       seen: bool[B, V], tokens that the row already holds (prompt and continuation).
-      step: int32[B], how many tokens the row has generated: its place in the row's random stream.
+      step: int32[B], how many tokens the row has generated: the position in the row's random stream.
 
     Returns:
       int32[B].

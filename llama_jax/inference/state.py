@@ -2,8 +2,8 @@
 
 A `State` has a row for every sequence that is being generated. Rows are independent: each has its own position, settings
 and limit. `inference.generate` reads a batch of prompts, starts it and steps until all rows are done; a server inserts rows
-into a state as requests arrive (`inference.batching`). All of it runs under `jax.jit`; with the state donated the cache is
-never copied.
+into a state as requests arrive (`inference.batching`). Everything runs under `jax.jit`; if the state is donated, the cache
+is never copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 
-CHUNK = 4  # tokens per turn of the decode loop; early exit happens between turns: few enough that none waits long
+CHUNK = 4  # tokens per turn of the decode loop; it can only exit between turns, so turns are short
 
 
 class Request(struct.PyTreeNode):
@@ -31,8 +31,8 @@ class Request(struct.PyTreeNode):
 
     Attributes:
       sampling: arrays [B].
-      limit: int32[B], tokens to generate at most.
-      stop: int32[B, any], token ids that end a row, filled up with -1.
+      limit: int32[B], maximum number of tokens to generate.
+      stop: int32[B, any], token ids that end a row, padded with -1.
     """
 
     sampling: Sampling
@@ -41,7 +41,7 @@ class Request(struct.PyTreeNode):
 
 
 class State(struct.PyTreeNode):
-    """What a generation carries from token to token: an immutable tree.
+    """What a generation carries from token to token: an immutable pytree.
 
     Attributes:
       cache: what the model has read.
@@ -61,7 +61,7 @@ class State(struct.PyTreeNode):
 
 
 class Reading(NamedTuple):
-    """Prompts as far as they have been read: the cache, and the hidden state [B, D] of each row's last token so far."""
+    """Partly read prompts: the cache, and the hidden state [B, D] of the last token of each row that has been read."""
 
     cache: KVCache
     hidden: jax.Array
@@ -89,7 +89,7 @@ def empty_reading(
     options: CacheOptions = CacheOptions(),
     layout: Layout = Layout(),
 ) -> Reading:
-    """An empty cache of the parameters' form and dtype, and the states of no token."""
+    """An empty cache in the parameters' form and dtype, and hidden states before any token."""
     dtype = params.embedding.dtype
     cache = init_cache(
         config,
@@ -99,7 +99,7 @@ def empty_reading(
         stacked=not isinstance(params.blocks, tuple),
         window=options.window,
         sinks=options.sinks,
-        fresh=not options.sinks,  # whose first piece may be longer than the window: sinks are then seen from afar
+        fresh=not options.sinks,  # the first piece may be longer than the window: queries then see the sinks from afar
     )
     return Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
 
@@ -117,9 +117,9 @@ def read(
 
     Args:
       tokens: int32[B, T], padded on the right.
-      places: `lengths` int32[B], how many of them are real, 0 for a prompt that has ended before; and `rope_lengths`
-        int32[B], the lengths of the whole prompts, which a rope scaling that depends on the length needs from the first
-        piece on.
+      places: `lengths` int32[B], how many of the tokens are not padding, 0 for a prompt that has already ended; and
+        `rope_lengths` int32[B], the lengths of the whole prompts: a RoPE scaling that depends on the length needs them from
+        the first piece on.
     """
     new_hidden, cache = forward(config, params, tokens, reading.cache, places=places, compute=compute, layout=layout)
     lengths = places.lengths
@@ -141,7 +141,7 @@ def start(
     batch, width = tokens.shape
     real = jnp.arange(width) < lengths[:, None]
     vocab = head_of(config, params).shape[0]
-    # Padding is sent after the last column, where it is dropped: no id is free to stand for it.
+    # Padding is scattered to an index after the last column, which drops it, because there is no unused id for it.
     columns = jnp.where(real, tokens, vocab)
     seen = jnp.zeros((batch, vocab), bool).at[jnp.arange(batch)[:, None], columns].set(True, mode="drop")
     state = State(
@@ -170,15 +170,15 @@ def decode(
 ) -> tuple[State, jax.Array, Piece]:
     """Up to `turns` chunks of steps: a `lax.scan` per chunk, leaving early when every row is done.
 
-    The cache must have room for them: `turns` * CHUNK slots after the longest row.
+    The cache must have room for the new tokens: `turns` * CHUNK slots after the longest row.
 
     Args:
       turns: int32[], at most `most`.
-      most: what there is room for in the result.
+      most: turns that the result has room for.
 
     Returns:
-      The state; the turns taken, int32[]; and what they produced, [B, most * CHUNK], of which the first turns * CHUNK
-      columns are filled.
+      The state; the turns taken, int32[]; and what they produced, [B, most * CHUNK]: only the first turns * CHUNK columns
+      are filled.
     """
     batch = state.token.shape[0]
 
@@ -200,7 +200,7 @@ def decode(
 
 
 def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, layout: Layout) -> jax.Array:
-    """float32[B, V] also of a model in float64: what is drawn is made of 32 random bits."""
+    """float32[B, V], also for a float64 model, because samples are made from 32 random bits."""
     return layout.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
 
 
@@ -208,7 +208,7 @@ def choose(state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.
     """The state after one more token of every row that is not done, and its log-probability float32[B]."""
     token = sample(logits, state.request.sampling, state.seen, state.count)
     token = jnp.where(state.done, state.token, token)
-    # Row by row, not by pairs of indices: each device then looks at its own rows only.
+    # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
     logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
     seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
     count = state.count + ~state.done
@@ -236,11 +236,11 @@ def advance(
 
 
 def lay_out(cache: KVCache, layout: Layout) -> KVCache:
-    """The same cache where the layout wants it."""
+    """The same cache, placed as the layout requires."""
     placed = over_buffers(lambda buffer: layout.constrain(buffer, "cache"), cache)
     return placed.replace(length=layout.constrain(cache.length, "row"))
 
 
 def enlarge(cache: KVCache, capacity: int, layout: Layout = Layout()) -> KVCache:
-    """`grow`, laid out."""
+    """`grow`, and the result placed as the layout requires."""
     return lay_out(grow(cache, capacity), layout)

@@ -16,7 +16,7 @@ from llama_jax.model.params import Llama
 def complete(
     config: LlamaConfig, capacity: int, params: Llama, tokens: jax.Array, lengths: jax.Array, request: Request
 ) -> Piece:
-    """A whole generation as one pure function, for where one program is wanted and not one per step: `pmap`, exporting.
+    """A whole generation as one pure function, where one program is needed instead of one per step: `pmap`, exporting.
 
     Args:
       capacity: slots of the cache, from `capacity_for`.
@@ -37,5 +37,5 @@ def complete(
 
 
 def capacity_for(width: int, longest: int, max_new_tokens: int) -> int:
-    """Slots for a whole generation: prompts of at most `longest` tokens, padded to `width`, and the last chunk's rest."""
+    """Slots for a whole generation: prompts of up to `longest` tokens, padded to `width`, and the rest of the last chunk."""
     return bucket(max(width, longest + max_new_tokens + CHUNK), SMALLEST_CACHE)

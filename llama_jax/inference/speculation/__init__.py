@@ -1,4 +1,4 @@
-"""Speculation: several tokens per pass of the model, and the same tokens as without."""
+"""Speculative decoding: several tokens per pass of the model, and the same tokens as without it."""
 
 from llama_jax.inference.drafting import Drafter
 from llama_jax.inference.speculation.draft_model import DraftModel

@@ -25,19 +25,19 @@ from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
 
-FOLLOWED = 64  # tokens that came without the draft and are read at once: one program
+FOLLOWED = 64  # tokens that came without the draft model and are read at once, by one program
 
 
 class DraftModel(Drafter, struct.PyTreeNode):
     """A smaller model with the same vocabulary (Leviathan et al. 2022), which chooses with the model's own random numbers.
 
     Both draw from the same stream of the row's seed, so that they agree where their probabilities do, sampled or greedy.
-    Its cache remembers as the model's does, in int8 or through a window.
+    Its cache has the same form as the model's, in int8 or with a window.
 
     Attributes:
-      config, params: the draft, as `load` gives it; for a model on a mesh, loaded over the same mesh.
+      config, params: the draft model, as `load` gives it; for a model on a mesh, loaded over the same mesh.
       tokens: see `Drafter`.
-      layout: over which devices the parameters lie; found by `begin`.
+      layout: how the parameters are laid out over devices; set by `begin`.
     """
 
     config: LlamaConfig = struct.field(pytree_node=False)
@@ -53,7 +53,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def check(
         self, config: LlamaConfig, params: Llama, lengths: np.ndarray, request: Request, options: CacheOptions
     ) -> None:
-        """See `Drafter.check`; ConfigError for parameters that are not those of the draft's configuration."""
+        """See `Drafter.check`; ConfigError for parameters that do not match the draft model's configuration."""
         self.check_model(config, params, len(lengths))
         longest = int((lengths + request.limit).max()) if options.window is None else options.window + options.sinks
         if longest > self.config.max_seq_len:
@@ -63,7 +63,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
             )
 
     def check_model(self, config: LlamaConfig, params: Llama, rows: int) -> None:
-        """`check`, but for the length of the rows."""
+        """`check`, except for the length of the rows."""
         if self.config.vocab_size != config.vocab_size:
             raise GenerationError(
                 f"the draft has a vocabulary of {self.config.vocab_size}, the model one of {config.vocab_size}; give a draft"
@@ -75,12 +75,12 @@ class DraftModel(Drafter, struct.PyTreeNode):
         check_rows(layout_of(self.params), rows)
 
     def begin(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> tuple[DraftModel, KVCache]:
-        """See `Drafter.begin`; the memory is the draft's cache."""
+        """See `Drafter.begin`; the memory is the draft model's cache."""
         placed = self.replace(layout=layout_of(self.params))
         return placed, placed._run().read_prompts(tokens, lengths, options).cache
 
     def follow(self, memory: KVCache, history: np.ndarray, known: np.ndarray, capacity: int) -> KVCache:
-        """See `Drafter.follow`: reads what is missing, if that is more than `propose` reads."""
+        """See `Drafter.follow`: reads the missing tokens, if they are more than `propose` reads."""
         width = FOLLOWED
         if memory.window is None:
             memory = self._run().enlarge(memory, capacity)
@@ -92,7 +92,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         if (ends - read).max() == 1:
             return memory
         while (ends > read).any():
-            if memory.window is None:  # room for all columns; what is read a second time is written as it was
+            if memory.window is None:  # room for all columns; tokens read a second time are written unchanged
                 read = np.minimum(read, memory.capacity - width)
             lengths = np.minimum(ends - read, width)
             columns = np.minimum(read[:, None] + np.arange(width), history.shape[1] - 1)
@@ -110,14 +110,14 @@ class DraftModel(Drafter, struct.PyTreeNode):
     def propose_after(
         self, memory: KVCache, state: State, two: jax.Array, count: int, behind: jax.Array | None = None
     ) -> tuple[jax.Array, KVCache]:
-        """`propose`, told of each row its last two tokens, int32[B, 2], of which the model has read one.
+        """`propose`, given the last two tokens of each row, int32[B, 2]; the model has read the first of them.
 
-        After a pass of which all drafts were accepted the draft has not read the last of them. All rows then read their last
-        two tokens: where the first of them has been read, its slot is written with what it holds.
+        After a pass in which all drafts were accepted, the draft model has not read the last of them. All rows then read
+        their last two tokens: where the first of the two has been read, its slot is rewritten with the same content.
 
         Args:
-          behind: bool[], whether some row is like that; None to read two in any case: XLA for CPU copies a cache that comes
-            out of a branch.
+          behind: bool[], whether there is such a row; None to read two tokens in any case, because XLA for CPU copies a
+            cache that comes out of a branch.
         """
         request, vocab = state.request, min(state.seen.shape[-1], self._rows())
         last = state.cache.length
@@ -167,10 +167,10 @@ class DraftModel(Drafter, struct.PyTreeNode):
 def read_more(
     draft: DraftModel, cache: KVCache, tokens: jax.Array, starts: jax.Array, lengths: jax.Array, whole: jax.Array
 ) -> KVCache:
-    """The cache with tokens of each row, int32[B, any], from its place `starts` on, `lengths` of them.
+    """The cache after reading `lengths` tokens of each row, int32[B, any], from position `starts` on.
 
     Args:
-      whole: int32[B], as are `starts` and `lengths`: how many the row has in the end.
+      whole: int32[B], like `starts` and `lengths`: how many tokens the row has in the end.
     """
     places = Places(lengths, rope_lengths=whole)
     cache = cache.replace(length=starts)
@@ -182,6 +182,6 @@ _read = jax.jit(read_more, donate_argnums=1)
 
 
 def _devices(params: Llama) -> Any:
-    """Where the parameters lie: the mesh, or None on a single device."""
+    """The mesh of the parameters, or None on a single device."""
     sharding = getattr(params.embedding, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1 else None

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed the last tokens where they stood before."""
+"""Drafts from the text itself: the tokens that followed an earlier occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from llama_jax.errors import GenerationError
 from llama_jax.inference.drafting import Drafter, check_number
 from llama_jax.inference.state import Piece, State
 
-LOOKED_BACK = 4096  # tokens of a row, in hindsight
+LOOKED_BACK = 4096  # tokens of a row that `hindsight` looks at
 HASH = np.uint64(0x9E3779B97F4A7C15)  # an odd number whose bits look random
 
 
 class PromptLookup(Drafter, struct.PyTreeNode):
-    """Prompt lookup (Saxena 2023): no second model, and worth it where text is copied, from the prompt or from itself.
+    """Prompt lookup (Saxena 2023): needs no second model, and pays where text repeats the prompt or itself.
 
-    The place that is continued is the one before which most of the row's last tokens stand, and of equal ones the latest.
+    The drafts continue the earlier occurrence that matches most of the row's last tokens; among equal ones, the latest.
 
     Attributes:
       tokens: see `Drafter`.
-      longest: last tokens that are compared, at most.
-      shortest: last tokens that must stand there, else nothing is drafted.
+      longest: largest number of last tokens that are compared.
+      shortest: number of last tokens that must match; otherwise nothing is drafted.
 
     Raises:
       GenerationError: numbers that cannot be.
@@ -44,7 +44,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]]:
-        """See `Drafter.hindsight`: by the last `shortest` tokens, wherever they stood last."""
+        """See `Drafter.hindsight`: by the latest earlier occurrence of the last `shortest` tokens."""
         rows = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
 
         def look_back(piece: Piece) -> tuple[int, int]:
@@ -67,7 +67,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
 
 
 def foreseen(row: np.ndarray, shortest: int) -> np.ndarray:
-    """Whether each token is the one that followed the `shortest` tokens before it where they stood last: bool[S]."""
+    """Whether each token also followed the latest earlier occurrence of the `shortest` tokens before it: bool[S]."""
     starts = max(len(row) - shortest, 0)
     found, key = np.zeros(len(row), bool), np.zeros(starts, np.uint64)
     for offset in range(shortest):
@@ -80,12 +80,12 @@ def foreseen(row: np.ndarray, shortest: int) -> np.ndarray:
 
 
 class Followed:
-    """A row on the host, and where its last tokens stood before, kept up to date as tokens come.
+    """A row on the host, and an index of where its last tokens occurred before, updated as tokens come.
 
     Attributes:
       row: its tokens.
-      shortest: last tokens that must have stood there.
-      draft: the place of the token that would be drafted next, or None.
+      shortest: number of last tokens that must match.
+      draft: index of the token that would be drafted next, or None.
     """
 
     def __init__(self, shortest: int):
@@ -118,7 +118,7 @@ class Followed:
 
 
 def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortest: int) -> jax.Array:
-    """What followed the tokens up to `last` where they stood before: int32[count], -1 where they did not.
+    """What followed the earlier occurrence of the tokens up to `last`: int32[count], -1 where there is none.
 
     Args:
       row: int32[S].
@@ -132,6 +132,6 @@ def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortes
         run += same
     score = jnp.max(jnp.where(run >= shortest, run * len(slots) + slots, -1))
     place = score % len(slots)
-    # What follows beyond the last token is what would follow if the text went on as it does from there.
+    # Beyond the last token, the draft repeats the text from the match on.
     following = place + 1 + jnp.arange(count, dtype=jnp.int32) % jnp.maximum(last - place, 1)
     return jnp.where(score >= 0, row[following], -1)

@@ -1,9 +1,9 @@
-"""How many tokens to draft next: as many as make the most tokens per second, by what has been measured in this generation.
+"""How many tokens to draft next: the number with the most tokens per second, as measured in this generation.
 
-The host sees how long a pass with each number of drafts takes, 0 being plain decoding, and how many drafts are accepted, and
-takes the number with the highest rate. A drafter that costs nothing also says of text that came without drafts how many
-would have been right; with another one a few passes are spent on that. What is not taken is tried again at times, for a
-hundredth of the time at most.
+The host measures how long a pass with each number of drafts takes (0 is plain decoding) and how many drafts are accepted,
+and takes the number with the highest rate. A drafter that costs nothing also tells how many drafts would have been right
+in text that came without drafts; with any other drafter a few passes are spent to find out. The other numbers are tried
+again now and then, for at most a hundredth of the time.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 from llama_jax.inference.state import CHUNK
 
-TRYING = 0.01  # of the time may go into trying what is slower, as far as is known
-PROMISING = 1.25  # tokens of a pass; where there would be fewer, few devices make it pay, and a twentieth of that time goes
-MEMORY = 48  # tokens of a row after which what was accepted counts half
+TRYING = 0.01  # share of the time that may be spent on trying numbers that are known as slower
+PROMISING = 1.25  # tokens per pass; with fewer, drafts pay on few devices, and a twentieth of that time is used
+MEMORY = 48  # tokens of a row after which the weight of an older observation is half
 PATIENCE = 4  # pieces between two tries
-GUESS = 1.4, 0.15  # steps that a pass takes that has not been measured, and for each draft; on CPUs 1.6 to 4.8 were with 8
-FIRST = 6  # passes after which the acceptance of a drafter is known that says nothing beforehand
-MARGIN, UNTRIED = 1.05, 1.2  # by which drafts must be faster: the acceptance is known from few tokens, the time is a guess
-SHORT, LONG = 0.04, 0.1  # seconds of a piece, after each of which the host works for half a millisecond
-SURE = 16  # tokens without a draft that would have been right, after which drafts are hopeless
-SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
+GUESS = 1.4, 0.15  # cost in steps of an unmeasured pass, and of each draft; with 8 drafts 1.6 to 4.8 on CPUs
+FIRST = 6  # passes after which the acceptance is known of a drafter that tells nothing beforehand
+MARGIN, UNTRIED = 1.05, 1.2  # factors by which drafts must be faster: acceptance is known from few tokens; time is a guess
+SHORT, LONG = 0.04, 0.1  # seconds of a piece; the host works for half a millisecond after each
+SURE = 16  # tokens without a correct draft after which drafts are hopeless
+SOFTENING = 0.25  # share of an increase in time that is believed: another process may have used the processor
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Pace:
     """What is known, an immutable value.
 
     Attributes:
-      numbers: that may be drafted, ascending, the first 0.
-      seconds: of a pass with each, or None where that is not known.
+      numbers: numbers of tokens that may be drafted, ascending, the first 0.
+      seconds: per pass with each number, or None where not known.
       blind: nothing is known of drafts that were not made.
-      passes: with drafts.
-      hits, trials: drafts that were accepted, and those looked at; the older the less they count.
-      elapsed, wasted: seconds in all, and those that the fastest number would have saved.
-      since: pieces since another number than the best was tried.
-      lengths: passes of the next piece with each number, or steps: twice as many as the last had up to LONG, and SHORT at
-        least, or LONG at once where drafts are hopeless, as long as the number is the best one; what is tried for once
-        begins with one, or CHUNK.
+      passes: number of passes with drafts.
+      hits, trials: drafts that were accepted, and those examined; older ones have less weight.
+      elapsed, wasted: seconds in total, and those that the fastest number would have saved.
+      since: pieces since a number other than the best was tried.
+      lengths: passes (or steps) of the next piece with each number: while the number is the best, twice as many as the last
+        piece had, up to LONG and at least SHORT, or LONG at once where drafts are hopeless; a number that is only tried
+        starts with one, or CHUNK.
     """
 
     numbers: tuple[int, ...]
@@ -63,16 +63,16 @@ class Pace:
         return cls((0, *reversed(numbers)), (None,) * len(shortest), blind, lengths=shortest)
 
     def length(self, number: int) -> int:
-        """Passes of the next piece with so many drafts, or steps, if there is room."""
+        """Passes (or steps) of the next piece with this number of drafts, if there is room."""
         return self.lengths[self.numbers.index(number)]
 
     @property
     def acceptance(self) -> float:
-        """The chance that a draft is what the model chooses where all before it were; little is taken for granted."""
+        """The probability that the model accepts a draft if it accepted all before it; a low estimate after few trials."""
         return self.hits / (self.trials + 1)
 
     def expected(self, number: int) -> float:
-        """Tokens of a row and pass: 1 + a + ... + a^number (Leviathan et al. 2022, equation 1)."""
+        """Expected tokens per row and pass: 1 + a + ... + a^number (Leviathan et al. 2022, equation 1)."""
         return sum(self.acceptance**i for i in range(number + 1))
 
     def rate(self, number: int) -> float:
@@ -81,24 +81,24 @@ class Pace:
         return 0.0 if step is None else self.expected(number) / (self._known(number) or self._guessed(number, step))
 
     def _known(self, number: int) -> float | None:
-        """Seconds of a pass; of a number that has not been tried those of the next smaller one."""
+        """Seconds per pass; for a number that has not been tried, those of the next smaller one."""
         known = [s for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and 0 < n <= number]
         return self.seconds[0] if not number else known[-1] if known else None
 
     def _guessed(self, number: int, step: float) -> float:
-        """Seconds of a pass that is smaller than all that were tried: half of what they take beside a step is for drafts."""
+        """Seconds of a pass smaller than all that were tried: half of their time beyond a step is counted for the drafts."""
         tried = [(n, s) for n, s in zip(self.numbers, self.seconds, strict=True) if s is not None and n > number]
         guess = (GUESS[0] + GUESS[1] * number) * step
         return max([guess, *(step + (seconds - step) * (1 + number / n) / 2 for n, seconds in tried[:1])])
 
     @property
     def hopeless(self) -> bool:
-        """Whether next to none of the drafts would have been right, though they were not made."""
+        """Whether almost none of the drafts would have been right, had they been made."""
         return not self.blind and self.trials >= SURE and self.expected(self.numbers[-1]) < MARGIN
 
     @property
     def best(self) -> int:
-        """The number with the highest rate; none where drafts are hardly better."""
+        """The number with the highest rate; 0 where drafts are hardly better."""
         if self.expected(self.numbers[-1]) <= MARGIN:
             return 0
         number = max(self.numbers[1:], key=self.rate)
@@ -106,9 +106,9 @@ class Pace:
         return number if self.rate(number) > margin * self.rate(0) else 0
 
     def goes_on(self, number: int) -> bool:
-        """Whether steps may be started after a piece with `number` drafts before it is seen what the piece gives.
+        """Whether steps may be started after a piece with `number` drafts before its results are known.
 
-        So that the device does not wait for the host; what is seen changes the choice a piece later.
+        The device then does not wait for the host; the results change the choice one piece later.
         """
         if number:
             return not self.blind and (number != self.best or self.seconds[self.numbers.index(number)] is None)
@@ -128,17 +128,17 @@ class Pace:
         return other if self.wasted + self.costs(other) <= share * self.elapsed else best
 
     def costs(self, number: int) -> float:
-        """Seconds that a pass with so many drafts may waste, which may give no more than one token."""
+        """Seconds that a pass with this number of drafts may waste, because it may give only one token."""
         return max(self.expected(number) / self.rate(number) - 1 / self.rate(self.best), 0.0) if self.seconds[0] else 0.0
 
     def observe(self, number: int, passes: int, rows: float, accepted: int, looked_at: int, seconds: float | None) -> Pace:
-        """After a piece.
+        """The value after a piece.
 
         Args:
-          passes: of the piece, or steps.
-          rows: that were on their way, on average.
-          accepted, looked_at: drafts, of 0 those that would have been; those after one that was wrong were not looked at.
-          seconds: None where they are not to be counted, because a program may have been compiled in them.
+          passes: passes (or steps) of the piece.
+          rows: average number of rows that were not done.
+          accepted, looked_at: drafts; for 0, those that would have been. Drafts after a wrong one were not looked at.
+          seconds: None where the time does not count, because a program may have been compiled in it.
         """
         per_row = passes + (accepted / rows if number else 0.0)
         kept = 0.5 ** (per_row / MEMORY)

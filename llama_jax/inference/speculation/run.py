@@ -1,4 +1,4 @@
-"""A generation that drafts: pieces of plain decoding, and pieces of passes over drafts, as its pace says."""
+"""A generation with drafts: pieces of plain decoding and pieces of passes over drafts, as its `Pace` decides."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from llama_jax.inference.state import CHUNK, Piece, State
 from llama_jax.model.cache import bucket
 from llama_jax.model.window import CacheOptions
 
-MOST_PASSES, MOST_TURNS = 16, 64  # of a piece, after which it may be time to draft more, or less
-HOST = 0.0005  # seconds that a piece takes however short it is, which half of its time is at most
-COMPILING = 0.1  # seconds that the first piece of a program takes at least if it is compiled in them
+MOST_PASSES, MOST_TURNS = 16, 64  # of a piece; after it the number of drafts may change
+HOST = 0.0005  # fixed seconds per piece, at most half of its time
+COMPILING = 0.1  # least seconds of a program's first piece if the program is compiled in it
 
 
 def drafted_pieces(
@@ -33,7 +33,7 @@ def drafted_pieces(
     """The pieces of `stream` with a draft that has been checked.
 
     Args:
-      pace: which says how much is drafted, by default `Pace.of` the drafter's tokens.
+      pace: decides how many tokens are drafted; by default `Pace.of` the drafter's tokens.
     """
     tokens, lengths, _ = prompts
     ops.native_soon(run.natively)
@@ -85,7 +85,7 @@ def drafted_pieces(
             given = piece.valid.sum(axis=1)
             counts = Counts(given, np.zeros_like(given), np.zeros_like(given))
         seen = time.perf_counter()
-        if not done.all():  # else nothing more is chosen
+        if not done.all():  # otherwise no more tokens are chosen
             would_be = hindsight(piece) if hindsight else (0, 0)
             right = (int(counts.accepted.sum()), looked_at) if number else would_be
             seconds = max(seen - started - HOST, (seen - started) / 2)
@@ -102,8 +102,8 @@ class _Steps:
     """Steps of plain decoding that have been started.
 
     Attributes:
-      packed: what they give.
-      filled: tokens of the longest row after them, at most.
+      packed: their results.
+      filled: upper bound on the tokens of the longest row after them.
       capacity: of the cache.
     """
 
@@ -113,7 +113,7 @@ class _Steps:
 
 
 def _start(run: Run, state: State, filled: int, options: CacheOptions, steps: int, turns: int) -> tuple[State, _Steps]:
-    """So many steps, or what there is room for, after `filled` tokens of the longest row."""
+    """Start this many steps, or as many as there is room for, after `filled` tokens of the longest row."""
     count = min(steps // CHUNK, turns, MOST_TURNS)
     if options.window is None:
         state = state.replace(cache=run.enlarge(state.cache, bucket(filled + CHUNK, SMALLEST_CACHE)))
@@ -125,7 +125,7 @@ def _start(run: Run, state: State, filled: int, options: CacheOptions, steps: in
 
 @dataclass(frozen=True)
 class _Text:
-    """All tokens of the rows, which are written down when somebody drafts: most pieces of a story are never asked for.
+    """All tokens of the rows, written only when a drafter needs them: most pieces of a story are never needed.
 
     Attributes:
       history: int32[B, S].
@@ -149,7 +149,7 @@ class _Text:
         return replace(self, known=self.known + piece.valid.sum(axis=1), waiting=(*self.waiting, piece))
 
     def written(self, capacity: int) -> _Text:
-        """Nothing is waiting, and there is room for so many tokens."""
+        """The text with nothing waiting, and with room for this many tokens."""
         room = max(capacity, int(self.known.max()), self.capacity)
         history = np.pad(self.history, ((0, 0), (0, room - self.capacity)))
         ends = self.known - sum(piece.valid.sum(axis=1) for piece in self.waiting)
@@ -164,7 +164,7 @@ class _Text:
 def _run_packed(
     model: Model, drafter: Drafter, state: State, memory: Any, history: jax.Array, passes: jax.Array, size: Size
 ) -> tuple[State, Any, jax.Array]:
-    """`run_passes`, with what it gave as one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
+    """`run_passes`, with its results as one array, int32[B, 3 * most * (drafted + 1) + 2 * most + 2]."""
     work, taken, found = run_passes(model, drafter, PassState(state, memory, history), passes, size)
     counts = jnp.concatenate([found.offered, found.accepted], axis=1)
     packed = jnp.concatenate([counts, pack(found.piece, work.state.done, taken)], axis=1)
@@ -172,10 +172,10 @@ def _run_packed(
 
 
 def _unpack(packed: jax.Array, drafted: int) -> tuple[Piece, np.ndarray, int, Counts, int]:
-    """The piece, which rows are done, the passes, what they took, and how many drafts were looked at.
+    """The piece, which rows are done, the passes, their counts, and how many drafts were looked at.
 
     Raises:
-      GenerationError: the model's logits were not numbers.
+      GenerationError: the model's logits are NaN.
     """
     array, width = np.asarray(packed), drafted + 1
     most = (array.shape[1] - 2) // (2 + 3 * width)
@@ -187,7 +187,7 @@ def _unpack(packed: jax.Array, drafted: int) -> tuple[Piece, np.ndarray, int, Co
     live = piece.valid.reshape(len(array), taken, width).any(axis=2)
     offered, accepted = offered[:, :taken], accepted[:, :taken]
     counts = Counts(live.sum(axis=1), offered.sum(axis=1), accepted.sum(axis=1))
-    # Of the drafts of a pass those up to the first that was wrong; none at all counts as a wrong one.
+    # The drafts of a pass up to the first wrong one; a missing draft counts as wrong.
     return piece, done, taken, counts, int((accepted + (live & (accepted < drafted))).sum())
 
 

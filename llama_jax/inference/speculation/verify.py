@@ -1,9 +1,9 @@
-"""One pass over the last token and the drafts after it, and what the model itself chooses at each of them.
+"""One pass over the last token and the drafts after it, and the token that the model itself chooses after each.
 
-The token at every position is sampled from the model's own logits with that position's own random numbers, and is the next
-token as long as all drafts before it were what the model chose. So the tokens are those of decoding one by one, for the same
-seed, whatever was drafted (arXiv 2408.07978); what Leviathan et al. 2022 (arXiv 2211.17192) keep is their distribution. Sums
-of several rows are rounded in another order than those of one: a near tie may fall otherwise, as it may in another batch.
+The token at every position is sampled from the model's own logits with that position's own random numbers, and is accepted
+as long as all drafts before it equal what the model chose. So for the same seed the tokens equal those of decoding one by
+one, whatever was drafted (arXiv 2408.07978); Leviathan et al. 2022 (arXiv 2211.17192) keep only the distribution. Sums over
+several rows are rounded in another order than over one, so a near tie may be decided differently, as in another batch.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class PassState(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What some passes gave.
+    """The results of some passes.
 
     Attributes:
-      piece: [B, passes * (drafted + 1)], of each pass the tokens that it gave and then nothing valid.
+      piece: [B, passes * (drafted + 1)]: for each pass the tokens that it gave, and then invalid ones.
       offered: int32[B, passes], tokens that were drafted.
       accepted: int32[B, passes], how many of them the model chose too.
     """
@@ -59,16 +59,16 @@ def verify(model: Model, state: State, drafts: jax.Array, choose: Any = choose) 
 
     Args:
       drafts: int32[B, T - 1]; -1 for none, which is never accepted.
-      choose: in the place of `state.choose`; an array that it gives beside the state stands for the log-probabilities.
+      choose: used instead of `state.choose`; the array that it returns with the state replaces the log-probabilities.
 
     Returns:
-      The state after the tokens that were chosen, whose cache holds nothing else, but in slots that its length leaves out;
-      and they, [B, T], of a row that is not done one at least.
+      The state after the chosen tokens, whose cache holds nothing else except in slots beyond its length; and these tokens,
+      [B, T], at least one for a row that is not done.
     """
     layout = model.layout
     tokens = jnp.concatenate([state.token[:, None], jnp.maximum(drafts, 0)], axis=1)
     before = state.cache.length
-    # Each as long as its row is when it is decoded alone.
+    # Each has the length that its row has when it is decoded alone.
     places = Places(rope_lengths=before[:, None] + 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32))
     options: dict[str, Any] = {"places": places, "compute": model.compute, "layout": layout}
     hidden, cache = forward(model.config, model.params, tokens, state.cache, **options)
@@ -80,7 +80,7 @@ def verify(model: Model, state: State, drafts: jax.Array, choose: Any = choose) 
 
 
 def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Layout, choose: Any) -> tuple[State, Piece]:
-    """One position after the other, until no row's draft was right: the rest is not sampled."""
+    """Sample position by position until no row has a correct draft; the rest is not sampled."""
     batch, width = drafts.shape[0], drafts.shape[1] + 1
     wanted = jnp.concatenate([drafts, jnp.full((batch, 1), -1, drafts.dtype)], axis=1)
 
@@ -108,7 +108,7 @@ def _choose_each(state: State, logits: jax.Array, drafts: jax.Array, layout: Lay
 
 
 class Size(NamedTuple):
-    """What a program of passes is compiled for: tokens `drafted` for each row and pass, and room for `most` passes."""
+    """What a program of passes is compiled for: `drafted` tokens per row and pass, and room for `most` passes."""
 
     drafted: int
     most: int
@@ -117,7 +117,7 @@ class Size(NamedTuple):
 def run_passes(
     model: Model, drafter: Drafter, work: PassState, passes: jax.Array, size: Size
 ) -> tuple[PassState, jax.Array, Passes]:
-    """Up to `passes` of them, until all rows are done.
+    """Run up to `passes` passes, until all rows are done.
 
     Cache, memory and history must have room for `passes` * (drafted + 1) more tokens in each row.
 
@@ -125,7 +125,7 @@ def run_passes(
       passes: int32[], at most `size.most`.
 
     Returns:
-      What has changed; how many passes there were, int32[]; and what they gave, of which so many are filled.
+      What has changed; the number of passes, int32[]; and their results, of which only that many passes are filled.
     """
     batch, width = work.state.token.shape[0], size.drafted + 1
     layout = model.layout
