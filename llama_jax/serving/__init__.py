@@ -1,1 +1,1 @@
-"""Serving: many requests at once on the functions of `inference`, with an exact prefix cache, and its doors."""
+"""Serving: many requests at once on the functions of `inference`, with an exact prefix cache, and its interfaces."""

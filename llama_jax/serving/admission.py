@@ -1,4 +1,4 @@
-"""What is let in: requests that can be, as many as may wait."""
+"""Admission: checks of requests, and the bounded queue of those that wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Queue:
     """Requests that wait, in the order in which they came; bounded by their number and by the tokens of their prompts.
 
     Attributes:
-      tokens: of all prompts that wait.
+      tokens: number of tokens of all prompts that wait.
     """
 
     def __init__(self, most: int, most_tokens: int) -> None:
@@ -35,11 +35,11 @@ class Queue:
         return iter(self._waiting)
 
     def check_room(self, tokens: int, tokens_per_second: float, requests: int = 1) -> None:
-        """Raise BusyError where there is no room for prompts of so many tokens. An empty queue takes any one prompt.
+        """Raise BusyError where there is no room for prompts of so many tokens in all. An empty queue takes any one prompt.
 
         Args:
-          requests: that are to be let in together.
-          tokens_per_second: that have been read and made, of which follows when there will be room again.
+          requests: number to be admitted together.
+          tokens_per_second: rate of reading and generating so far, for the estimate of when there will be room again.
         """
         full = len(self) + requests > self._most or self.tokens + tokens > self._most_tokens
         if full and (self._waiting or requests > 1):
@@ -50,7 +50,7 @@ class Queue:
             )
 
     def add(self, ticket: Ticket) -> None:
-        """Let a request wait, for which there is room."""
+        """Queue a request; there must be room for it."""
         self._waiting[ticket] = None
         self.tokens += len(ticket.request.prompt)
 
@@ -64,7 +64,7 @@ class Queue:
             self.remove(ticket)
 
     def clear(self) -> list[Ticket]:
-        """Remove all, and give them."""
+        """Remove and return all."""
         waiting = list(self._waiting)
         self._waiting.clear()
         self.tokens = 0
@@ -72,10 +72,10 @@ class Queue:
 
 
 def checked(request: GenerationRequest, model: ServedModel, context: int) -> Request:
-    """The request of a state of one row, after all checks.
+    """The request for a state of one row, after all checks.
 
     Raises:
-      GenerationError: what is asked for cannot be.
+      GenerationError: the request is impossible.
     """
     (prompt,) = checked_prompts(model.config, [request.prompt])
     least = 0 if request.score_prompt else 1

@@ -1,4 +1,4 @@
-"""Programs compiled before they are run: lowered one after the other, and compiled by several threads meanwhile."""
+"""Programs compiled before they are run: lowered one after the other, while several threads compile."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.programs import Programs
 
-MOST_THREADS = 8  # of which each compiles a program, and holds what the compiler needs for it
+MOST_THREADS = 8  # each compiles one program, and holds the memory that the compiler needs
 
 
 def compile_ahead(model: ServedModel, run: Callable[[ServedModel], None], progress: Callable[[int, int], None]) -> None:
-    """Compile every program that `run` calls, of a model on one device: nothing is executed.
+    """Compile every program that `run` calls, for a model on one device: nothing is executed.
 
-    Tracing and lowering are Python's, which one thread at a time can do; a compiler, or reading what it made the last time,
-    leaves the other threads alone. The programs then find what was compiled, for JAX keeps it by what was lowered.
+    Tracing and lowering hold Python's lock, so one thread at a time can do them; compiling, or loading from the compilation
+    cache, does not block other threads. JAX later finds the compiled programs, because it keeps them by their lowered form.
 
     Args:
-      run: makes the calls, of a model whose programs give shapes in place of arrays.
-      progress: told how many programs are compiled, of how many.
+      run: makes the calls, on a model whose programs return shapes instead of arrays.
+      progress: called with the number of compiled programs and the total.
     """
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), "compiling") as threads:
         lowering = _Lowering(model, threads)
@@ -36,7 +36,7 @@ def compile_ahead(model: ServedModel, run: Callable[[ServedModel], None], progre
 
 
 class _Lowering:
-    """What was lowered, and is being compiled."""
+    """The programs that were lowered and are being compiled."""
 
     def __init__(self, model: ServedModel, threads: ThreadPoolExecutor) -> None:
         self.compiling: list[Future[Any]] = []
@@ -45,7 +45,7 @@ class _Lowering:
         self._results: dict[Hashable, Any] = {}
 
     def call(self, program: Any, *args: Any) -> Any:
-        """The shapes that a program gives, which is compiled if it was not yet."""
+        """The shapes of a program's results; the program is compiled if it was not yet."""
         leaves, structure = jax.tree.flatten([arg for arg in args if arg is not self._model.params])
         key = program, structure, tuple(map(_kind, leaves))
         if key not in self._results:
@@ -56,5 +56,5 @@ class _Lowering:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """What of an argument a program depends on: the shape and dtype of an array, and the whole of anything else."""
+    """The part of an argument that a program depends on: shape and dtype of an array, all of anything else."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)) else leaf

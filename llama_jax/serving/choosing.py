@@ -1,4 +1,4 @@
-"""What each row wishes for, the token that is chosen for it, and how the host reads that."""
+"""The settings of each row for a turn, the choice of its token, and how the host reads it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from llama_jax.serving.requests import MOST_ALTERNATIVES
 
 
 class Wishes(NamedTuple):
-    """What the host says of every row, turn by turn.
+    """What the host sets for every row in each turn.
 
     Attributes:
-      live: bool[B]; a row that is not is done, whatever it was about to do.
-      least: int32[B], tokens before which no stop token is chosen.
-      alternatives: int32[B], how many are wanted beside each token.
-      constrained: bool[B], whether `allowed` says anything of the row.
+      live: bool[B]; a row that is not live is done, whatever its state.
+      least: int32[B], minimum number of tokens before a stop token may be chosen.
+      alternatives: int32[B], how many alternatives are wanted for each token.
+      constrained: bool[B], whether `allowed` applies to the row.
       allowed: uint32[B, ceil(V / 32)], bit i % 32 of word i // 32 for token i.
       adapter: int32[B], which of the model's adapters the row uses, -1 for none.
     """
@@ -36,7 +36,7 @@ class Wishes(NamedTuple):
 
     @classmethod
     def none(cls, rows: int, vocab: int) -> Wishes:
-        """Of rows that wish for nothing, and are not live."""
+        """For rows without settings that are not live."""
         numbers = np.zeros(rows, np.int32)
         allowed, adapter = np.zeros((rows, -(-vocab // 32)), "u4"), np.full(rows, -1, np.int32)
         return cls(np.zeros(rows, bool), numbers, numbers.copy(), np.zeros(rows, bool), allowed, adapter)
@@ -60,12 +60,12 @@ class ChosenTokens(NamedTuple):
 
 
 def choose_packed(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
-    """`choose` of what is permitted: the state, and the packed `ChosenTokens` with log-probabilities among all tokens."""
+    """`choose` among permitted tokens: the state, and the packed `ChosenTokens`, with log-probabilities over all tokens."""
     rest, packed = _choose_without_cache(wishes, state.replace(cache=None), logits, layout)
     return rest.replace(cache=state.cache), packed
 
 
-@partial(jax.jit, static_argnums=3)  # for its trace, which states of any number of slots share; XLA takes it inline
+@partial(jax.jit, static_argnums=3)  # so that states with any number of slots share its trace; XLA inlines it
 def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     valid = ~state.done
     barred = state.count < wishes.least
@@ -81,12 +81,12 @@ def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layou
 
 
 def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """float32[B], of a token in each row [B, V]. Row by row, so that each device looks at its own rows only."""
+    """float32[B], of a token in each row [B, V]. Row by row, so that each device reads only its own rows."""
     return jax.vmap(lambda logits, token: logits[token])(logits, tokens) - jax.nn.logsumexp(logits, axis=-1)
 
 
 def _permitted(state: State, wishes: Wishes, barred: jax.Array, vocab: int) -> jax.Array:
-    """bool[B, V]: what the constraint of each row allows, less its stop tokens where they come too soon."""
+    """bool[B, V]: the tokens that each row's constraint allows, without stop tokens where they would come too soon."""
     bits = (wishes.allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
     bits = bits.reshape(len(barred), -1)[:, :vocab].astype(bool)
     allowed = jnp.pad(bits, [(0, 0), (0, vocab - bits.shape[1])]) | ~wishes.constrained[:, None]
@@ -110,14 +110,14 @@ def most_probable(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.
 
 
 def pack(choice: ChosenTokens) -> jax.Array:
-    """All of a choice as one array, int32[B, 3 + 2 A], which is one transfer."""
+    """All of a choice as one array, int32[B, 3 + 2 A], for a single transfer."""
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     columns = [choice.token[:, None], as_bits(choice.logprob)[:, None], choice.valid[:, None].astype(jnp.int32)]
     return jnp.concatenate([*columns, choice.ids, as_bits(choice.logprobs)], axis=1)
 
 
 def unpack(packed: jax.Array) -> ChosenTokens:
-    """Undo `pack`, waiting for it: arrays of numpy, with whatever leading axes it has."""
+    """Undo `pack`, waiting for the device: numpy arrays, with any leading axes."""
     array = np.asarray(packed)
     floats, ends = array.view(np.float32), 3 + (array.shape[-1] - 3) // 2
     return ChosenTokens(array[..., 0], floats[..., 1], array[..., 2].astype(bool), array[..., 3:ends], floats[..., ends:])

@@ -1,4 +1,4 @@
-"""Several tokens a turn: how many to draft follows what turns took and drafts gained."""
+"""Several tokens per turn: the number to draft follows from measured times of turns and gains of drafts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from llama_jax.inference.speculation.lookup import Followed
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.serving.requests import GenerationRequest
 
-GUESS = 2.0  # times a plain turn: one with drafts that has not been measured
-MARGIN = 1.05  # by which drafts must be faster
-MEMORY = 256  # tokens after which an older draft counts half
-SOFTENING = 0.25  # of a longer time than before that is believed: another process may have had the processor
-FORGETTING = 1.001  # by which a turn with drafts is believed to be faster after each without, so that it is tried again
-CATCHING_UP = -1  # in the place of a number of drafts: a turn without any, in which a draft model read what it had not
+GUESS = 2.0  # cost of an unmeasured turn with drafts, relative to a plain turn
+MARGIN = 1.05  # factor by which drafts must be faster
+MEMORY = 256  # tokens after which the weight of an older draft is half
+SOFTENING = 0.25  # share of an increase in time that is believed: another process may have used the processor
+FORGETTING = 1.001  # factor by which the estimate for drafts falls after each plain turn, so that they are tried again
+CATCHING_UP = -1  # instead of a number of drafts: a turn without any, in which a draft model read missing tokens
 
 Shape = tuple[int, int]  # rows and slots
-Kind = tuple[Any, int]  # of a turn, what decides how long it takes: the shape, and how many tokens each row drafts
+Kind = tuple[Any, int]  # what decides how long a turn takes: the shape, and how many tokens each row drafts
 
 
 class KnownRow(Protocol):
-    """A row that may have drafts: its tokens, as far as the host knows them."""
+    """A row that may have drafts: its tokens that the host knows."""
 
     row: list[int]
 
@@ -35,11 +35,11 @@ class KnownRow(Protocol):
 
 
 class Drafting(ABC):
-    """What an engine knows of drafts. Whether a turn has any depends on the clock; which tokens come does not.
+    """What an engine knows about drafts. Whether a turn has any depends on the clock; the tokens do not.
 
     Attributes:
-      numbers: tokens that a row may draft in a turn, rising.
-      offered, accepted: tokens in all.
+      numbers: numbers of tokens that a row may draft in a turn, ascending.
+      offered, accepted: total tokens.
     """
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
@@ -48,38 +48,38 @@ class Drafting(ABC):
 
     @abstractmethod
     def follow(self, request: GenerationRequest) -> KnownRow | None:
-        """A row that begins with a prompt; None where nothing may be drafted, for a constraint says what comes next."""
+        """A row that begins with a prompt; None where nothing may be drafted because a constraint decides what follows."""
 
     @abstractmethod
     def choose(self, shape: Shape, rows: Sequence[Any]) -> int:
-        """Which of `numbers` the next turn of rows is expected to be fastest with, or 0.
+        """The one of `numbers` with which the next turn is expected to be fastest, or 0.
 
         Args:
-          rows: what `follow` gave of each that is running.
+          rows: what `follow` returned for each running row.
         """
 
     @abstractmethod
     def propose(self, rows: Sequence[Any], number: int) -> np.ndarray:
-        """What the device is told of so many drafts, int32[B, any], -1 for a row without any."""
+        """The input of the device for this number of drafts, int32[B, any], -1 for a row without any."""
 
     def settle(self, rows: Sequence[Any], number: int, counts: Sequence[int]) -> None:
-        """A turn with `number` drafts has given running rows so many tokens."""
+        """Record how many tokens a turn with `number` drafts has given the running rows."""
         self.accepted += sum(max(count - 1, 0) for count in counts)
 
     @abstractmethod
     def observe(self, kinds: Sequence[Kind], seconds: float | None) -> None:
-        """Turns of these kinds were collected, one of each pool, which took so long; None where something else did, too."""
+        """Record how long turns of these kinds, one of each pool, took; None if other work was in that time."""
 
 
 def drafting_by(draft: Drafter | None) -> Drafting | None:
-    """By what an engine's options say."""
+    """The drafting that an engine's options ask for."""
     if isinstance(draft, DraftModel):
         return ModelDrafting(draft)
     return LookupDrafting(draft) if isinstance(draft, PromptLookup) else None
 
 
 class Following(Followed):
-    """A row that says of each of its tokens whether it would have drafted it."""
+    """A row that tells for each of its tokens whether it would have drafted it."""
 
     def __init__(self, drafting: LookupDrafting, shortest: int, prompt: Sequence[int]) -> None:
         super().__init__(shortest)
@@ -93,7 +93,7 @@ class Following(Followed):
 
 
 class LookupDrafting(Drafting):
-    """Of text that repeats itself: whether a token would have been drafted is known of those that were not drafted, too."""
+    """Prompt lookup: whether a token would have been drafted is also known for tokens that were not drafted."""
 
     def __init__(self, lookup: PromptLookup) -> None:
         super().__init__((lookup.tokens,))
@@ -106,7 +106,7 @@ class LookupDrafting(Drafting):
         return Following(self, self._shortest, request.prompt) if request.constraint is None else None
 
     def learn(self, offered: bool, right: bool) -> None:
-        """Whether a token would have been drafted, and whether that was it."""
+        """Record whether a token would have been drafted, and whether the draft was right."""
         kept = 0.5 ** (1 / MEMORY)
         self._trials = self._trials * kept + offered
         self._hits = self._hits * kept + right
@@ -122,7 +122,7 @@ class LookupDrafting(Drafting):
         return drafts
 
     def observe(self, kinds: Sequence[Kind], seconds: float | None) -> None:
-        """See `Drafting.observe`; of several at once the time says nothing of each."""
+        """See `Drafting.observe`; the time of several turns at once tells nothing about each."""
         if len(kinds) != 1 or seconds is None:
             return
         shape, drafted = kinds[0][0], bool(kinds[0][1])
@@ -154,9 +154,9 @@ class _Text:
 
 
 class ModelDrafting(Drafting):
-    """Of a smaller model, which must be asked to be known: as many as the `Pace` of `generate` says.
+    """Drafts from a smaller model, which are only known by running it: as many as the `Pace` of `generate` decides.
 
-    What is accepted is known of all rows together, how long a turn takes of each shape.
+    The acceptance is estimated over all rows together, the time of a turn for each shape.
     """
 
     def __init__(self, draft: DraftModel) -> None:
@@ -164,8 +164,8 @@ class ModelDrafting(Drafting):
         super().__init__(self._pace.numbers[1:])
         self._unknown = self._pace.seconds
         self._seconds: dict[Shape, tuple[float | None, ...]] = {}
-        self._looked_at = self._right = self._rows = 0  # since the last time
-        self._read = 0.0  # seconds for what the draft had not read, since it last drafted
+        self._looked_at = self._right = self._rows = 0  # since the last update
+        self._read = 0.0  # seconds for reading tokens that the draft model had missed, since it last drafted
 
     def follow(self, request: GenerationRequest) -> _Text | None:
         """See `Drafting.follow`."""
@@ -176,12 +176,12 @@ class ModelDrafting(Drafting):
         return self._at(shape).choose() if any(row is not None for row in rows) else 0
 
     def propose(self, rows: Sequence[_Text | None], number: int) -> np.ndarray:
-        """See `Drafting.propose`: the last two tokens of each row, after which the draft proposes."""
+        """See `Drafting.propose`: the last two tokens of each row, which the draft model continues."""
         self.offered += number * sum(row is not None for row in rows)
         return np.array([(-1, -1) if row is None else row.row[-2:] for row in rows], np.int32)
 
     def settle(self, rows: Sequence[_Text | None], number: int, counts: Sequence[int]) -> None:
-        """See `Drafting.settle`: a row that may have no drafts counts as one whose drafts are wrong."""
+        """See `Drafting.settle`: a row that may not have drafts counts as one whose drafts are wrong."""
         super().settle(rows, number, counts)
         right = [max(count - 1, 0) for count in counts]
         self._rows += len(counts)
@@ -202,7 +202,7 @@ class ModelDrafting(Drafting):
             return
         pace = pace.observe(number, 1, max(rows, 1), right, looked_at, seconds)
         if number:
-            wasted = pace.costs(number) if seconds is None and number != pace.best else 0.0  # paid, though it was not seen
+            wasted = pace.costs(number) if seconds is None and number != pace.best else 0.0  # time lost, though not measured
             pace, self._read = replace(pace, wasted=pace.wasted + wasted + self._read), 0.0
         self._pace, self._seconds[shape] = pace, pace.seconds
 

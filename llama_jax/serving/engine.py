@@ -1,7 +1,7 @@
-"""The engine: many requests on one model, each of which gets the tokens that it would get alone.
+"""The engine: many requests on one model; each gets the tokens that it would get alone.
 
-One thread runs it, turn by turn. A turn reads one piece of one prompt and gives every running row a token; what the device
-makes of it is collected a turn later, so that the device never waits for the host.
+One thread runs it, turn by turn. A turn reads one piece of one prompt and gives every running row a token; the results are
+collected one turn later, so that the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from llama_jax.serving.warming import warm
 
 
 class Engine:
-    """Continuous batching. `submit` from any thread; `run` in one, or `turn` by turn.
+    """Continuous batching. `submit` may be called from any thread; call `run` in one, or `turn` repeatedly.
 
     Args:
-      config, params: the model, a tuple of blocks as `load` gives it; on a mesh that divides no rows.
-      model: the same as it is run, where that is not `ServedModel.of` them: as `group.leading` gives it.
+      config, params: the model, a tuple of blocks as `load` gives it; on a mesh that does not divide rows.
+      model: the same as a `ServedModel`, where it is not `ServedModel.of` them: as `group.leading` gives it.
 
     Raises:
-      GenerationError: a context beyond the model's, or a draft's; a draft of another vocabulary.
-      MeshError: parameters that lie on a mesh that divides rows; a draft on other devices.
+      GenerationError: a context beyond the model's or draft model's; a draft model with another vocabulary.
+      MeshError: parameters on a mesh that divides rows; a draft model on other devices.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Engine:
         self._last_turn = time.monotonic()
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> float:
-        """Compile every program that any request can need, by running each once: seconds that it took.
+        """Compile every program that any request can need, by running each once. Returns the seconds that it took.
 
         Args:
-          progress: told how many are done, of how many.
+          progress: called with the number of programs done and the total.
         """
         begun = time.monotonic()
         warm(self.model, self.pools, self._capacities, self.options.piece, progress or (lambda done, of: None))
@@ -90,12 +90,12 @@ class Engine:
         return time.monotonic() - begun
 
     def submit(self, request: GenerationRequest, deliver: Callable[[Update], None]) -> Ticket:
-        """Queue a request. From any thread; `deliver` is called on the engine's.
+        """Queue a request. From any thread; `deliver` is called on the engine's thread.
 
         Raises:
-          GenerationError: what is asked for cannot be.
+          GenerationError: the request is impossible.
           BusyError: the queue is full.
-          ClosedError: the engine is ending.
+          ClosedError: the engine is shutting down.
         """
         arrays = checked(request, self.model, self.context)
         with self._changed:
@@ -108,12 +108,12 @@ class Engine:
         return ticket
 
     def check_room(self, requests: int = 1) -> None:
-        """Raise as `submit` does where so many prompts, however short, would not be admitted. From any thread."""
+        """Raise as `submit` does where this many prompts, however short, would not be admitted. From any thread."""
         with self._changed:
             self._check_room(requests, requests)
 
     def run(self) -> None:
-        """Turns until `close`. What goes wrong ends every request as "failed", and is raised."""
+        """Take turns until `close`. An exception ends every request as "failed", and is raised."""
         try:
             while True:
                 with self._changed:
@@ -135,7 +135,7 @@ class Engine:
             running = [row.ticket for pool in self.pools for row in pool.running]
             pending = [row.ticket for pending in self._pending for row in pending.rows if row is not None]
             for ticket in dict.fromkeys([*waiting, *self._reading, *running, *pending]):
-                with suppress(Exception):  # of one that is told, so that the others are
+                with suppress(Exception):  # an error in one callback must not keep the others from being told
                     self._finish(ticket, reason, self.failure)
             self._after_turn()
 
@@ -159,7 +159,7 @@ class Engine:
         if not self.busy and not self._timed:
             return False
         kinds = [one.kind for one in self._pending]
-        if any(pool.unsettled for pool in self.pools):  # nothing can be moved before
+        if any(pool.unsettled for pool in self.pools):  # nothing can be moved before that is known
             self._collect(self._take_pending())
         self._sweep(begun)
         self._move()
@@ -170,7 +170,7 @@ class Engine:
             self._collect([*before, *first])
             before, first = [], []
         self._pending = [one for one in (pool.take_turn() for pool in self.pools) if one is not None]
-        self._collect([*before, *first])  # a first token waits for no turn: the device has it before it begins this one
+        self._collect([*before, *first])  # a first token does not wait a turn: the device has it before it starts this one
         self._after_turn()
         self._last_turn = time.monotonic()
         self._turns += 1
@@ -181,7 +181,7 @@ class Engine:
         return True
 
     def stats(self) -> EngineStats:
-        """What the engine is at. From any thread."""
+        """The engine's current numbers. From any thread."""
         pools, queue = self.pools, self._queue
         running = [row for pool in pools for row in list(pool.rows) if row is not None]
         return EngineStats(
@@ -210,7 +210,7 @@ class Engine:
         )
 
     def _read(self) -> list[Pending]:
-        """A piece of one prompt; of one that is then whole the first token."""
+        """Read a piece of one prompt, and choose the first token if that completes the prompt."""
         ticket = self._next_prompt()
         if ticket is None:
             return []
@@ -235,12 +235,12 @@ class Engine:
         return [Pending(packed, [row])]
 
     def _next_prompt(self) -> Ticket | None:
-        """Of the prompts that have a place to go to, by turns the oldest and the one with the least left to read.
+        """Among the prompts with a free row, alternately the oldest and the one with the least left to read.
 
-        So a short prompt waits for no long one, and a long one comes on at half the speed whatever else arrives.
+        So a short prompt does not wait for a long one, and a long one still advances at half the speed whatever arrives.
         """
         free = [pool for pool in self.pools if self._free(pool) > 0]
-        with self._changed:  # for which those wait who ask for a place: nothing is looked for where there is none
+        with self._changed:  # callers that submit wait for this lock: nothing is searched where there is no free row
             some = list(self._queue) if free else []
             able = some if len(free) == len(self.pools) else [one for one in some if self._pool_for(one) in free]
             candidates = [*self._reading, *able]
@@ -256,19 +256,19 @@ class Engine:
         return ticket
 
     def _pool_for(self, ticket: Ticket) -> Pool:
-        """The pool whose rows hold the prompt and a token more."""
+        """The pool whose rows hold the prompt and one more token."""
         return next(pool for pool in self.pools if pool.longest > len(ticket.request.prompt) or pool is self.pools[-1])
 
     def _free(self, pool: Pool) -> int:
-        """Rows of a pool that are not taken, nor will be by a prompt that is being read."""
+        """Rows of a pool that are neither taken nor reserved for a prompt that is being read."""
         return pool.free - sum(self._pool_for(ticket) is pool for ticket in self._reading)
 
     def _move(self) -> None:
-        """Rows that have outgrown their pool go to the next as soon as it has a place."""
+        """Move rows that have outgrown their pool to the next as soon as it has a free row."""
         for pool, longer in zip(self.pools, self.pools[1:], strict=False):
             free = self._free(longer)
             if free and any(pool.outgrown()):
-                self._collect(self._take_pending())  # what has ended need not move
+                self._collect(self._take_pending())  # rows that have ended need not move
                 for row in list(pool.outgrown())[:free]:
                     one = pool.take_row(row)
                     pool.leave(row)
@@ -279,7 +279,7 @@ class Engine:
         return pending
 
     def _collect(self, pending: list[Pending]) -> None:
-        """Give out the tokens that the device has made."""
+        """Deliver the tokens that the device has generated."""
         for one in pending:
             choice = unpack(one.packed)
             if one.settle is None:
@@ -324,7 +324,7 @@ class Engine:
             self._end(ticket, update)
 
     def _end(self, ticket: Ticket, update: Update) -> None:
-        """The last update of a request, whose row is then free."""
+        """Deliver the last update of a request, and free its row."""
         if ticket.ended:
             return
         ticket.ended = True
@@ -359,7 +359,7 @@ class Engine:
             self._changed.notify()
 
     def _sweep(self, now: float) -> None:
-        """End what was cancelled, and what is over its time."""
+        """End requests that were cancelled or are past their deadline."""
         while self._cancelled:
             self._finish(self._cancelled.popleft(), "cancelled")
         if self._timed:
@@ -391,9 +391,9 @@ def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> Scor
 
 
 def _scores(reading: PromptProgress) -> list[ScoredToken]:
-    """The tokens of a prompt, each with what the model said of it after those before."""
+    """The tokens of a prompt, each with its log-probability given those before it."""
     found = [ScoredToken(int(reading.tokens[0]), None)]
     for packed in reading.scores:
         choice = unpack(packed)
         found += [scored(choice, (i,), reading.request.alternatives) for i in range(int(choice.valid.sum()))]
-    return found[: len(reading.tokens)]  # what follows the last is not of the prompt
+    return found[: len(reading.tokens)]  # what follows the last token is not part of the prompt

@@ -1,4 +1,4 @@
-"""What a text must be, as constraints on its tokens: JSON, a JSON schema or a regular expression, by llguidance."""
+"""Constrained generation with llguidance: JSON, a JSON schema or a regular expression as constraints on tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from llama_jax.errors import UserError, reason_of
 from llama_jax.tokenizers import Tokenizer
 
-# One way to write white space: a small model that may choose would fill a whole answer with it.
-MARK = "\x02"  # begins a text, and is in none, so that what comes before a text comes before it
+# White space is fixed, because a small model that may choose it fills a whole answer with it.
+MARK = "\x02"  # marks the start of a text and occurs in none, so that a tokenizer's prefix comes before it
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
-    """Grammars over one vocabulary. From any thread; the tables of the vocabulary are made when they are first needed.
+    """Grammars over one vocabulary. Thread-safe; the tables of the vocabulary are made when they are first needed.
 
     Args:
       tokenizer: of V' ids.
       vocab_size: V of the model, at least V'.
-      ends: the tokens that end a text, which are all that is allowed once it is complete.
+      ends: the tokens that end a text; only they are allowed once it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
@@ -33,10 +33,10 @@ class Grammars:
         self._tables: Any = None
 
     def json_schema(self, schema: dict[str, Any]) -> GrammarConstraint:
-        """A constraint to JSON that follows a schema.
+        """A constraint to JSON that conforms to a schema.
 
         Raises:
-          UserError: a schema that is none, or says what cannot be followed; or no llguidance.
+          UserError: an invalid or unsupported schema; or llguidance is not installed.
         """
         library = _library()
         try:
@@ -46,14 +46,14 @@ class Grammars:
         return self._constraint(grammar, "JSON schema")
 
     def regex(self, pattern: str) -> GrammarConstraint:
-        """A constraint to texts that a regular expression matches as a whole; raises as `json_schema` does."""
+        """A constraint to texts that a regular expression matches fully; raises as `json_schema` does."""
         return self._constraint(_library().LLMatcher.grammar_from_regex(pattern), "regular expression")
 
     def lark(self, grammar: str, what: str) -> GrammarConstraint:
         """A constraint to the texts of a grammar in llguidance's Lark, in which `%json` is a schema.
 
         Args:
-          what: the grammar is of, for the error; raises as `json_schema` does.
+          what: what the grammar describes, for the error; raises as `json_schema` does.
         """
         return self._constraint(_library().LLMatcher.grammar_from_lark(grammar), what)
 
@@ -70,10 +70,10 @@ class Grammars:
 
 
 class GrammarConstraint:
-    """A `Constraint` that follows a grammar. Nothing in it raises: it runs on the engine's thread.
+    """A `Constraint` that follows a grammar. It never raises, because it runs on the engine's thread.
 
     Attributes:
-      error: why the grammar could not be followed to its end, in which case the text ends before; None else.
+      error: why the grammar could not be followed to its end, in which case the text ends early; None otherwise.
     """
 
     def __init__(self, matcher: Any, known: int, vocab_size: int, ends: Sequence[int]) -> None:
@@ -106,7 +106,7 @@ class GrammarConstraint:
 
 
 def _tables(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
-    """What llguidance makes of a vocabulary."""
+    """llguidance's tables of a vocabulary."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, ends)), eos_token=list(ends))
@@ -129,7 +129,7 @@ class _Vocabulary:
         self._before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a text that goes on with another: no space may come before it."""
+        """Ids of a text that continues another: no space may be added before it."""
         if not isinstance(text, str):
             raise TypeError("text")
         ids = self._tokenizer.encode_parts([MARK + text if self._before else text])[len(self._before) :]
@@ -137,7 +137,7 @@ class _Vocabulary:
         return ids if b"".join(self.tokens[i] for i in ids) == content else self._longest_first(content)
 
     def _longest_first(self, content: bytes) -> list[int]:
-        """Ids by the longest token that begins what is left; an end where none does, which no grammar takes."""
+        """Ids by the longest token that matches next; an end token where none does, which no grammar accepts."""
         ids: list[int] = []
         longest = max(map(len, self._ids))
         while content:

@@ -1,8 +1,8 @@
-"""One engine over several processes: the first decides, the others run what it runs.
+"""One engine over several processes: the first decides, and the others run what it runs.
 
-Everything that an engine does on devices is a call of one of its `Programs`. Over a mesh of several processes each of them
-must make the same calls, in the same order, with the same values of the host. So the first tells the others of each call
-before it makes it: what is on devices by number, the rest as it is. The others know nothing of requests, nor of the engine.
+Everything that an engine does on devices is a call of one of its `Programs`. Over a mesh of several processes each process
+must make the same calls, in the same order, with the same host values. So the first process sends each call to the others
+before it makes it: arrays on devices by number, the rest by value. The others know nothing about requests or the engine.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from llama_jax.ops.platform import native_code
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.programs import Programs
 
-OWN = ("config", "params", "cache", "compute", "layout")  # arguments that every process has of itself
+OWN = ("config", "params", "cache", "compute", "layout")  # arguments that every process has itself
 
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A field of the model, or of its draft."""
+    """A field of the model, or of its draft model."""
 
     name: str
 
@@ -43,7 +43,7 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """An array of the first process alone, which all have from now on."""
+    """An array of the first process alone, which all have from this call on."""
 
     number: int
     values: np.ndarray
@@ -54,8 +54,8 @@ class _Call:
     """A call of a program.
 
     Attributes:
-      first: number of the first array that it gives; the others follow.
-      gone: numbers of arrays that are not needed any more.
+      first: number of the first array that it returns; the others follow.
+      gone: numbers of arrays that are no longer needed.
       native: the context in which it is made, see `ops.platform.native_code`.
     """
 
@@ -67,10 +67,10 @@ class _Call:
 
 
 def leading(model: ServedModel, tell: Callable[[bytes], None]) -> ServedModel:
-    """The model for the engine of the first process: every call of a program is told to the others, and made.
+    """The model for the engine of the first process: every program call is sent to the others, and then made.
 
     Args:
-      tell: gives the others, in the order of the calls, what `follow` hears.
+      tell: sends the others, in the order of the calls, what `follow` receives.
     """
     leader = _Leader(model, tell)
     return model.with_programs(Programs(*(partial(leader.call, name) for name in Programs._fields)))
@@ -78,7 +78,7 @@ def leading(model: ServedModel, tell: Callable[[bytes], None]) -> ServedModel:
 
 @cpu.for_cpu(cpu.one_by_one)
 def launched(program: Callable[..., Any], *args: Any) -> Any:
-    """What a program over several processes gives, which accelerators run in the order of the calls."""
+    """The results of a program over several processes; accelerators run programs in the order of the calls."""
     return program(*args)
 
 
@@ -87,8 +87,8 @@ class _Leader:
         self._model = model
         self._tell = tell
         self._fields = [*OWN, *(f"draft.{name}" for name in OWN if model.draft is not None)]
-        self._numbers: dict[int, tuple[int, Any]] = {}  # by id of the array: its number, and what tells of its end
-        self._values: dict[int, np.ndarray] = {}  # of arrays of this process alone
+        self._numbers: dict[int, tuple[int, Any]] = {}  # by id of the array: its number, and its finalizer
+        self._values: dict[int, np.ndarray] = {}  # of arrays that only this process has
         self._gone: deque[int] = deque()  # may grow on any thread, as arrays are collected
         self._next = 0
 
@@ -99,7 +99,7 @@ class _Leader:
         self._tell(pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
         result = launched(getattr(self._model.programs, program), *map(self._here, args))
         for leaf in jax.tree.leaves(result):
-            if id(leaf) in self._numbers:  # an argument, handed on as it is
+            if id(leaf) in self._numbers:  # an argument, returned unchanged
                 self._gone.append(self._next)
                 self._next += 1
             else:
@@ -116,11 +116,11 @@ class _Leader:
         if (known := self._numbers.get(id(leaf))) is not None:
             return _Known(known[0])
         number = self._number(leaf)
-        self._values[number] = np.array(leaf)  # a copy: another view of the array would keep it for ever
+        self._values[number] = np.array(leaf)  # a copy: a view would keep the array alive forever
         return _Given(number, self._values[number])
 
     def _here(self, arg: Any) -> Any:
-        """The argument as this process passes it: an array of one process is no array of all, its values are."""
+        """The argument as this process passes it: the values of an array that only one process has."""
         if self._own(arg) is not None or not self._values:
             return arg
         return jax.tree.map(lambda leaf: self._values.get(self._numbers.get(id(leaf), (-1,))[0], leaf), arg)
@@ -141,10 +141,10 @@ class _Leader:
 
 
 class Follower:
-    """Makes the calls that another process tells it of.
+    """Makes the calls that another process sends.
 
     Attributes:
-      arrays: by number, those that are needed still.
+      arrays: by number, those that are still needed.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -152,7 +152,7 @@ class Follower:
         self._model = model
 
     def take(self, told: bytes) -> Any:
-        """Make a call: what it gives. Only for what process 0 of the same job has told: it says what is run."""
+        """Make a call and return its results. Only for messages of process 0 of the same job: they decide what is run."""
         call: _Call = pickle.loads(told)
         for number in call.gone:
             del self.arrays[number]
@@ -173,7 +173,7 @@ class Follower:
 
 
 def follow(model: ServedModel, hear: Callable[[], bytes]) -> None:
-    """Make every call that is heard, until nothing, `b""`, is."""
+    """Make every call that is received, until `b""` is."""
     follower = Follower(model)
     while told := hear():
         follower.take(told)

@@ -1,4 +1,4 @@
-"""The model as the engine runs it: its compiled programs with all that is the same in every call."""
+"""The model as the engine runs it: its compiled programs with the arguments that are the same in every call."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ STOPS = 16  # places for stop tokens in each row
 
 
 class Slots(NamedTuple):
-    """Rows that are decoded, an immutable tree.
+    """Rows that are decoded, an immutable pytree.
 
     Attributes:
       state: of the model.
-      memory: what a draft model has read of the same rows, in as many slots; None without one.
+      memory: the draft model's cache of the same rows, with as many slots; None without one.
     """
 
     state: State
@@ -53,18 +53,18 @@ class ServedModel:
     layout: Layout
     programs: Programs
     native: bool  # see `ops.native_anyway`
-    adapters: int = 0  # in the table beside the parameters
+    adapters: int = 0  # how many there are in the parameters' table
     draft: ServedModel | None = None
 
     @classmethod
     def of(
         cls, config: LlamaConfig, params: Llama, cache: CacheOptions, compute: Compute, draft: Drafter | None = None
     ) -> ServedModel:
-        """Of parameters that lie on one device, or on a mesh.
+        """The model of parameters on one device or on a mesh.
 
         Raises:
-          GenerationError: a draft model of another vocabulary.
-          MeshError: a mesh that divides the rows of a batch: prompts are read one by one; a draft model on other devices.
+          GenerationError: a draft model with another vocabulary.
+          MeshError: a mesh that divides rows, because prompts are read one by one; a draft model on other devices.
         """
         beside = None
         if isinstance(draft, DraftModel):
@@ -80,11 +80,11 @@ class ServedModel:
 
     @property
     def models(self) -> tuple[ServedModel, ...]:
-        """This one, and the draft."""
+        """This model, and the draft model."""
         return (self,) if self.draft is None else (self, self.draft)
 
     def with_programs(self, programs: Programs) -> ServedModel:
-        """The same with other programs, the draft too."""
+        """The same with other programs, also in the draft model."""
         return replace(self, programs=programs, draft=self.draft and self.draft.with_programs(programs))
 
     @property
@@ -94,7 +94,7 @@ class ServedModel:
 
     @property
     def reads_filled_slots(self) -> bool:
-        """Whether a turn takes as long however many empty slots a row has: it attends by the native kernel of `ops.cpu`."""
+        """Whether empty slots do not change the time of a turn, because it attends by the native kernel of `ops.cpu`."""
         own = self.compute.attention == "auto" and self.compute.attend is None and self.layout.attend is None
         of_model = np.dtype(self.params.embedding.dtype)
         floats = all(dtype is None or np.dtype(dtype) == of_model for dtype in (self.compute.dtype, self.cache.dtype))
@@ -102,7 +102,7 @@ class ServedModel:
             return native_code.value and own and floats and self.config.window is None
 
     def rope_root(self, length: int) -> int:
-        """What keys depend on beside the tokens before them: the length of the prompt, for some scalings."""
+        """What keys depend on besides the tokens before them: the length of the prompt, for some RoPE scalings."""
         scaling = self.config.rope_scaling
         return length if scaling is not None and scaling.kind in BY_LENGTH else 0
 
@@ -146,7 +146,7 @@ class ServedModel:
         return slots._replace(state=state), packed
 
     def take_drafts(self, slots: Slots, wishes: Wishes, told: np.ndarray, count: int) -> tuple[Slots, jax.Array]:
-        """A turn with `count` drafts: those that are told, or the draft model's after the tokens that are."""
+        """A turn with `count` drafts: the given ones, or the draft model's continuation of the given tokens."""
         draft, here = self.draft, (self.compute, self.layout)
         with ops.native_anyway(self.native):
             if draft is None:
@@ -158,7 +158,7 @@ class ServedModel:
             return Slots(state, memory), packed
 
     def catch_up(self, slots: Slots, tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Slots:
-        """Let the draft model read so many tokens of each row, from its slot `starts` on."""
+        """Let the draft model read these tokens of each row, from slot `starts` on."""
         draft = self.draft
         assert draft is not None
         args = draft.config, draft.params, slots.memory, tokens, starts, lengths, draft.layout

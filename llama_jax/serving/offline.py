@@ -1,4 +1,4 @@
-"""The engine without a server: as many prompts as there are, each continued as soon as there is a row for it."""
+"""The engine without a server: any number of prompts, each continued as soon as there is a free row."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from llama_jax.tokenizers.text import Text
 
 @dataclass(eq=False)
 class Job:
-    """A prompt to be continued, and how far it has been.
+    """A prompt to be continued, and its continuation so far.
 
     Attributes:
-      number: of the caller's.
-      text: the continuation as text, which ends it where it meets a stop string; None for tokens alone.
+      number: the caller's.
+      text: the continuation as text, which ends at a stop string; None for tokens alone.
       tokens, logprobs: so far, without a stop token that ended it.
       finish: why it ended.
     """
@@ -62,14 +62,14 @@ class Job:
 
 
 def run_jobs(engine: Engine, jobs: Iterable[Job]) -> Iterator[Job]:
-    """Yield the jobs as they end, which is not the order in which they come.
+    """Yield the jobs as they end, which is not the order in which they were given.
 
     Raises:
       GenerationError: a prompt that cannot be continued.
     """
     coming, open_jobs, more = iter(jobs), list[Job](), True
     while more or open_jobs:
-        # Twice as many as there are rows: enough that none is ever empty, and a generator of jobs is not read at once.
+        # Twice as many as there are rows: no row is ever empty, and a generator of jobs is not consumed at once.
         while more and len(open_jobs) < 2 * sum(pool.options.rows[-1] for pool in engine.pools):
             job = next(coming, None)
             more = job is not None
@@ -95,24 +95,24 @@ def batch(
     draft: PromptLookup | DraftModel | None = None,
     options: EngineOptions = EngineOptions(),
 ) -> Iterator[tuple[int, Generation]]:
-    """Continue any number of prompts, a few at a time: where one ends the next begins, and none waits for a longer one.
+    """Continue any number of prompts, a few at a time: when one ends the next begins, and none waits for a longer one.
 
-    Each gets what `generate` gives it alone. Prompts that begin alike are read once, as far as `options.prefix_bytes` goes.
+    Each gets what `generate` gives it alone. Common prefixes are read once, as far as `options.prefix_bytes` allows.
 
     Args:
       config, params, prompts, max_new_tokens, sampling, stop_tokens: as for `generate`; sampling may differ per prompt.
       adapters: for each prompt its number in the table of the parameters (`model.adapter_table`), -1 for none; by default
         all use none.
-      draft: what proposes tokens, as for `generate`; the same as that of the options.
-      options: how many are continued at once, and of what lengths.
+      draft: the drafter, as for `generate`; the same as that of the options.
+      options: how many prompts are continued at once, and their lengths.
 
     Yields:
-      The number of a prompt and its continuation, as they end.
+      The index of a prompt and its continuation, as they end.
 
     Raises:
-      GenerationError: what cannot be generated, with the first prompt that is asked for; a draft that cannot be; or weights
-        that overflow.
-      MeshError: parameters that lie on a mesh that divides rows; a draft on other devices.
+      GenerationError: an impossible request, when the first prompt is asked for; an invalid draft; or weights that
+        overflow.
+      MeshError: parameters on a mesh that divides rows; a draft model on other devices.
     """
     if draft is not None:
         if options.draft is not None:

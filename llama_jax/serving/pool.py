@@ -1,4 +1,4 @@
-"""Rows that are decoded together: which request each belongs to, and how many rows and slots the state has just now."""
+"""Rows that are decoded together: the request of each row, and the current number of rows and slots of the state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llama_jax.serving.model import ServedModel, Slots
 from llama_jax.serving.options import SMALLEST_PIECE, PoolOptions
 from llama_jax.serving.requests import GenerationRequest
 
-PATIENCE = 8  # turns for which a smaller state must do before the rows are moved into one
+PATIENCE = 8  # turns for which a smaller state must suffice before the rows are moved into it
 
 
 @dataclass(eq=False)
@@ -25,12 +25,12 @@ class DecodingRow:
     """A request that is being decoded.
 
     Attributes:
-      ticket: the engine's, of the request.
+      ticket: the engine's ticket of the request.
       slots: tokens in its cache once all turns so far have run.
-      turns: it takes at most before its limit is reached.
-      count: tokens that the host knows of.
+      turns: most turns that it takes until its limit is reached.
+      count: tokens that the host knows.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
-      followed: its tokens, as far as the host knows them; None where nothing is drafted.
+      followed: the tokens that the host knows; None where nothing is drafted.
       read: how many of them a draft model has read.
       ended: nobody wants its tokens any more.
     """
@@ -50,11 +50,11 @@ class DecodingRow:
 
 
 class Pending(NamedTuple):
-    """A packed `Choice` that the device is at, or several of each row, and whose its rows are.
+    """A packed `Choice` that the device is computing, or several for each row, and the requests of its rows.
 
     Attributes:
-      kind: of the turn; of a first token that of none.
-      settle: to be told how many tokens each row has got. Then there are K + 1 choices of each row, of which those after a
+      kind: of the turn; (None, 0) for a first token.
+      settle: called with how many tokens each row has got. There are then K + 1 choices for each row, and those after a
         wrong draft are not valid.
     """
 
@@ -66,10 +66,10 @@ class Pending(NamedTuple):
 
 @dataclass(eq=False)
 class Pool:
-    """A state of `inference.state` and its rows, with what a draft model has read of them.
+    """A state of `inference.state` and its rows, with the draft model's cache of them.
 
     Attributes:
-      unsettled: the last turn had drafts, and how many tokens the rows have is not known yet.
+      unsettled: the last turn had drafts, and it is not yet known how many tokens the rows have.
     """
 
     model: ServedModel
@@ -78,7 +78,7 @@ class Pool:
     rows: list[DecodingRow | None] = field(init=False)
     slots: Slots = field(init=False)
     unsettled: bool = field(init=False, default=False)
-    _wishes: Wishes | None = field(init=False, default=None)  # on the device; None where they have to be made again
+    _wishes: Wishes | None = field(init=False, default=None)  # on the device; None where they must be rebuilt
     _patience: int = field(init=False, default=PATIENCE)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Pool:
         return self.options.rows[-1] - len(self.running)
 
     def join(self, row: DecodingRow, one: Slots) -> None:
-        """Take a request in, whose state of one row has just begun, or comes from another pool."""
+        """Add a request, whose state of one row has just begun or comes from another pool."""
         self._fit([*self.running, row], one.state.cache.capacity)
         at = self.rows.index(None)
         self.slots = self.model.insert(self.slots, at, one)
@@ -111,17 +111,17 @@ class Pool:
         self._wishes = None
 
     def leave(self, row: DecodingRow) -> None:
-        """The request is over, or goes to another pool."""
+        """Remove a request that has ended, or goes to another pool."""
         if row in self.rows:
             self.rows[self.rows.index(row)] = None
             self._wishes = None
 
     def constraints_changed(self) -> None:
-        """What some row's constraint allows is no longer what it was."""
+        """Record that the tokens that some row's constraint allows have changed."""
         self._wishes = None
 
     def take_row(self, row: DecodingRow) -> Slots:
-        """The state of a row alone, which goes on."""
+        """The state of a single row, which continues."""
         return self.model.take_row(self.slots, self.rows.index(row))
 
     def outgrown(self) -> Iterator[DecodingRow]:
@@ -130,11 +130,11 @@ class Pool:
 
     @property
     def waits(self) -> bool:
-        """Whether the tokens so far must be known before the next turn: for a constraint, or for drafts."""
+        """Whether the tokens so far must be known before the next turn, for a constraint or for drafts."""
         return self._number > 0 or any(row.allowed is not None for row in self.running)
 
     def take_turn(self) -> Pending | None:
-        """One more token of each row, or several, as the device comes to it; None where there is no row."""
+        """Start one more token of each row, or several; None where there is no row."""
         able = [row for row in self.running if row.slots < self.longest]
         if not able:
             return None
@@ -155,7 +155,7 @@ class Pool:
             row.turns -= 1
             if not row.turns:  # ends by itself
                 self.rows[self.rows.index(row)] = None
-            elif row.slots == self.longest:  # stands still until it is moved
+            elif row.slots == self.longest:  # waits until it is moved
                 self._wishes = None
         return Pending(packed, rows, (self.shape, number))
 
@@ -166,14 +166,14 @@ class Pool:
 
     @property
     def _number(self) -> int:
-        """How many tokens each row should draft in the next turn: none where some row has no place for them."""
+        """How many tokens each row should draft in the next turn: 0 where some row has no room for them."""
         if self.drafting is None:
             return 0
         number = self.drafting.choose(self.shape, [row.followed for row in self.running])
         return 0 if any(row.slots + number >= self.longest for row in self.running) else number
 
     def _caught_up(self) -> bool:
-        """Let a draft model read what came without it, a few tokens of each row: whether it has all but the last two."""
+        """Let a draft model read a few tokens per row that came without it; whether it now has all but the last two."""
         followed = [row if row is not None and row.followed is not None else None for row in self.rows]
         behind = [row for row in followed if row is not None and row.slots - row.read > 1]
         if self.slots.memory is None or not behind:
@@ -181,7 +181,7 @@ class Pool:
         tokens = np.zeros((len(self.rows), SMALLEST_PIECE), np.int32)
         starts, lengths = np.zeros((2, len(self.rows)), np.int32)
         for i, row in enumerate(followed):
-            if row is not None and row.followed is not None:  # what is read a second time is written as it was
+            if row is not None and row.followed is not None:  # tokens read a second time are written unchanged
                 starts[i] = min(row.read, self.shape[1] - SMALLEST_PIECE)
                 part = row.followed.row[starts[i] : min(starts[i] + SMALLEST_PIECE, row.slots)]
                 tokens[i, : len(part)], lengths[i] = part, len(part)
@@ -201,7 +201,7 @@ class Pool:
         return Pending(packed, rows, (self.shape, number), partial(self._settle, rows, number))
 
     def _settle(self, rows: list[DecodingRow | None], number: int, counts: list[int]) -> None:
-        """Take in how many tokens a turn with drafts has given each row."""
+        """Record how many tokens a turn with drafts has given each row."""
         assert self.drafting is not None
         self.unsettled = False
         some = [(row, count) for row, count in zip(rows, counts, strict=True) if row is not None]
@@ -219,7 +219,7 @@ class Pool:
         return jax.device_put(wishes)
 
     def _fit(self, rows: list[DecodingRow], slots: int = 1) -> None:
-        """Grow the state for these rows and so many slots at once, or shrink it if it has been too large for a while."""
+        """Grow the state at once for these rows and slots, or shrink it if it has been too large for a while."""
         shape = self.shape
         slots = max(slots, *(min(row.slots + 1, self.longest) for row in rows))
         wanted = _least(self.options.rows, len(rows)), _least(self.options.capacities, slots)
@@ -240,7 +240,7 @@ class Pool:
 
 
 def write_wishes(wishes: Wishes, at: int, request: GenerationRequest, allowed: np.ndarray | None) -> None:
-    """Set what a request wishes for in the row `at`."""
+    """Set the wishes of a request in the row `at`."""
     wishes.live[at] = True
     wishes.least[at] = request.min_new_tokens
     wishes.alternatives[at] = request.alternatives
@@ -251,7 +251,7 @@ def write_wishes(wishes: Wishes, at: int, request: GenerationRequest, allowed: n
 
 
 def steps_between(options: PoolOptions, shape: tuple[int, int], wanted: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The shapes on the way, each a neighbour of the one before: programs exist for neighbours."""
+    """The shapes in between, each a neighbour of the one before, because programs exist only for neighbours."""
     rows, slots = shape
     while (rows, slots) != wanted:
         rows_next = _towards(options.rows, rows, wanted[0])
@@ -261,7 +261,7 @@ def steps_between(options: PoolOptions, shape: tuple[int, int], wanted: tuple[in
 
 
 def neighbours(options: PoolOptions, rows: int, capacity: int) -> Iterator[tuple[int, int]]:
-    """The shapes that a state of these rows and slots may be made to next."""
+    """The shapes that a state of these rows and slots may change to in one step."""
     for sizes, size, make in (
         (options.rows, rows, lambda size: (size, capacity)),
         (options.capacities, capacity, lambda size: (rows, size)),

@@ -1,8 +1,8 @@
-"""What has been read before: keys and values of whole pieces of prompts, found again by the tokens up to their end.
+"""The prefix cache: keys and values of whole pieces of prompts, found again by the tokens up to their end.
 
-Cold, warm and after eviction a prompt gives the same bits, because whole pieces are all that is kept: piece i of every
-prompt is read by the same program, for its shapes follow from i alone, from the same tokens. Keys and values that decoding
-made are never kept: they come from other programs, whose sums are in another order.
+Cold, warm and after eviction a prompt gives the same bits, because only whole pieces are kept: piece i of every prompt is
+read from the same tokens by the same program, because its shapes follow from i alone. Keys and values from decoding are
+never kept, because they come from other programs, which sum in another order.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 
 class PrefixCache:
-    """Pieces by the digest of all tokens up to their end; the least recently used go first.
+    """Pieces by the digest of all tokens up to their end; the least recently used are evicted first.
 
     Attributes:
-      most_bytes: that all pieces may take together.
-      held_bytes: that they take.
-      evicted: pieces that had to go.
+      most_bytes: limit for all pieces together.
+      held_bytes: bytes that the pieces take.
+      evicted: number of pieces that were evicted.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -42,13 +42,13 @@ class PrefixCache:
         return None if found is None else found[0]
 
     def used(self, digests: list[bytes]) -> None:
-        """A prompt has used these pieces, the first of which must outlive the last: without it that cannot be found."""
+        """Mark pieces as used by a prompt; the first must outlive the last, which cannot be found without it."""
         for digest in reversed(digests):
             if digest in self._pieces:
                 self._pieces.move_to_end(digest)
 
     def keep(self, digest: bytes, piece: Any) -> None:
-        """Remember a piece, if there is room for it at all."""
+        """Keep a piece, if it fits at all."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(piece))
         if digest in self._pieces or size > self.most_bytes:
             return
@@ -61,13 +61,13 @@ class PrefixCache:
 
 
 def digests_of(tokens: np.ndarray, piece: int, roots: tuple[int, ...] = ()) -> list[bytes]:
-    """The digest of all tokens up to the end of each whole piece, apart from one that the last token is in.
+    """The digest of all tokens up to the end of each whole piece, except a piece with the last token.
 
-    That piece is always read: the state of the last token is where the continuation begins.
+    That piece is always read, because the continuation needs the hidden state of the last token.
 
     Args:
       tokens: int32[n].
-      roots: what else keys and values depend on: the length of the prompt, for a rope scaling that depends on it, and the
+      roots: what else keys and values depend on: the length of the prompt, for a RoPE scaling that depends on it, and the
         adapter.
     """
     found, digest = [], hashlib.sha256(f"{piece} {roots}".encode())

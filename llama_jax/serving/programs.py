@@ -1,8 +1,8 @@
-"""The device's side of the engine: pure functions from one state of rows to the next, and how they are compiled.
+"""The device side of the engine: pure functions from one state of rows to the next, and their compilation.
 
 Prompts are read one by one into caches of their own, in pieces; a prompt that has been read becomes a row of a pool's state;
-and all rows of a pool get a token at a time. Each function has static shapes: numbers of rows and slots are few, so that
-every program is known before the first request.
+and all rows of a pool get one token at a time. Shapes are static: there are few numbers of rows and slots, so that every
+program is known before the first request.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def take_drafts(
     compute: Compute,
     layout: Layout,
 ) -> tuple[State, jax.Array]:
-    """Up to K + 1 more tokens of every live row: those of int32[B, K] drafts that are its own, and one; packed.
+    """Up to K + 1 more tokens of every live row: those of int32[B, K] drafts that the model chooses too, and one; packed.
 
-    Each row must have K + 1 slots, also one that is not live: what is read is written there.
+    Each row must have K + 1 free slots, even if it is not live, because keys and values are written there.
     """
     params = choose_adapters(params, wishes.adapter)
     state = state.replace(done=state.done | ~wishes.live)
@@ -83,10 +83,10 @@ def take_own_drafts(
     layout: Layout,
     draft_layout: Layout,
 ) -> tuple[State, KVCache, jax.Array]:
-    """`take_drafts` of `count` tokens that a smaller model proposes, which has read all of the rows but two tokens at most.
+    """`take_drafts` with `count` tokens from a smaller model, which has read all but at most two tokens of each row.
 
     Args:
-      memory: the draft's cache of the same rows and slots.
+      memory: the draft model's cache of the same rows and slots.
       two: int32[B, 2], the last token that the model has read and the one after it; -1 for a row that is to have no draft.
     """
     draft = DraftModel(draft_config, draft_params, count, draft_layout)
@@ -106,7 +106,7 @@ def catch_up(
     lengths: jax.Array,
     layout: Layout,
 ) -> KVCache:
-    """The draft's cache with int32[B, any] tokens of each row in the slots from `starts` on, `lengths` of them, int32[B]."""
+    """The draft model's cache with `lengths`, int32[B], of each row's tokens, int32[B, any], in the slots from `starts`."""
     return read_more(DraftModel(config, params, layout=layout), memory, tokens, starts, lengths, starts + lengths)
 
 
@@ -163,11 +163,11 @@ def score(
     compute: Compute,
     layout: Layout,
 ) -> tuple[Reading, jax.Array]:
-    """`read` a piece int32[1, C], and what is said of the token after each of its own: C rows of packed `ChosenTokens`.
+    """`read` a piece int32[1, C], and score the token after each of its tokens: C rows of packed `ChosenTokens`.
 
     Args:
       targets: int32[C], the tokens that follow.
-      wanted: bool[], whether alternatives are.
+      wanted: bool[], whether alternatives are wanted.
     """
     params = choose_adapters(params, adapter)
     new, cache = forward(config, params, tokens, cache, places=places, compute=compute, layout=layout)
@@ -185,11 +185,11 @@ def score(
 
 
 def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> State:
-    """A state of other rows and slots: row i is row order[i] of `state`, or an empty one where that is negative.
+    """A state with other rows and slots: row i is row order[i] of `state`, or empty where that is negative.
 
     Args:
       order: int32[any].
-      capacity: slots of each row; none that is cut off may hold a token of a row that is kept.
+      capacity: slots of each row; slots that are cut off must not hold a token of a row that is kept.
     """
     kept = order >= 0
     rows = jnp.maximum(order, 0)
@@ -200,7 +200,7 @@ def arrange(state: State, order: jax.Array, capacity: int, layout: Layout) -> St
 
 
 def arrange_cache(cache: KVCache, order: jax.Array, capacity: int, layout: Layout) -> KVCache:
-    """The same of a cache alone."""
+    """The same for a cache alone."""
     return lay_out(_cache_of(cache, jnp.maximum(order, 0), capacity), layout)
 
 
@@ -212,14 +212,14 @@ def _cache_of(cache: KVCache, rows: jax.Array, capacity: int) -> KVCache:
 
 @partial(jax.jit, static_argnums=(2, 3))  # traced once for all layers
 def _arranged(buffer: jax.Array, rows: jax.Array, capacity: int, axis: int) -> jax.Array:
-    """Some rows of a buffer of a cache, and so many slots of each."""
+    """Some rows of a cache buffer, with this many slots each."""
     buffer = jnp.take(buffer, rows, axis=axis, mode="clip")[..., : min(capacity, buffer.shape[-2]), :]
     missing = capacity - buffer.shape[-2]
     return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)]) if missing else buffer
 
 
 def take_row(state: State, row: jax.Array, layout: Layout) -> State:
-    """The state of one row alone, which goes on: int32[] `row`."""
+    """The state of the single row `row`, int32[], which continues."""
     return arrange(state, row[None], state.cache.capacity, layout).replace(done=jnp.zeros(1, bool))
 
 
@@ -237,7 +237,7 @@ def cut(cache: KVCache, start: jax.Array, size: int) -> tuple[Any, Any]:
 
 
 def paste(cache: KVCache, piece: tuple[Any, Any], start: jax.Array) -> KVCache:
-    """The cache of one row with what `cut` gave in the slots from `start` on: it has then read all up to their end."""
+    """The cache of one row with the result of `cut` in the slots from `start` on; its length is then their end."""
     layers = int(not isinstance(cache.k, tuple))
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:

@@ -18,15 +18,15 @@ from llama_jax.serving.requests import GenerationRequest
 
 
 class PromptProgress:
-    """How far a prompt has been read, by the model and its draft.
+    """How far a prompt has been read, by the model and its draft model.
 
-    Piece i covers tokens [i C, (i + 1) C), the last one what is left. Its program, and with it every bit of what it writes,
-    follows from i: the cache has as many slots as hold the tokens up to its end, not those of the whole prompt.
+    Piece i covers tokens [i C, (i + 1) C), the last piece the rest. Its program, and so every bit that it writes, follows
+    from i: the cache has just enough slots for the tokens up to the piece's end, not for the whole prompt.
 
     Attributes:
-      at: tokens read.
+      at: number of tokens read.
       cached: how many of them came from the prefix cache.
-      scores: packed `Choice`s of the pieces, of a prompt that is scored.
+      scores: packed `Choice`s of the pieces, for a prompt that is scored.
     """
 
     def __init__(self, model: ServedModel, request: GenerationRequest, piece: int, capacities: tuple[int, ...]) -> None:
@@ -38,13 +38,13 @@ class PromptProgress:
         self._piece = piece
         self._capacities = capacities
         self._readings: list[Reading] = []  # of each of the model's `models`
-        # The program that scores is another one, so what it reads is neither kept nor found.
+        # Scoring uses another program, so its pieces are neither kept in the prefix cache nor taken from it.
         roots = *(each.rope_root(len(self.tokens)) for each in model.models), request.adapter
         self._digests = [] if request.score_prompt else digests_of(self.tokens, piece, roots)
 
     @property
     def left(self) -> int:
-        """Tokens to be read."""
+        """The number of tokens left to read."""
         return len(self.tokens) - self.at
 
     def read(self, prefixes: PrefixCache) -> None:
@@ -104,6 +104,6 @@ class PromptProgress:
         return prefixes.find(self._digests[number]) if not inside and number < len(self._digests) else None
 
     def _with_room(self, width: int) -> list[Reading]:
-        """The readings with the slots that a piece of `width` tokens needs, and no more."""
+        """The readings with exactly the slots that a piece of `width` tokens needs."""
         need = next(size for size in self._capacities if size >= self.at + width)
         return [model.enlarge(reading, need) for model, reading in zip(self._model.models, self._readings, strict=True)]

@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers: token ids in, token ids out. Texts are the doors' concern."""
+"""Requests and updates of the engine: token ids in, token ids out. The interfaces above it handle text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llama_jax.errors import UserError
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
 
-MOST_ALTERNATIVES = 20  # log-probabilities reported beside the chosen token's own
+MOST_ALTERNATIVES = 20  # log-probabilities reported in addition to that of the chosen token
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "failed"]
 
@@ -31,18 +31,18 @@ class BusyError(UserError):
 
 
 class ClosedError(UserError):
-    """The engine is ending, or has ended: nothing is admitted any more."""
+    """The engine is shutting down or has ended, and admits nothing."""
 
 
 class Constraint(Protocol):
-    """Which tokens may come next, as a grammar says it. It belongs to one request and has a state."""
+    """Which tokens may come next, according to a grammar. It has a state and belongs to one request."""
 
     def allowed(self) -> np.ndarray:
         """uint32[ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i may come next."""
         ...
 
     def accept(self, token: int) -> None:
-        """Go on to the state after a token."""
+        """Advance to the state after a token."""
         ...
 
 
@@ -52,15 +52,15 @@ class GenerationRequest:
 
     Attributes:
       prompt: token ids, at least one.
-      max_new_tokens: tokens to generate at most; 0 only with `score_prompt`.
+      max_new_tokens: maximum number of tokens to generate; 0 only with `score_prompt`.
       sampling: numbers, not arrays; the same seed gives the same tokens whatever else is being served.
       stop_tokens: ids that end the continuation.
-      min_new_tokens: before so many tokens none of `stop_tokens` is chosen.
+      min_new_tokens: number of tokens before which none of `stop_tokens` is chosen.
       alternatives: how many of the most probable tokens are reported for each position, up to 20.
       score_prompt: report the log-probability of each token of the prompt as well.
       constraint: what may be generated; such a request's row waits for the host after every token.
       adapter: number in the table of the model's adapters; -1 for the model alone.
-      deadline: by `time.monotonic`, when the request ends as "timeout" wherever it is; None for never.
+      deadline: by `time.monotonic`, when the request ends as "timeout" in any stage; None for never.
     """
 
     prompt: Sequence[int]
@@ -90,14 +90,14 @@ class ScoredToken(NamedTuple):
 
 @dataclass
 class Update:
-    """What is new of a request since its last update.
+    """What is new in a request since its last update.
 
     Attributes:
-      tokens: that were generated; a stop token that ended the request is not among them.
+      tokens: generated tokens, without a stop token that ended the request.
       prompt: the scored prompt, once, with or before the first token, where it was asked for.
       ended_by: the stop token that ended the request, with its log-probabilities; None where something else did.
       cached: tokens of the prompt whose keys and values were found in the prefix cache; known with the first update.
-      finish: why the request ended; None while it goes on. After it there are no more updates.
+      finish: why the request ended; None while it continues. No updates follow it.
       error: with "failed", the reason.
     """
 
@@ -132,11 +132,11 @@ class Ticket:
     ended: bool = False
 
     def cancel(self) -> None:
-        """End the request as "cancelled", wherever it is; its row is free within two turns. From any thread."""
+        """End the request as "cancelled", in any stage; its row is free within two turns. From any thread."""
         if not self.ended:
             self._cancel(self)
 
     @property
     def left(self) -> int:
-        """Tokens of the prompt to be read."""
+        """Tokens of the prompt left to read."""
         return len(self.request.prompt) if self.reading is None else self.reading.left

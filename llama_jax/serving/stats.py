@@ -1,4 +1,4 @@
-"""What an engine is at, in numbers."""
+"""The statistics of an engine."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import jax
 
 
 class EngineStats(NamedTuple):
-    """A moment of an engine. Counts are since it was made.
+    """A snapshot of an engine. Counts are since it was made.
 
     Attributes:
       rows: requests that can be decoded at once.
-      running, reading, waiting: requests that are decoded, whose prompt is being read, that wait.
+      running, reading, waiting: requests that are decoded, whose prompts are being read, and that wait.
       waiting_tokens: of the prompts that wait.
       cache_fill: share of all slots of all pools that hold a token, 0 to 1.
-      prompt_tokens: of prompts that have been read, those found in the prefix cache included.
-      generated_tokens: that were given out.
-      cached_tokens: of prompts, found in the prefix cache.
+      prompt_tokens: tokens of prompts that have been read, including those found in the prefix cache.
+      generated_tokens: tokens that were delivered.
+      cached_tokens: tokens of prompts found in the prefix cache.
       drafted, accepted: tokens that were proposed, and that the model chose too.
       finished: requests by why they ended.
       refused: requests that the queue had no room for.
-      compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine's own are none.
-      turns: that were taken.
-      turn_seconds: that they took.
+      compilations_after_ready: programs compiled since `warm`, anywhere in the process; the engine itself compiles none.
+      turns: number of turns taken.
+      turn_seconds: seconds that they took.
       last_turn: when the last one ended, by `time.monotonic`.
       busy: whether there is something to do.
       prefix_entries, prefix_bytes, evicted: of the prefix cache.

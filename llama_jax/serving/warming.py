@@ -1,4 +1,4 @@
-"""Every program of an engine, run once, so that none is compiled while a request waits."""
+"""Running every program of an engine once, so that none is compiled while a request waits."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def warm(
     piece: int,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Run all programs, of prompts and of pools, on states that nobody needs.
+    """Run all programs, of prompts and of pools, on dummy states.
 
     Args:
-      capacities: of caches that prompts are read into.
+      capacities: of the caches that prompts are read into.
       piece: tokens that are read at once.
-      progress: told after each program how many are done, of how many.
+      progress: called after each program with the number done and the total.
     """
 
     def walks_of(model: ServedModel) -> list[_Rows]:
@@ -45,7 +45,7 @@ def warm(
         for step in _steps(walks_of(model)):
             step()
 
-    ahead = model.layout.mesh is None  # over a mesh only a compiled program says where its results lie
+    ahead = model.layout.mesh is None  # over a mesh only a compiled program knows the sharding of its results
     if ahead:
         compile_ahead(model, lower, progress)
     walks = walks_of(model)
@@ -79,7 +79,7 @@ class _Prompts:
             yield partial(self.begin, capacity)
 
     def reading(self, model: ServedModel, capacity: int) -> Reading:
-        """One of nothing, in a cache of so many slots."""
+        """An empty reading, in a cache of this many slots."""
         reading = model.empty_reading(self.capacities[0])
         for size in self.capacities[: self.capacities.index(capacity) + 1]:
             reading = model.enlarge(reading, size)
@@ -97,7 +97,7 @@ class _Prompts:
         return model.paste(self.reading(model, capacity), piece, 0)
 
     def begin(self, capacity: int) -> Slots:
-        """The state of one row after a prompt in a cache of so many slots."""
+        """The state of one row after a prompt in a cache of this many slots."""
         request = Request(Sampling().per_row(1), np.ones(1, np.int32), np.full((1, STOPS), -1, np.int32))
         seen = np.zeros((1, self.model.vocab), bool)
         wishes = Wishes.none(1, self.model.config.vocab_size)
@@ -111,7 +111,7 @@ def _places(width: int) -> Places:
 
 @dataclass
 class _Rows:
-    """The programs of a pool, run on one state that goes through all shapes, each the neighbour of the one before."""
+    """The programs of a pool, run on one state that goes through all shapes, each a neighbour of the one before."""
 
     model: ServedModel
     pool: Pool
@@ -123,9 +123,9 @@ class _Rows:
         self.slots = self.pool.slots
 
     def steps(self) -> Iterator[Step]:
-        """To be run in this order."""
+        """The programs, to be run in this order."""
         options = self.pool.options
-        yield self.take_turn  # the state is then one that a program has made: one made by hand may lie elsewhere
+        yield self.take_turn  # the state then comes from a program: one made by hand may be sharded otherwise
         path = [(rows, size) for i, rows in enumerate(options.rows) for size in options.capacities[:: (1, -1)[i % 2]]]
         for shape, following in zip(path, [*path[1:], None], strict=True):
             yield self.take_turn
@@ -144,7 +144,7 @@ class _Rows:
                 yield partial(self.go, following)
 
     def beginning(self) -> Slots:
-        """Slots for the pool to begin with, made by a program."""
+        """The first slots of the pool, made by a program."""
         options = self.pool.options
         slots = self.model.empty_slots(options.rows[0], options.capacities[0])
         return self.model.take_turn(slots, self.wishes(options.rows[0]))[0]
