@@ -1,1 +1,1 @@
-"""The HTTP door of an engine: OpenAI's completions and chat, metrics, and a page. Needs the extra `serve`."""
+"""The HTTP server of an engine: OpenAI's completions and chat, metrics, and a page. Needs the extra `serve`."""

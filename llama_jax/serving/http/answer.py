@@ -1,4 +1,4 @@
-"""The answer to a completion or a chat: at once, or as a stream, for as long as the client is there."""
+"""The response to a completion or a chat: whole or as a stream, until the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llama_jax.serving.requests import Update
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold a stream back
+    (b"x-accel-buffering", b"no"),  # without this nginx buffers a stream
 ]
 
 
 class Answer:
-    """A response, as an ASGI application: what the engine makes of a request, sent as it comes or when it is whole."""
+    """A response, as an ASGI application: the engine's output for a request, streamed or sent when it is complete."""
 
     def __init__(self, service: Service, work: Work, format: Format) -> None:
         self._service = service
@@ -42,7 +42,7 @@ class Answer:
             self._work.exchange.close()
 
     async def _watch(self, receive: Receive) -> None:
-        """Leave as soon as the client does, streamed or not, also while the request waits in the queue."""
+        """Stop as soon as the client disconnects, streamed or not, also while the request waits in the queue."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._work.exchange.leave()
@@ -97,7 +97,7 @@ class Answer:
             await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
 
     def _events(self, index: int, update: Update) -> list[bytes]:
-        """The events of an update: one, or none where nothing can be shown yet."""
+        """The events of an update: one, or none if nothing can be shown yet."""
         before = self._work.choices[index].finish
         delta = self._take(index, update)
         finish = self._work.choices[index].finish
@@ -107,7 +107,7 @@ class Answer:
         return [self._format.chunk(index, delta, finish, usage)]
 
     def _take(self, index: int, update: Update) -> Any:
-        """Go on with a choice; ApiError where it failed."""
+        """Advance a choice; ApiError if it failed."""
         choice, work, metrics = self._work.choices[index], self._work, self._service.metrics
         finished = choice.finish is not None
         if not finished:
@@ -130,7 +130,7 @@ class Answer:
         return delta
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens so far: each prompt once; of the continuations every token that was generated, stop tokens too."""
+        """Tokens so far: each prompt once, and every generated token of the continuations, including stop tokens."""
         work = self._work
         prompt = sum(map(len, work.prompts))
         made = sum(choice.count for choice in work.choices)
@@ -144,7 +144,7 @@ class Answer:
 
 
 def _check(update: Update) -> None:
-    """Raise ApiError for a request that ended otherwise than by its text."""
+    """Raise ApiError for a request that did not end by its text."""
     if update.finish == "failed":
         raise ApiError(500, f"the engine failed: {update.error}", code="engine_failed")
     if update.finish == "timeout":

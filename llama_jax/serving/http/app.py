@@ -27,7 +27,7 @@ from llama_jax.serving.http.guard import Access, Guard
 from llama_jax.serving.http.openapi import described, detokenize_fields, tokenize_fields
 from llama_jax.serving.http.service import Service, Work
 
-BODY_SECONDS = 60  # that a client may take to send a body
+BODY_SECONDS = 60  # limit for a client to send a body
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -36,7 +36,7 @@ def make_app(service: Service, access: Access, connections: Callable[[], int] = 
     """The ASGI application of a service.
 
     Args:
-      connections: how many there are now.
+      connections: returns how many there are now.
     """
     routes = Routes(service)
     table: dict[str, tuple[str, Handler]] = {
@@ -136,7 +136,7 @@ class Routes:
         return JSONResponse(described(self._service))
 
     async def page(self, request: Request) -> Response:
-        # A page that shows what a model wrote: nothing in it may load or run what is not its own.
+        # The page shows what a model wrote, so it may load and run only its own content.
         policy = (
             "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'"
         )
@@ -148,7 +148,7 @@ class Routes:
 
 
 async def read_json(request: Request, largest: int) -> Any:
-    """The body of a request, which is JSON; ApiError for another, or one that is too large or too slow."""
+    """The JSON body of a request; ApiError for a body that is not JSON, too large or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content type {kind or 'that is missing'!r} is not JSON; send application/json")
@@ -170,7 +170,7 @@ async def read_json(request: Request, largest: int) -> Any:
         return json.loads(content, parse_constant=_no_number)
     except RecursionError:
         raise refused("the body is nested too deeply") from None
-    except ValueError as error:  # also of UTF-8, and of integers of thousands of digits
+    except ValueError as error:  # also for invalid UTF-8, and for integers of thousands of digits
         raise refused(f"the body is not JSON: {reason_of(error)}", code="invalid_json") from None
 
 
@@ -179,7 +179,7 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _too_large(largest: int) -> ApiError:
-    # What is left of the body is not read: the connection cannot go on.
+    # The rest of the body is not read, so the connection cannot be reused.
     return ApiError(413, f"the body is larger than {largest} bytes; send less", headers={"Connection": "close"})
 
 
@@ -195,13 +195,13 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _surprise(request: Request, error: Exception) -> Response:
-    """Of what nobody has thought of, which the log has with its traceback; the client is told its kind alone."""
+    """The response to an unexpected exception: the log has the traceback; the client is told only its type."""
     found = ApiError(500, f"the server failed at this request ({type(error).__name__}); its log says why", code="internal")
     return JSONResponse(found.body(), found.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Of a path or a method that there is not."""
+    """The response to an unknown path or method."""
     assert isinstance(error, HTTPException)
     said = {404: f"{request.url.path[:200]} is not here; /openapi.json lists what is"}
     said[405] = f"{request.method} is not for {request.url.path[:200]}; /openapi.json says what is"

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/completions` and `/v1/chat/completions`: which fields there are, and what they come to together."""
+"""The bodies of `/v1/completions` and `/v1/chat/completions`: their fields, and what these ask for together."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from llama_jax.serving.requests import MOST_ALTERNATIVES
 from llama_jax.tokenizers import Message
 
 MOST_STOPS = 16
-MOST_STOP_TOKENS = 8  # beside the ends of the model: the engine has 16 places
+MOST_STOP_TOKENS = 8  # in addition to the model's: the engine has 16 places
 LONGEST_STOP = 1000  # characters
-LEAST_TEMPERATURE = 1e-6  # below, the most probable token is all that is left
+LEAST_TEMPERATURE = 1e-6  # below, only the most probable token is left
 USUAL_COMPLETION = 16  # tokens, as OpenAI's
 
 
@@ -30,7 +30,7 @@ class Limits:
     Attributes:
       vocab_size: of the model.
       context: tokens of prompt and continuation together.
-      most_choices: continuations of one HTTP request: prompts times n.
+      most_choices: continuations per HTTP request: prompts times n.
       longest_prompt: characters of a prompt, or of all messages together.
       largest_body: bytes.
     """
@@ -47,11 +47,11 @@ class Asked:
     """What both kinds of request ask for.
 
     Attributes:
-      max_tokens: None for as many as usual.
+      max_tokens: None for the usual number.
       stop: texts that end a choice.
       stop_token_ids: tokens that end it, beside the model's own.
-      alternatives: log-probabilities of so many tokens beside the chosen; None for no log-probabilities at all.
-      usage: of a stream, "last" for a chunk of its own at the end, "each" for every chunk.
+      alternatives: how many further tokens get log-probabilities; None for no log-probabilities at all.
+      usage: for a stream, "last" for a separate chunk at the end, "each" for every chunk.
       format: what the text must be, None for anything.
     """
 
@@ -83,9 +83,9 @@ class ChatAsked(Asked):
     """What a chat asks for.
 
     Attributes:
-      tools: functions that the model may call, as templates are given them.
-      must_call: names of those of which it must call some; none where it may choose.
-      several: whether it may call more than one, where it must.
+      tools: functions that the model may call, in the form that templates get.
+      must_call: names of functions of which it must call at least one; none where it may choose.
+      several: whether it may call more than one where it must call.
     """
 
     messages: tuple[Message, ...]
@@ -207,7 +207,7 @@ def chat_fields(limits: Limits) -> dict[str, Field]:
 
 
 def read_completion(fields: Fields, limits: Limits, body: Any) -> CompletionAsked:
-    """What a body of `/v1/completions` asks for; ApiError for one that cannot be."""
+    """What a body of `/v1/completions` asks for; ApiError for an impossible request."""
     given = f.read_object(fields, body)
     prompts, n = given["prompt"], given["n"]
     if len(prompts) * n > limits.most_choices:
@@ -221,7 +221,7 @@ def read_completion(fields: Fields, limits: Limits, body: Any) -> CompletionAske
 
 
 def read_chat(fields: Fields, body: Any) -> ChatAsked:
-    """What a body of `/v1/chat/completions` asks for; ApiError for one that cannot be."""
+    """What a body of `/v1/chat/completions` asks for; ApiError for an impossible request."""
     given = f.read_object(fields, body)
     most, alias = given["max_tokens"], given["max_completion_tokens"]
     if most is not None and alias is not None and most != alias:
@@ -251,7 +251,7 @@ def _asked(
     """The fields of `Asked`.
 
     Args:
-      grammar: the field that may say what the text must be.
+      grammar: the field that may constrain the text.
     """
     options = given["stream_options"]
     if options is not None and not given["stream"]:
@@ -270,7 +270,7 @@ def _asked(
         "max_tokens": max_tokens,
         "sampling": Sampling(
             temperature=given["temperature"] if given["temperature"] >= LEAST_TEMPERATURE else 0.0,
-            top_p=max(given["top_p"], 1e-9),  # which keeps the most probable token alone, as 0 does
+            top_p=max(given["top_p"], 1e-9),  # keeps only the most probable token, as 0 would
             top_k=max(given["top_k"], 0),
             min_p=given["min_p"] if given["min_p"] >= 1e-30 else 0.0,
             repetition_penalty=given["repetition_penalty"],

@@ -1,4 +1,4 @@
-"""One continuation as text: tokens in, text out, with its log-probabilities, to a stop text or another end."""
+"""One continuation as text: tokens in, text and log-probabilities out, up to a stop text or another end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from llama_jax.tokenizers.text import Text
 
 
 class PlacedToken(NamedTuple):
-    """A token with its log-probability, and where in the choice's text its own begins."""
+    """A token with its log-probability, and where its text begins in the choice's text."""
 
     token: ScoredToken
     offset: int
 
 
 class Delta(NamedTuple):
-    """What is new of a choice."""
+    """What is new in a choice."""
 
     text: str
     scored: list[PlacedToken]
@@ -28,16 +28,16 @@ class Delta(NamedTuple):
 
 
 class Choice:
-    """A choice as it comes.
+    """A choice that is being generated.
 
     Attributes:
       count: tokens generated so far, a stop token included.
-      cached: tokens of the prompt that the prefix cache had.
-      finish: OpenAI's finish_reason; None while it goes on.
+      cached: tokens of the prompt that were in the prefix cache.
+      finish: OpenAI's finish_reason; None while it continues.
 
     Args:
       stop: texts that end it.
-      echo: the prompt's text, where that comes before the continuation; None else.
+      echo: the prompt's text, if it precedes the continuation; otherwise None.
       at_start: whether the continuation begins a text, with a vocabulary's leading space dropped.
       scored: whether log-probabilities are wanted.
       tools: names of the functions that it may call.
@@ -66,7 +66,7 @@ class Choice:
         self._text = Text(tokenizer, stop, self._written.append, at_start=at_start)
 
     def take(self, update: Update) -> Delta:
-        """Go on with what the engine has delivered; what can be shown of it. Nothing changes after a finish."""
+        """Take what the engine has delivered, and return what can be shown. Nothing changes after a finish."""
         if self.finish is not None:
             return Delta("", [])
         self.cached = max(self.cached, update.cached)
@@ -99,7 +99,7 @@ class Choice:
         return Delta(shown, self._ready() if self._scored else [], calls)
 
     def _ready(self) -> list[PlacedToken]:
-        """The tokens whose text has been shown: those of a text held back are as well, or are never shown."""
+        """The tokens whose text has been shown; those of text that is held back wait with it, or are never shown."""
         end = self._before + len(self._text.shown)
         whole = not self._text.ended and end == self._before + self._text.length
         ready = []
@@ -124,7 +124,7 @@ class TokenNames:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
-        """The token's text and bytes. One that is no UTF-8 of its own is written as OpenAI does: bytes:\\xe2\\x80."""
+        """The token's text and bytes. One that is not valid UTF-8 by itself is written as OpenAI does: bytes:\\xe2\\x80."""
         found = self._known.get(token)
         if found is None:
             found = self._known[token] = self._find(token)
@@ -141,7 +141,7 @@ class TokenNames:
 
 
 def finite(logprob: float | None) -> float | None:
-    """The log-probability as JSON can hold it: what is next to impossible is -9999, as with OpenAI."""
+    """The log-probability as a JSON number: values below -9999, such as minus infinity, become -9999, as with OpenAI."""
     return logprob if logprob is None or logprob > -9999.0 else -9999.0
 
 

@@ -1,4 +1,4 @@
-"""A connection as uvicorn reads it, with bounds for what comes before and beside bodies, and for the time of a head."""
+"""uvicorn's connection, with limits for the size of everything but bodies, and for the time of a head."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llama_jax.serving.http.errors import ApiError
 
-LARGEST_HEAD = 64 << 10  # bytes of a head, or of what stands between the parts of a body
-HEAD_SECONDS = 60  # that a client may take to send a head
+LARGEST_HEAD = 64 << 10  # bytes of a head, or between the parts of a body
+HEAD_SECONDS = 60  # limit for a client to send a head
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn keeps heads of any size for any time: here both end, with an error in the form of all others.
+    """uvicorn keeps heads of any size for any time: here both are limited, with an error in the usual form.
 
-    It also answers requests that offer to go on in another protocol (as Java's own client does, in every first request) and
-    have a body: the parser takes what follows such a head for the other protocol.
+    It also answers requests that offer to switch protocols (as Java's own client does, in every first request) and have a
+    body: the parser takes what follows such a head for the other protocol.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._unused = 0  # bytes that came and have been neither a head nor a body
+        self._unused = 0  # bytes received that belong to neither a finished head nor a body
         self._late: asyncio.TimerHandle | None = None
         self._in_body = False
 
@@ -54,7 +54,7 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # nobody asks for what comes after a body
+        if not self._in_body:  # headers after a body (trailers) are not read
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn says of a request that is none."""
+        """Called by uvicorn for an invalid request."""
         self._refuse(400, msg)
 
     def _expect_head(self) -> None:
@@ -86,7 +86,7 @@ class Connection(HttpToolsProtocol):
             self._late = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what is no whole request, where no other answer is being sent, and end the connection."""
+        """Answer an incomplete request, unless another response is being sent, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete:
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
 
 
 class _Resumed:
-    """What a parser tells of a message whose head is known, and then of further ones."""
+    """The callbacks of a parser for a message whose head is known, and for further messages."""
 
     def __init__(self, connection: Connection) -> None:
         self._told: Any = None

@@ -1,4 +1,4 @@
-"""What is answered to a request that cannot be served: OpenAI's form of an error, with the house's text."""
+"""The errors of requests that cannot be served: in OpenAI's form, with this project's messages."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error response to a request.
 
     Attributes:
-      status: of HTTP.
+      status: the HTTP status.
       message: names the thing, its value, the need and the remedy.
       param: the field of the body that is meant.
-      code: a word that programs can tell it by.
-      headers: to send beside it.
+      code: a word by which programs can recognise it.
+      headers: to send with it.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """What is sent as JSON."""
+        """The JSON body."""
         kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": _valid(self.message), "type": kind, "param": _valid(self.param), "code": self.code}}
 
 
 def _valid(text: str | None) -> str | None:
-    """The text as UTF-8 can hold it: names of fields come from clients, and may have halves of surrogate pairs."""
+    """The text as valid UTF-8, because field names come from clients and may contain lone surrogates."""
     return text and text.encode(errors="backslashreplace").decode()
 
 

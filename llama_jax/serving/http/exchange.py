@@ -1,4 +1,4 @@
-"""Between the engine's thread and the event loop: what the engine delivers wakes the loop once per turn, not per token."""
+"""The bridge between the engine's thread and the event loop, which is woken once per turn, not per token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cancellable(Protocol):
 
 
 class Submits(Protocol):
-    """What is needed of an `Engine` here."""
+    """The part of an `Engine` that is needed here."""
 
     after_turn: Callable[[], None] | None
 
@@ -27,20 +27,20 @@ class Submits(Protocol):
 
 
 class Exchange:
-    """The choices of one HTTP request: their tickets, and what has come of them and was not yet taken.
+    """The choices of one HTTP request: their tickets, and their updates that have not been taken yet.
 
-    Updates of a choice that nobody has taken become one, so that a client that reads slowly costs no more than its tokens.
+    Updates of a choice that have not been taken are merged, so that a slow client costs only the memory of its tokens.
     """
 
     def __init__(self, closed: Callable[[Exchange], None]) -> None:
         self.tickets: list[Cancellable] = []
-        self.left = False  # the client has gone
+        self.left = False  # the client has disconnected
         self._updates: dict[int, Update] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._closed = closed
 
     async def next(self) -> dict[int, Update]:
-        """What is new, by choice; nothing once the client has left."""
+        """What is new, by choice; nothing once the client has disconnected."""
         while not self._updates and not self.left:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -50,7 +50,7 @@ class Exchange:
         return updates
 
     def put(self, index: int, update: Update) -> None:
-        """Take in what the engine has delivered."""
+        """Store what the engine has delivered."""
         before = self._updates.setdefault(index, update)
         if before is not update:
             before.tokens += update.tokens
@@ -60,12 +60,12 @@ class Exchange:
         self._wake()
 
     def leave(self) -> None:
-        """The client has gone: nothing is wanted any more."""
+        """Record that the client has disconnected and wants nothing more."""
         self.left = True
         self._wake()
 
     def close(self) -> None:
-        """The response is over: what still runs is cancelled."""
+        """End the response: cancel the requests that still run."""
         for ticket in self.tickets:
             ticket.cancel()
         self._closed(self)
@@ -76,7 +76,7 @@ class Exchange:
 
 
 class Switchboard:
-    """All exchanges with an engine. But for what the engine calls, everything here runs on the event loop."""
+    """All exchanges with an engine. Everything here runs on the event loop, except what the engine calls."""
 
     def __init__(self, engine: Submits, loop: asyncio.AbstractEventLoop) -> None:
         self.open: set[Exchange] = set()
@@ -91,7 +91,7 @@ class Switchboard:
         Raises:
           what `Engine.submit` raises.
         """
-        self._engine.check_room(len(requests))  # else those that are let in would fill the queue until they are taken back
+        self._engine.check_room(len(requests))  # otherwise those admitted would fill the queue until they are withdrawn
         exchange = Exchange(self.open.discard)
         try:
             for i, request in enumerate(requests):
@@ -103,15 +103,15 @@ class Switchboard:
         return exchange
 
     def wake(self) -> None:
-        """Let the loop take what was delivered. From any thread; the engine calls it after each turn."""
+        """Wake the loop to take what was delivered. From any thread; the engine calls it after each turn."""
         if self._arrived:
-            with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._flush)
 
     def _deliver(self, exchange: Exchange, index: int, update: Update) -> None:
         self._arrived.append((exchange, index, update))
 
     def _flush(self) -> None:
-        for _ in range(len(self._arrived)):  # and no more, however fast more arrives: others have their turn
+        for _ in range(len(self._arrived)):  # no more than have arrived by now, so that other tasks can run
             exchange, index, update = self._arrived.popleft()
             exchange.put(index, update)

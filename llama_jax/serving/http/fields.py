@@ -1,4 +1,4 @@
-"""What a field of a request's body may be: one table checks what is sent and is what `/openapi.json` says of it."""
+"""The fields of request bodies: one table both checks what is sent and describes it in `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Field:
     """One field.
 
     Attributes:
-      schema: JSON Schema of what is accepted, `null` apart.
-      read: the value as it is used, from its name and what was sent; ApiError for what is not accepted.
+      schema: JSON Schema of what is accepted, without `null`.
+      read: gives the value to use, from the field's name and what was sent; ApiError for what is not accepted.
       default: the value where the field is left out, or is null.
       required: whether it must be there.
     """
@@ -52,7 +52,7 @@ def schema_of(fields: Fields) -> Schema:
 
 
 def read_object(fields: Fields, given: Any, where: str = "") -> dict[str, Any]:
-    """The values of an object's fields, each as it is used; ApiError (400) names what is not accepted.
+    """The values of an object's fields, ready to use; ApiError (400) names what is not accepted.
 
     Args:
       where: the name of the object in the body, "" for the body itself.
@@ -121,7 +121,7 @@ def text(*, longest: int, shortest: int = 0, required: bool = False, about: str 
 
 
 def read_text(name: str, value: Any, longest: int, shortest: int = 0) -> str:
-    """A text that UTF-8 can hold; ApiError for another value."""
+    """A string that can be encoded in UTF-8; ApiError for another value."""
     if not isinstance(value, str):
         raise refused(f"{name}={shown(value, 40)} must be a text", name)
     if not shortest <= len(value) <= longest:
@@ -135,7 +135,7 @@ def read_text(name: str, value: Any, longest: int, shortest: int = 0) -> str:
 
 
 def one_of(values: Sequence[Any], default: Any = None, about: str = "") -> Field:
-    """One of a few values, which are compared with their types: true is not 1."""
+    """One of a few values, compared by type too: true is not 1."""
 
     def read(name: str, value: Any) -> Any:
         if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
@@ -149,7 +149,7 @@ def one_of(values: Sequence[Any], default: Any = None, about: str = "") -> Field
 
 
 def listed(each: Field, *, most: int, fewest: int = 0, about: str = "", required: bool = False) -> Field:
-    """A list, of which each entry is read as a field; a tuple."""
+    """A list whose entries are each read as a field; gives a tuple."""
     schema: Schema = {"type": "array", "items": each.schema, "maxItems": most}
     schema |= {"minItems": fewest} if fewest else {}
 
@@ -164,7 +164,7 @@ def listed(each: Field, *, most: int, fewest: int = 0, about: str = "", required
 
 
 def token_ids(vocab_size: int, *, most: int, fewest: int = 1) -> Field:
-    """A list of token ids, checked in one go: a prompt may have many."""
+    """A list of token ids, checked all at once, because a prompt may have many."""
     schema: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab_size - 1}}
     schema |= {"minItems": fewest, "maxItems": most}
 
@@ -193,7 +193,7 @@ def any_object(about: str = "") -> Field:
 
 
 def neutral(*values: Any) -> Field:
-    """A field of OpenAI's that does nothing here: only the values that ask for nothing are accepted."""
+    """A field of OpenAI's that is not supported: only values that ask for nothing are accepted."""
     return one_of(values, about="Not supported: only what asks for nothing is accepted.")
 
 

@@ -1,4 +1,4 @@
-"""How answers are written: whole, or as the chunks of a stream, whose fixed parts are made once."""
+"""The formats of responses: whole, or as chunks of a stream, whose fixed parts are made once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Written(NamedTuple):
 
 
 class Format(ABC):
-    """What an answer is written as.
+    """The format of a response.
 
     Args:
       fixed: "id", "created" and "model".
@@ -58,7 +58,7 @@ class Format(ABC):
         return b""
 
     def chunk(self, index: int, delta: Delta, finish: str | None, usage: dict[str, Any] | None) -> bytes:
-        """What is new of a choice, as an event."""
+        """What is new in a choice, as an event."""
         more = self.calls(delta.calls) if delta.calls else ""
         head = f"{self._head}{index}{self._opening}{quoted(delta.text)}{more}"
         if finish is None and not self._scored and usage is None:
@@ -69,11 +69,11 @@ class Format(ABC):
         return f'{head}{self._closing},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}'.encode()
 
     def last(self, usage: dict[str, Any]) -> bytes:
-        """The usage of the whole, as an event without choices."""
+        """The total usage, as an event without choices."""
         return event(self._fixed | {"object": self.of_chunk, "choices": [], "usage": usage})
 
     def whole(self, choices: Sequence[Written], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer at once."""
+        """The whole response."""
         written = [
             {
                 "index": i,
@@ -90,10 +90,10 @@ class Format(ABC):
 
     @abstractmethod
     def content(self, choice: Written) -> dict[str, Any]:
-        """The field of a choice that has its text."""
+        """The field of a choice that holds its text."""
 
     def calls(self, calls: Sequence[Call]) -> str:
-        """What comes after the text of a chunk that has calls of tools."""
+        """What follows the text in a chunk with tool calls."""
         return ',"tool_calls":' + json.dumps([{"index": i} | call.as_dict() for i, call in enumerate(calls)])
 
 

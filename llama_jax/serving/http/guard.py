@@ -1,4 +1,4 @@
-"""Who may ask: the host that was asked for, the page that asks, the key, and how many connections there are."""
+"""Access control: the host header, the origin, the API key, and the number of connections."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from llama_jax.errors import shown
 from llama_jax.serving.http.errors import ApiError
 
-OPEN = ("/", "/health", "/ready")  # without a key: for the page, which asks for it, and for probes
-CLIENT_LEFT = 499  # as nginx counts it
+OPEN = ("/", "/health", "/ready")  # need no key: the page, which asks for the key, and probes
+CLIENT_LEFT = 499  # as in nginx
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class Access:
     """Who may ask.
 
     Attributes:
-      api_key: what requests must bear; None for no key.
-      hosts: names that the server is reached by, beside localhost and addresses; "*" for any.
+      api_key: bearer token that requests must have; None for no key.
+      hosts: names by which the server is reached, besides localhost and addresses; "*" for any.
       origins: pages of other origins that may ask, as https://example.org; "*" for any.
       most_connections: at the same time; 0 for as many as come.
       open_metrics: `/metrics` needs no key.
@@ -41,10 +41,10 @@ class Access:
 
 
 class Guard:
-    """ASGI middleware: refuses what `Access` does not allow, and counts the answers.
+    """ASGI middleware: refuses what `Access` does not allow, and counts the responses.
 
-    A page of another site that has its name resolve to this machine (DNS rebinding) sends that name as the host, never an
-    address: so addresses are let in, and names only if they are known.
+    A page of another site whose name resolves to this machine (DNS rebinding) sends that name as the host, never an address:
+    so addresses are allowed, and names only if they are known.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Guard:
             else:
                 await response(scope, receive, noting)
         except Exception:
-            status = status or 500  # which is sent outside of this, see `make_app`
+            status = status or 500  # this response is sent outside this middleware, see `make_app`
             raise
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._answered[path, status or CLIENT_LEFT] += 1
 
     def _answer(self, scope: Scope, headers: Headers, origin: str | None) -> Response | None:
-        """What is answered without asking the application, or None."""
+        """The response that is sent without calling the application, or None."""
         try:
             self._check(scope, headers, origin)
         except ApiError as error:
@@ -108,7 +108,7 @@ class Guard:
             return Response(status_code=204, headers=allowed)
         if self._key is not None and scope["path"] not in self._without_key:
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            # In constant time, so that how far a guess is right cannot be measured.
+            # In constant time, so that timing does not reveal how much of a guess is right.
             if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
                 denied = ApiError(
                     401,
@@ -129,7 +129,7 @@ class Guard:
                 code="too_many_connections",
                 headers={"Retry-After": "1", "Connection": "close"},
             )
-        if len(hosts := headers.getlist("host")) > 1:  # of which another program on the way may take the other
+        if len(hosts := headers.getlist("host")) > 1:  # a proxy might use the other one
             raise ApiError(400, f"the request has {len(hosts)} hosts; send one")
         host = headers.get("host", "")
         if "*" not in self._access.hosts and not self._is_known(host):
@@ -161,5 +161,5 @@ class Guard:
 
 
 def _cors(origin: str, everyone: bool) -> list[tuple[bytes, bytes]]:
-    """What lets a page of another origin read the answer; never with its cookies, of which there are none."""
+    """The headers that let a page of another origin read the response; never with cookies, because there are none."""
     return [(b"access-control-allow-origin", b"*" if everyone else origin.encode("latin-1")), (b"vary", b"Origin")]

@@ -11,7 +11,7 @@ from llama_jax.serving.http.errors import refused
 from llama_jax.serving.http.fields import Field, Fields
 from llama_jax.tokenizers import Message
 
-IGNORED = ("refusal", "audio", "annotations", "function_call")  # that clients send back empty
+IGNORED = ("refusal", "audio", "annotations", "function_call")  # clients send these back empty
 OWN = {"assistant": ("tool_calls",), "tool": ("tool_call_id", "name")}  # fields of these roles alone
 KNOWN = ("role", "content", "name", "tool_calls", "tool_call_id", *IGNORED)
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -114,7 +114,7 @@ def _content(name: str, content: Any, longest: int, *, optional: bool) -> str:
 
 
 def _as_templates_take_it(name: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A call whose arguments are an object, not JSON in a text."""
+    """A call whose arguments are an object, not a JSON string."""
     try:
         arguments = json.loads(call["function"]["arguments"])
     except (ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""`/metrics`: what the engine and the door are at, for Prometheus. The names are vLLM's after another prefix, so that what
-reads those (the Gateway API's inference extension, dashboards) needs no more than the prefix."""
+"""`/metrics`: the numbers of the engine and the server, for Prometheus. The names are vLLM's with another prefix, so that
+their readers (the Gateway API's inference extension, dashboards) only need that prefix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.
 
 
 class Histogram:
-    """Counts by size, without the lock of prometheus_client's own: everything here runs on the event loop."""
+    """A histogram without the lock of prometheus_client's, because everything here runs on the event loop."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -42,12 +42,12 @@ class Histogram:
 
 
 class ServerMetrics(Collector):
-    """All numbers of a server. The event loop alone writes and reads them.
+    """All metrics of a server. Only the event loop writes and reads them.
 
     Attributes:
       first_token, between_tokens, whole: seconds of requests that were answered.
-      asked: requests that the engine took, by the model that they asked for.
-      answered: HTTP responses by path and status; 499 where the client left before.
+      asked: requests that the engine accepted, by the model that they asked for.
+      answered: HTTP responses by path and status; 499 where the client disconnected before.
     """
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:

@@ -1,4 +1,4 @@
-"""The server as an ASGI application, for a program that has the sockets and the event loop, as Ray Serve does."""
+"""The server as an ASGI application, for a host that owns the sockets and the event loop, such as Ray Serve."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from llama_jax.serving.http.service import Served, Service, connect
 
 
 class Mounted:
-    """An ASGI application with an engine of its own, which begins and ends with the lifespan events of its host.
+    """An ASGI application with its own engine, which starts and stops with the lifespan events of its host.
 
-    At the end it takes no new requests, and those that run have `options.drain_seconds`.
+    At shutdown it accepts no new requests, and running ones have `options.drain_seconds` to end.
 
     Args:
       engine: an `Engine` that is warm.
 
     Raises:
-      UserError: a number of connections, which only the host knows.
+      UserError: a limit on connections, which only the host can count.
     """
 
     def __init__(self, engine: Any, served: Served, limits: Limits, options: ServerOptions = ServerOptions()) -> None:
@@ -38,7 +38,7 @@ class Mounted:
         self._app: ASGIApp | None = None
 
     def trouble(self) -> str | None:
-        """Why the server is not healthy, as `/health` says it, or None. From any thread."""
+        """Why the server is not healthy, as `/health` reports it, or None. From any thread."""
         return None if self._service is None else self._service.trouble()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the routes take and give. What they take is said by the tables that check it."""
+"""`/openapi.json`: requests and responses of the routes. Requests are described by the tables that check them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _answer(kind: str, choice: Schema) -> Schema:
 
 
 def _schemas() -> Schema:
-    logprob = {"type": "number", "maximum": 1e-3}  # float32 rounds
+    logprob = {"type": "number", "maximum": 1e-3}  # because of float32 rounding
     token = {"token": TEXT, "logprob": logprob, "bytes": _list({"type": "integer", "minimum": 0, "maximum": 255})}
     of_tokens = {"type": "object", "additionalProperties": logprob}
     message = _object(role={"const": "assistant"}, content=_or_null(TEXT), refusal={"type": "null"})

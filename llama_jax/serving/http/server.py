@@ -1,4 +1,4 @@
-"""The process that serves: the engine on a thread, the sockets on an event loop, and how both end."""
+"""The server process: the engine on a thread, the sockets on an event loop, and the shutdown of both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import Served, Service, connect
 
-LAST_WORDS = 2.0  # seconds in which clients are told of a failure before the process ends
+LAST_WORDS = 2.0  # seconds for telling clients of a failure before the process ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class ServerOptions:
 
     Attributes:
       access: who may ask.
-      drain_seconds: that running requests may take to end once the process was asked to.
-      seconds: that a request may take, 0 for as long as it needs.
+      drain_seconds: limit for running requests to end once shutdown was requested.
+      seconds: limit for a request, 0 for no limit.
       wedged_after: see `Service`.
     """
 
@@ -45,7 +45,7 @@ class ServerOptions:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; UserError where that cannot be. Taken before a model is loaded, which may take minutes."""
+    """A listening socket; UserError if that fails. Opened before a model is loaded, which may take minutes."""
     remedy = "choose another --port, 0 for a free one, or --host"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -65,7 +65,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """As a browser is told."""
+    """The URL for a browser."""
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -77,13 +77,13 @@ def serve(
 
     Args:
       engine: an `Engine` that is warm.
-      ready: called once requests are taken.
+      ready: called once requests are accepted.
 
-    What there is by then is left out of every later garbage collection: a full one would look through all that JAX has
-    traced, some 300,000 objects, for a tenth of a second and more in which no thread could do anything.
+    Objects that exist by then are left out of every later garbage collection: a full one would scan all that JAX has traced,
+    some 300,000 objects, and stop all threads for a tenth of a second or more.
 
     Raises:
-      what the engine raised, if it failed: all requests have then been told.
+      what the engine raised, if it failed: all requests have then been answered.
     """
     gc.collect()
     gc.freeze()
@@ -135,12 +135,12 @@ async def _serve(
     await serving
     service.close()
     if not ended.done():
-        os._exit(1)  # the engine hangs in a program, which no Python that ends in order survives
+        os._exit(1)  # the engine hangs in a program, so an orderly exit of Python would hang too
     return ended.result()
 
 
 async def drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
-    """Take no new requests, and let those end that run."""
+    """Accept no new requests, and let running ones end."""
     service.draining = True
     await _until(lambda: not service.switchboard.open or ended.done(), seconds)
 
@@ -154,7 +154,7 @@ async def _until(done: Callable[[], bool], seconds: float) -> None:
 def run_engine(
     engine: Any, service: Service, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[BaseException | None]
 ) -> None:
-    """What the engine's thread does."""
+    """The function of the engine's thread."""
     failure: BaseException | None = None
     try:
         engine.run()
@@ -162,19 +162,19 @@ def run_engine(
         failure = error
         service.failure = f"the engine failed: {type(error).__name__}: {error}"
     service.switchboard.wake()
-    with contextlib.suppress(RuntimeError):  # the loop has ended before
+    with contextlib.suppress(RuntimeError):  # the loop has already ended
         loop.call_soon_threadsafe(ended.set_result, failure)
 
 
 def _stop(number: int, asked: asyncio.Event) -> None:
-    """The first signal asks for an orderly end, the second ends at once."""
+    """The first signal starts an orderly shutdown, the second ends the process at once."""
     if asked.is_set():
         os._exit(128 + number)
     asked.set()
 
 
 class _Server(uvicorn.Server):
-    """Whose signals are ours."""
+    """A uvicorn server whose signals are handled here."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -182,7 +182,7 @@ class _Server(uvicorn.Server):
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """uvloop where it is installed: it writes to sockets at half the cost."""
+    """uvloop where it is installed: it halves the cost of writing to sockets."""
     try:
         import uvloop
     except ImportError:

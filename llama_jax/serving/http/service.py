@@ -1,4 +1,4 @@
-"""What a server serves, and how an HTTP request becomes requests to the engine."""
+"""The model that a server serves, and how an HTTP request becomes requests to the engine."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.template import Renderer
 
-SHORT = 4000  # characters that are encoded on the event loop: longer ones would hold up the others
+SHORT = 4000  # characters that are encoded on the event loop: longer texts would delay other requests
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model as it is shown to clients.
+    """A model as clients see it.
 
     Attributes:
-      name: what requests call it.
+      name: the name in requests.
       tokenizer: its vocabulary.
-      chat: how messages are put together; None where it is no chat model.
+      chat: how messages are put together; None if it is not a chat model.
       no_chat: why not.
-      adapters: what requests call the model with each of its adapters, by their numbers.
+      adapters: the names in requests of the model with each adapter, by adapter number.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Served:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the model, and of it with each adapter."""
+        """The names of the model, and of the model with each adapter."""
         return (self.name, *self.adapters)
 
 
@@ -63,7 +63,7 @@ class Work:
     """An HTTP request that the engine has taken.
 
     Attributes:
-      prompts: tokens of each prompt, of which choices i * n to i * n + n - 1 are continuations.
+      prompts: tokens of each prompt; choices i * n to i * n + n - 1 continue prompt i.
       constraints: of each choice, where there are any.
     """
 
@@ -80,9 +80,9 @@ class Service:
     """Everything that the routes share; made by `connect`, on the event loop.
 
     Attributes:
-      seconds: that a request may take, 0 for as long as it needs.
+      seconds: limit for a request, 0 for no limit.
       wedged_after: seconds without a turn of a busy engine after which `/health` fails.
-      draining: no new requests are taken.
+      draining: no new requests are accepted.
     """
 
     engine: Any
@@ -116,7 +116,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_open(self) -> None:
-        """Raise ApiError where no work is taken any more (503), or no more of it for now (429)."""
+        """Raise ApiError where no work is accepted any more (503), or none for now (429)."""
         if self.draining or self.failure is not None:
             raise _shutting_down()
         with _as_api_errors():
@@ -126,7 +126,7 @@ class Service:
         """Hand a completion to the engine.
 
         Raises:
-          ApiError: what is asked for cannot be, or there is no room.
+          ApiError: the request is impossible, or there is no room.
         """
         bos = asked.add_special_tokens and self.served.tokenizer.bos_id >= 0
         prompts: list[Sequence[int]] = []
@@ -157,7 +157,7 @@ class Service:
         return await _checked(lambda: self.served.tokenizer.encode(text, bos=bos), "prompt", apart=len(text) > SHORT)
 
     def decode(self, ids: Sequence[int], param: str) -> str:
-        """The text of ids, which are the field `param`; those beyond the vocabulary, a model's padding, have none."""
+        """The text of ids from the field `param`; ids beyond the vocabulary, a model's padding, have none."""
         tokenizer = self.served.tokenizer
         try:
             return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
@@ -218,7 +218,7 @@ class Service:
         return token < tokenizer.vocab_size and tokenizer.token_bytes(token) != b""
 
     def _limit(self, asked: Asked, length: int, usual: int | None) -> int:
-        """Tokens to generate at most."""
+        """The maximum number of tokens to generate."""
         room = self.limits.context - length
         if length == 0:
             raise refused("the prompt has no tokens; give some text", "prompt")
@@ -235,7 +235,7 @@ class Service:
         return room if usual is None else min(usual, room)
 
     async def _call(self, asked: ChatAsked) -> GrammarConstraint:
-        """To calls of tools."""
+        """A constraint to tool calls."""
         template = self.served.tokenizer.chat_template or ""
         grammar = grammar_of_calls(asked.tools, asked.must_call, template, several=asked.several)
         make = lambda: self._chat_grammars.lark(grammar, "grammar of the tools")
@@ -252,7 +252,7 @@ class Service:
         return await _checked(make, "response_format", apart=True)
 
     def trouble(self) -> str | None:
-        """Why the server is not healthy, or None: the engine has failed, or has work and has not ended a turn for long."""
+        """Why the server is not healthy, or None: the engine has failed, or has work but has long not ended a turn."""
         if self.failure is not None:
             return self.failure
         stats = self.engine.stats()
@@ -275,7 +275,7 @@ def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0
 
 
 async def _checked(run: Callable[[], T], param: str, *, apart: bool) -> T:
-    """What a function gives, called in a thread where it may take long; its UserError as an ApiError (400)."""
+    """Call a function, in a thread if it may take long; its UserError becomes an ApiError (400)."""
     try:
         return await asyncio.to_thread(run) if apart else run()
     except UserError as error:
@@ -289,7 +289,7 @@ def _shutting_down() -> ApiError:
 
 @contextmanager
 def _as_api_errors() -> Iterator[None]:
-    """What the engine raises at a request, as clients are told."""
+    """What the engine raises for a request, as an error for clients."""
     try:
         yield
     except BusyError as error:

@@ -1,4 +1,4 @@
-"""Calls of tools: what a model writes to call one, in the forms that published templates ask for, and how clients get it."""
+"""Tool calls: how a model writes them, in the forms that published templates ask for, and how clients get them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tool_choice_field() -> Field:
 
 
 def must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
-    """The functions of which some must be called; none where the model may choose. ApiError for one that there is not."""
+    """The functions of which one or more must be called; none where the model may choose. ApiError for an unknown one."""
     if choice in ("none", "auto"):
         return ()
     names = tuple(tool["function"]["name"] for tool in tools)
@@ -76,7 +76,7 @@ def must_call(tools: Sequence[dict[str, Any]], choice: Any) -> tuple[str, ...]:
 
 
 def check_free(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
-    """Raise ApiError for what only a grammar can see to, where the model may choose whether to call any of the tools."""
+    """Raise ApiError for what only a grammar can enforce, where the model may choose whether to call tools."""
     for i, tool in enumerate(tools):
         if tool["function"]["strict"]:
             name = f"tools[{i}].function.strict"
@@ -90,26 +90,26 @@ def check_free(tools: Sequence[dict[str, Any]], parallel: bool) -> None:
 
 
 def as_given(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as a template is given them: without the fields that were left out, or that are the server's."""
+    """Tools as passed to a template: without fields that were left out, or that are only for the server."""
     told = ("name", "description", "parameters")
     functions = [{name: tool["function"][name] for name in told if tool["function"][name] is not None} for tool in tools]
     return [{"type": "function", "function": function} for function in functions]
 
 
 def grammar_of_calls(tools: Sequence[dict[str, Any]], names: Sequence[str], template: str, *, several: bool) -> str:
-    """A grammar, in llguidance's Lark, of calls as a template asks for them: in tags or as JSON alone.
+    """A grammar, in llguidance's Lark, of calls in the form of a template: in tags or as JSON alone.
 
     Args:
-      tools: as `as_given` gives them.
-      names: of those that may be called.
+      tools: as `as_given` returns them.
+      names: of the tools that may be called.
       template: of the model's chats.
       several: whether there may be more than one call.
 
     Raises:
-      ApiError: parameters that are no object.
+      ApiError: parameters that are not an object.
     """
     tagged = OPENING in template
-    # Llama 3.1 names arguments so, and others as OpenAI does. Of a template's tools the schemas are not in its text.
+    # Llama 3.1 uses this name for arguments, other templates OpenAI's. A template's text contains no schemas of tools.
     as_parameters = re.search(r'parameters\\?"\s*:', template) and not re.search(r'arguments\\?"\s*:', template)
     key = "parameters" if as_parameters else "arguments"
     called = [(i, tool["function"]) for i, tool in enumerate(tools) if tool["function"]["name"] in names]
@@ -137,10 +137,10 @@ def _arguments_schema(i: int, function: dict[str, Any]) -> dict[str, Any]:
 
 
 class ToolText:
-    """A reply as it comes, that may be a call: of what may be one nothing is shown before it is known.
+    """A reply in progress that may be a call: text that may be a call is held back until it is known.
 
-    Calls are JSON objects with a name and arguments (or parameters, as Llama 3.1 writes them), which are the whole reply,
-    alone or in a list, or stand in `<tool_call>` tags. What is none, or calls what was not offered, is text.
+    Calls are JSON objects with a name and arguments (or parameters, as Llama 3.1 writes them). They are the whole reply,
+    alone or in a list, or are in `<tool_call>` tags. Anything else, and a call of an unknown function, is text.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class ToolText:
         self._calls = False  # what is held may be calls
 
     def push(self, text: str) -> str:
-        """What can be shown with this text."""
+        """What can be shown after this text."""
         self._held += text
         start = self._held.lstrip()
         if not self._begun and start[:1] in ("{", "["):
@@ -167,7 +167,7 @@ class ToolText:
         return shown
 
     def finish(self) -> tuple[str, list[Call]]:
-        """What is left to be shown, and the calls."""
+        """The rest to be shown, and the calls."""
         calls = _calls_of(self._held, self._names) if self._calls else None
         text, self._held = self._held, ""
         return (text, []) if calls is None else ("", calls)
