@@ -1,4 +1,4 @@
-"""Files and folders wherever they lie: on this machine, or in a store that a URL names. See docs/storage.md."""
+"""Files and folders on this machine, or in a store that a URL names. See docs/storage.md."""
 
 from llama_jax.storage.location import Location, StoredPath, locate, on_disk
 

@@ -1,6 +1,6 @@
-"""S3 and what speaks its language, and Google Cloud Storage, by obstore: a Rust library in one wheel.
+"""S3 and compatible stores, and Google Cloud Storage, through obstore: a Rust library in one wheel.
 
-Credentials are found by it, from the environment and the machine's own role; nothing here reads them.
+It finds credentials in the environment and the machine's role; nothing here reads them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.storage.view import FOLDER, Listed, PassingError, SlowError
 
 EXTRA = "pip install 'llama-jax[stores]'"
-# Of one request, beside the time that it has in all. A server without TLS is asked where the environment names one: obstore
-# would leave it out of the account beside these.
+# Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
+# because obstore ignores that setting when it is given these.
 CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}
-# Seconds that a request has in all: of a few bytes, which a lease is renewed by; of others at least and at most, and between
-# them what its bytes take at LEAST_RATE bytes a second.
+# Limits in seconds for a whole request: for a few bytes, such as the renewal of a lease; for others the least and the most,
+# and in between the time of its bytes at LEAST_RATE bytes per second.
 QUICK, LEAST_SECONDS, MOST_SECONDS, LEAST_RATE = 15.0, 120.0, 900.0, 32 << 10
 STATUS = re.compile(r"status code: (\d{3})")
-# A large object goes in parts, of which a store takes 10,000; each is in memory once.
+# A large object is uploaded in parts; a store allows 10,000, and each is in memory once.
 LEAST_PART, MOST_PARTS = 16 << 20, 9_000
-WAITING = {408, 425, 429}  # of the answers 4xx, those that are not final
+WAITING = {408, 425, 429}  # the 4xx statuses that are not final
 SAID = re.compile(r"<(Code|Message)>([^<]*)<")
 NO_CREDENTIALS = ("169.254.", "token request", "metadata.google", "Error getting credentials", "AssumeRole")
 SETTINGS = {
@@ -41,7 +41,7 @@ def open_bucket(root: str) -> ObjectBucket:
     """The bucket at s3://BUCKET or gs://BUCKET.
 
     Raises:
-      UserError: obstore is not installed, or what the environment says for it cannot be.
+      UserError: obstore is not installed, or its settings in the environment are invalid.
     """
     try:
         from obstore.exceptions import BaseError
@@ -51,7 +51,7 @@ def open_bucket(root: str) -> ObjectBucket:
 
     def within(seconds: float) -> Any:
         options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
-        # Trying again is ours (`view.trying`), which says what it waits for.
+        # Retries are made by `view.trying`, which logs what it waits for.
         return from_url(root, client_options=options, retry_config={"max_retries": 0})
 
     try:
@@ -68,8 +68,8 @@ class Stamped(NamedTuple):
     """An object as it is.
 
     Attributes:
-      mark: of this version, by which `swap` replaces no other.
-      modified: when it was written by the store's clock, in seconds since 1970.
+      mark: identifies this version, so that `swap` replaces no other.
+      modified: when it was written, by the store's clock, in seconds since 1970.
     """
 
     content: bytes
@@ -81,7 +81,7 @@ class ObjectBucket:
     """A `Store`."""
 
     def __init__(self, root: str, within: Callable[[float], Any]) -> None:
-        """`within` gives obstore's bucket, whose requests end after so many seconds."""
+        """`within` gives obstore's bucket with requests that time out after this many seconds."""
         self._root = root
         self._within = cache(within)
 
@@ -92,7 +92,7 @@ class ObjectBucket:
         below = f"{folder}/" if folder else ""
         names = {prefix.removeprefix(below): FOLDER for prefix in found["common_prefixes"]}
         for each in found["objects"]:
-            if each["path"] != folder:  # which some tools put there to stand for the folder
+            if each["path"] != folder:  # some tools write this object to represent the folder
                 names[each["path"].removeprefix(below)] = Listed(each["size"], each["e_tag"])
         return names
 
@@ -129,7 +129,7 @@ class ObjectBucket:
             raise FileExistsError(errno.EEXIST, "there is such an object already", f"{self._root}/{key}") from None
 
     def stamped(self, key: str) -> Stamped | None:
-        """An object of few bytes, with what is needed to replace it; None where there is none."""
+        """A small object, with what is needed to replace it; None where there is none."""
         import obstore
 
         def ask(bucket: Any) -> Stamped:
@@ -143,10 +143,10 @@ class ObjectBucket:
             return None
 
     def swap(self, key: str, content: bytes, mark: Mark | None) -> Mark | None:
-        """Put a few bytes in the place of the version of a mark, or for None where nothing is; gives the new one's mark.
+        """Replace the version with this mark by a few bytes, or create it if the mark is None; gives the new mark.
 
         Returns:
-          None where something else is there, and nothing was written.
+          None where something else is there; then nothing was written.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -167,11 +167,11 @@ class ObjectBucket:
         self._asked(key, lambda bucket: obstore.delete(bucket, key))
 
     def _asked(self, key: str, ask: Callable[[Any], Given], seconds: float | None = None) -> Given:
-        """What obstore gives; what it raises as a PassingError, or an OSError that names the object and the cause.
+        """The result of obstore; its errors become a PassingError, or an OSError that names the object and the cause.
 
         Args:
-          ask: is given obstore's bucket.
-          seconds: that each request of it has; None is LEAST_SECONDS.
+          ask: called with obstore's bucket.
+          seconds: limit for each request; None is LEAST_SECONDS.
         """
         from obstore import exceptions
 
@@ -212,7 +212,7 @@ class ObjectBucket:
 
 
 def _seconds(size: int) -> float:
-    """That a request of so many bytes has: few lengths, for each of which obstore is asked by a client of its own."""
+    """The time limit of a request of this many bytes: few values, because obstore needs a client for each."""
     seconds = LEAST_SECONDS
     while seconds * LEAST_RATE < size and seconds < MOST_SECONDS:
         seconds *= 2
@@ -224,12 +224,12 @@ def _mark(meta: Mapping[str, Any]) -> Mark:
 
 
 def _first_line(error: Exception) -> str:
-    """What obstore says, without the structure that it says it from."""
+    """obstore's message, without the structure that it was printed from."""
     return str(error).partition("\n\nDebug source")[0]
 
 
 def _said(error: Exception) -> str:
-    """The store's own words where it has some, with the status; else what obstore says, without the address asked."""
+    """The store's own message, if any, with the status; otherwise obstore's message, without the address."""
     line = _first_line(error)
     words = ": ".join(text for _, text in SAID.findall(line))
     status = STATUS.search(line)

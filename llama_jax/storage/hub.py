@@ -1,7 +1,7 @@
-"""Repositories of the Hugging Face hub, by its own library, which comes with the tokenizers.
+"""Repositories of the Hugging Face hub, through its own library, which is installed with the tokenizers.
 
-A file that the library's cache holds in this version, where ``llama-jax fetch`` and ``hf download`` put it, is read from
-there, others by ranges from the hub, which are not kept. Tokens are the library's business; nothing here reads them.
+A file that is in the library's cache in this version, where ``llama-jax fetch`` and ``hf download`` put it, is read from
+there; others are read from the hub by ranges, which are not kept. The library handles tokens; nothing here reads them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from llama_jax.storage.view import FOLDER, Listed, PassingError
 
 Given = TypeVar("Given")
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO)
-DATA = "datasets/"  # before the names of repositories of data
+DATA = "datasets/"  # prefix of the names of dataset repositories
 
 
 def open_hub(root: str) -> Repository:
-    """The repository at hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION, in the commit that it is at now; of data
-    at hf://datasets/ORGANISATION/NAME.
+    """The repository at hf://ORGANISATION/NAME or hf://ORGANISATION/NAME@REVISION, at its current commit; for data sets
+    hf://datasets/ORGANISATION/NAME.
 
     Raises:
       UserError: huggingface_hub is not installed.
-      OSError: no such repository or revision, or none that may be read.
+      OSError: no such repository or revision, or no permission to read it.
     """
     try:
         from huggingface_hub import HfApi, HfFileSystem
@@ -40,7 +40,7 @@ def open_hub(root: str) -> Repository:
 
 
 class Repository:
-    """A `Store`. A commit never changes, so that no object has another version."""
+    """A `Store`. A commit never changes, so an object has only one version."""
 
     def __init__(self, root: str, name: str, commit: str, files: Any) -> None:
         self._root = root
@@ -54,7 +54,7 @@ class Repository:
             found = _asked(self._url(folder), lambda: self._files.ls(self._path(folder), detail=True))
         except FileNotFoundError:
             return {}
-        if len(found) == 1 and found[0]["name"] == self._path(folder):  # a file, which it lists as itself
+        if len(found) == 1 and found[0]["name"] == self._path(folder):  # the path is a file: the library lists it as itself
             return {}
         return {each["name"].rpartition("/")[2]: self._listed(each) for each in found}
 
@@ -85,16 +85,16 @@ class Repository:
         raise OSError(errno.EROFS, "nothing is removed from the hub", self._url(key))
 
     def download(self, revision: str | None, keys: Collection[str], folder: Path | None) -> Path:
-        """Download objects as the library does, which goes on with what is there already, into `folder` or its own cache.
+        """Download objects with the library, which resumes partial downloads, into `folder` or its own cache.
 
         Args:
-          revision: as it was given, to be remembered in the cache; None for the default branch.
+          revision: as it was given, to be recorded in the cache; None for the default branch.
 
         Returns:
-          The folder in which they lie under their keys.
+          The folder that holds them under their keys.
 
         Raises:
-          PassingError, OSError: as `Store` says; and what the disk says.
+          PassingError, OSError: as for `Store`; and errors of the disk.
         """
         from huggingface_hub import snapshot_download
 
@@ -124,14 +124,14 @@ class Repository:
 
 
 def cache_folder() -> Path:
-    """Where the library keeps what it downloads."""
+    """The folder of the library's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def _page(url: str) -> str:
-    """The page of a repository for browsers."""
+    """The web page of a repository."""
     from huggingface_hub import constants
 
     name = "/".join(url.removeprefix("hf://").split("/")[:2])
@@ -139,7 +139,7 @@ def _page(url: str) -> str:
 
 
 def _asked(url: str, ask: Callable[[], Given]) -> Given:
-    """What the library gives, which tries again by itself; what it raises as an error that names object and cause."""
+    """The result of the library, which retries by itself; its errors become ones that name object and cause."""
     from huggingface_hub import errors
 
     try:
@@ -152,7 +152,7 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
     except errors.RepositoryNotFoundError:
         why = "there is no such repository, or it is private: log in with `hf auth login`"
         raise PermissionError(errno.EACCES, why, url) from None
-    except errors.LocalEntryNotFoundError as error:  # of a download: the hub gave no answer
+    except errors.LocalEntryNotFoundError as error:  # in a download: the hub did not answer
         raise PassingError(reason_of(error)) from None
     except (errors.EntryNotFoundError, FileNotFoundError):
         raise FileNotFoundError(errno.ENOENT, "there is no such file in the repository", url) from None
@@ -165,9 +165,9 @@ def _asked(url: str, ask: Callable[[], Given]) -> Given:
         if 400 <= status < 500 and status not in (408, 429):
             raise OSError(errno.EIO, f"the hub refuses ({reason_of(error)})", url) from None
         raise PassingError(f"the hub answers {status}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # and will again
+    except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:  # a retry would fail too
         raise OSError(errno.EIO, reason_of(error, 160), url) from None
-    except Exception as error:  # of the HTTP library below it, which is another in each of its versions
+    except Exception as error:  # from the HTTP library that it uses, which depends on its version
         if isinstance(error, OSError) and error.errno in OF_THE_DISK:
             raise
         raise PassingError(f"{type(error).__name__}: {reason_of(error)}") from None

@@ -1,4 +1,4 @@
-"""A path of this machine, or a URL, with the few methods that readers of models need of either."""
+"""A path of this machine or a URL, with the few methods that readers of models need of both."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from llama_jax.storage.view import FOLDER, Store, StoreView
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 LOOKS_STORED = re.compile(r"(s3|gs|hf):/")
 EXAMPLES = {"s3": "s3://BUCKET/PATH", "gs": "gs://BUCKET/PATH", "hf": "hf://ORGANISATION/NAME"}
-READ_AHEAD = 1 << 12  # bytes, of what is read through a buffer: the first of a file, to see what it is
+READ_AHEAD = 1 << 12  # bytes of a buffered read: the beginning of a file, to recognise its format
 
 
 class Status(NamedTuple):
-    """What `stat` says of an object."""
+    """The result of `stat` for an object."""
 
     st_size: int
 
 
 class StoredPath(os.PathLike[str]):
-    """An object in a store, or a folder there: all objects whose names begin with its own and a slash.
+    """An object in a store, or a folder: all objects whose names begin with its name and a slash.
 
-    It answers what reading asks of a `pathlib.Path`, and is written as its URL. All that is made of one another sees the
-    store as it was first seen (`StoreView`).
+    It has the methods of `pathlib.Path` that reading needs, and its string is its URL. Locations made from one another see
+    the store as it was first seen (`StoreView`).
     """
 
     def __init__(self, view: StoreView, key: str) -> None:
@@ -75,7 +75,7 @@ class StoredPath(os.PathLike[str]):
 
     @property
     def parents(self) -> tuple[StoredPath, ...]:
-        """The folders that it lies in, down to the whole store."""
+        """The folders that contain it, up to the root of the store."""
         parts = self.key.split("/") if self.key else []
         return tuple(StoredPath(self.view, "/".join(parts[:count])) for count in reversed(range(len(parts))))
 
@@ -93,11 +93,11 @@ class StoredPath(os.PathLike[str]):
         return self.view.look(self.key) not in (None, FOLDER)
 
     def iterdir(self) -> Iterator[StoredPath]:
-        """What lies in a folder. Sizes are known of it then, and no store is asked again."""
+        """The content of a folder. Its sizes are then known, without another request."""
         return (self / name for name in self.view.names(self.key))
 
     def glob(self, pattern: str) -> Iterator[StoredPath]:
-        """What lies in a folder under a name like the pattern, which has no slash."""
+        """The content of a folder whose names match the pattern, which has no slash."""
         return (self / name for name in fnmatch.filter(self.view.names(self.key), pattern))
 
     def stat(self) -> Status:
@@ -105,8 +105,8 @@ class StoredPath(os.PathLike[str]):
         return Status(self.view.size(self.key))
 
     def open(self, mode: str = "rb", buffering: int = -1) -> Any:
-        """An object as a file of bytes: each read is one request of just these bytes, through a buffer of at least
-        `buffering` where that is not 0."""
+        """An object as a binary file: each read is one request for exactly these bytes, through a buffer of at least
+        `buffering` bytes where that is not 0."""
         if mode != "rb":
             raise ValueError(f"a stored object is opened in mode 'rb', not {mode!r}")
         reader = _Reader(self)
@@ -157,11 +157,11 @@ class _Reader(io.RawIOBase):
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The place that a path or a URL names; nothing is asked of a store yet, nor is its library imported.
+    """The location of a path or a URL; the store is not contacted yet, nor is its library imported.
 
     Args:
-      path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANISATION/NAME, after which @REVISION and the
-        path of a file or folder in the repository may stand; of a repository of data hf://datasets/ORGANISATION/NAME.
+      path: of this machine; or s3://BUCKET/PATH, gs://BUCKET/PATH, or hf://ORGANISATION/NAME, which @REVISION and the path
+        of a file or folder in the repository may follow; for data sets hf://datasets/ORGANISATION/NAME.
 
     Raises:
       UserError: a URL of another kind, one without a bucket or a repository, or one as a `Path`.
@@ -186,16 +186,16 @@ def locate(path: str | os.PathLike[str]) -> Location:
 
 
 def on_disk(path: str | os.PathLike[str], what: str) -> Path:
-    """The path of what is read and written on this machine alone, so far.
+    """The path of something that can only be on this machine so far.
 
     Args:
-      what: it is, for the message.
+      what: what it is, for the message.
 
     Raises:
       UserError: a URL.
     """
     text = os.fspath(path)
-    if LOOKS_STORED.match(text):  # also as a `Path`, which has one of the two slashes
+    if LOOKS_STORED.match(text):  # also as a `Path`, which keeps only one of the two slashes
         raise UserError(f"{shown(text, 100)}: {what} must be on this machine: it is written to as disks are")
     return Path(text)
 

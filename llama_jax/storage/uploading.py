@@ -1,4 +1,4 @@
-"""Files and folders that are put into a store: made on this machine, and there as a whole or not at all."""
+"""Uploads to a store: files and folders are made on this machine, and appear there whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llama_jax.storage.location import StoredPath
 
 @contextmanager
 def uploading(path: StoredPath, *, folder: bool, last: Collection[str], check: Callable[[], None]) -> Iterator[Path]:
-    """A file, or an empty folder, of this machine (in TMPDIR), of which all is in the store in the end.
+    """A file, or an empty folder, on this machine (in TMPDIR), whose content is put into the store in the end.
 
-    An object appears there whole or not at all. Of a folder the file that is named in `last`, without which nobody takes it
-    for a model, comes after all others; of one that is replaced it goes before them, and what the new one has not is removed
-    in the end. When something fails, what was written is removed. There is no lock: of two that write under one name at a
-    time one is told so at that file, which is created where none is; of single files the later stays.
+    An object appears there whole or not at all. In a folder, the file named in `last`, without which it is not recognised as
+    a model, is written after all others; when a folder is replaced, this file is removed first, and files that the new
+    folder lacks are removed in the end. On failure, what was written is removed. There is no lock: if two write to one name at the
+    same time, one gets an error at the file `last`, which must not exist yet; for single files the later write wins.
 
     Args:
       check: called before anything is written; what it raises stops that.
@@ -57,7 +57,7 @@ def _put_folder(folder: Path, path: StoredPath, names_of_last: Collection[str]) 
         try:
             path.view.create((path / last).key, files[last].read_bytes())
         except FileExistsError:
-            written.clear()  # some of it may be the other's
+            written.clear()  # some of it may belong to the other writer
             raise OSError(errno.EEXIST, "another has written there meanwhile; look at it", str(path)) from None
     except BaseException:
         for key in written:

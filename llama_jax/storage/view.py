@@ -1,4 +1,4 @@
-"""A store as a reader first saw it: each folder listed once, each object read in one version, requests tried again."""
+"""A store as a reader first saw it: each folder is listed once, each object read in one version, requests retried."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
-# Seconds before a request is made again, a minute in all; each is shortened at random, so that not all hosts come at once.
+# Seconds before each retry, a minute in all; each is shortened at random, so that not all hosts retry at once.
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-SLOW_TRIES = 3  # so often a request is made that is not done in its time: others are refused at once, and these take minutes
-MOST_OPEN = 1 << 26  # bytes asked for at a time: more is asked for in pieces
+SLOW_TRIES = 3  # tries of a request that times out: fewer than for others, because each takes minutes
+MOST_OPEN = 1 << 26  # bytes requested at a time: more are requested in pieces
 
 _log = logging.getLogger("llama_jax.storage")
 Given = TypeVar("Given")
 
 
 class Listed(NamedTuple):
-    """What a store says of a name.
+    """A store's entry for a name.
 
     Attributes:
-      size: bytes of an object; None of a folder.
-      version: of its content, for reading no other; None where the store has none.
+      size: bytes of an object; None for a folder.
+      version: of its content, so that no other is read; None where the store has no versions.
     """
 
     size: int | None
@@ -37,13 +37,13 @@ FOLDER = Listed(None, None)
 
 
 class Store(Protocol):
-    """A bucket, or a repository: what the library for it must answer. Keys are paths in it, without a slash at either end.
+    """A bucket or repository: the interface to its library. Keys are paths in it, without a slash at either end.
 
-    What may be otherwise at the next try is raised as `PassingError`, all else as an `OSError` that names the URL.
+    Errors that may not recur in a retry are raised as `PassingError`, all others as an `OSError` that names the URL.
     """
 
     def names(self, folder: str) -> Mapping[str, Listed]:
-        """What lies in a folder, by name; nothing where there is no such folder."""
+        """The content of a folder, by name; empty where there is no such folder."""
         ...
 
     def head(self, key: str) -> Listed | None:
@@ -55,10 +55,10 @@ class Store(Protocol):
         ...
 
     def write(self, key: str, content: Path | bytes, *, only_new: bool = False) -> None:
-        """Put a file or bytes under a key, where readers see all of it at once.
+        """Put a file or bytes under a key; readers see all of it at once.
 
         Args:
-          only_new: raise FileExistsError where something is there; for little bytes.
+          only_new: raise FileExistsError where something is there; for a few bytes.
         """
         ...
 
@@ -68,18 +68,18 @@ class Store(Protocol):
 
 
 class PassingError(Exception):
-    """A request went wrong, and may go right: a broken connection, a server that is busy or failing."""
+    """A request failed, and may succeed when retried: a broken connection, a server that is busy or failing."""
 
 
 class SlowError(PassingError):
-    """A request was not done in its time, though bytes may have come now and then."""
+    """A request timed out, though some bytes may have come."""
 
 
 class StoreView:
-    """A store, opened when it is first asked, and what it has said of itself.
+    """A store, opened at the first request, and a cache of its listings.
 
     Attributes:
-      root: the URL of the whole, without a slash at the end.
+      root: the URL of the whole store, without a slash at the end.
     """
 
     def __init__(self, root: str, open_store: Callable[[], Store]) -> None:
@@ -94,13 +94,13 @@ class StoreView:
         return f"{self.root}/{key}" if key else self.root
 
     def names(self, folder: str) -> Mapping[str, Listed]:
-        """What lies in a folder."""
+        """The content of a folder."""
         if folder not in self._folders:
             self._folders[folder] = trying(self.url(folder), lambda: self.store().names(folder))
         return self._folders[folder]
 
     def look(self, key: str) -> Listed | None:
-        """What lies under a key; None where nothing does. Of what a listing shows the store is not asked again."""
+        """The entry of a key; None where there is none. A key in a known listing needs no request."""
         if self._alone.get(key) is not None:
             return self._alone[key]
         parent, _, name = key.rpartition("/")
@@ -125,7 +125,7 @@ class StoreView:
         """Bytes [start, stop) of an object, all of them, as it was when it was first seen.
 
         Raises:
-          OSError: it is not there, may not be read, was replaced, or the store gave no whole answer in all tries.
+          OSError: it is missing, unreadable or was replaced, or the store gave no complete answer in all tries.
         """
         _, version = self._object(key)
         url = self.url(key)
@@ -145,7 +145,7 @@ class StoreView:
         return whole
 
     def write(self, key: str, file: Path) -> None:
-        """Put a file of this machine under a key: all of it at once, in the place of what is there.
+        """Put a file of this machine under a key: all of it at once, replacing what is there.
 
         Raises:
           OSError: it cannot be written.
@@ -153,10 +153,10 @@ class StoreView:
         trying(self.url(key), lambda: self.store().write(key, file))
 
     def create(self, key: str, content: bytes) -> None:
-        """Put a few bytes under a key where nothing is.
+        """Put a few bytes under a key that does not exist.
 
         Raises:
-          FileExistsError: something is.
+          FileExistsError: the key exists.
           OSError: it cannot be written.
         """
         tries = 0
@@ -168,7 +168,7 @@ class StoreView:
                 self.store().write(key, content, only_new=True)
             except FileExistsError:
                 if tries == 1 or bytes(self.store().read(key, 0, len(content) + 1, None)) != content:
-                    raise  # and not what a try before has written, whose answer was lost
+                    raise  # not our own write of an earlier try, whose answer was lost
 
         trying(self.url(key), ask)
 
@@ -176,7 +176,7 @@ class StoreView:
         """Remove an object.
 
         Raises:
-          OSError: it cannot be.
+          OSError: it cannot be removed.
         """
         trying(self.url(key), lambda: self.store().delete(key))
 
@@ -201,13 +201,13 @@ class StoreView:
 
 
 def trying(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = None) -> Given:
-    """What `ask` gives, asked again after a while for as long as it raises PassingError; each wait is logged as a warning.
+    """The result of `ask`, retried after a wait as long as it raises PassingError; each wait is logged as a warning.
 
     Args:
       waits: seconds; None is WAITS.
 
     Raises:
-      OSError: it did to the last, or was too slow for SLOW_TRIES times.
+      OSError: the last retry failed too, or SLOW_TRIES tries timed out.
     """
     waits = WAITS if waits is None else waits
     slow = 0
@@ -224,7 +224,7 @@ def trying(url: str, ask: Callable[[], Given], waits: Sequence[float] | None = N
 
 
 def _and_above(folder: str) -> list[str]:
-    """A folder, and those that it lies in, down to the whole store."""
+    """A folder and its parents, up to the root of the store."""
     found = [folder]
     while folder:
         folder = folder.rpartition("/")[0]
