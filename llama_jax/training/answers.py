@@ -1,4 +1,4 @@
-"""The loss of sampled answers by their rewards, as `train_step` takes it."""
+"""The loss of sampled answers from their rewards, in the form that `train_step` takes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from llama_jax.training.step import in_parts
 
 
 class ScoredAnswers(NamedTuple):
-    """Answers with their advantages, a row each.
+    """Answers with their advantages, one per row.
 
     Attributes:
-      batch: prompts and answers; its mask has the tokens that are learnt from, the stop token among them.
+      batch: prompts and answers; its mask marks the tokens that are trained on, including the stop token.
       advantages: float32[B].
-      drawn: float32[B, T], log-probabilities of the tokens, at the temperature, as the sampler had them; to be compared with
+      drawn: float32[B, T], log-probabilities of the tokens at the temperature, computed by the sampler, for comparison with
         the trainer's own.
-      sampled: float32[B, T], the same as the trainer had them when the answers were sampled; None where that is now.
-      reference: float32[B, T], the same by the reference; None without a divergence from it in the loss.
+      sampled: float32[B, T], the same by the trainer when the answers were sampled; None if these are the current ones.
+      reference: float32[B, T], the same by the reference model; None without a divergence from it in the loss.
     """
 
     batch: Batch
@@ -54,9 +54,9 @@ class AnswerLoss:
     def __call__(
         self, config: LlamaConfig, params: Llama, judged: ScoredAnswers, options: LossOptions, layout: Layout
     ) -> TaskSums:
-        """Sums over rows, for a `train_step` that counts them by `count`.
+        """Sums over rows, for a `train_step` that divides them by `count`.
 
-        Of `more`, "tokens" are those of the answers; "clipped", "divergence" and "gap", |drawn - own|, are sums over them.
+        In `more`, "tokens" counts those of the answers; "clipped", "divergence", "gap", |drawn - own|, are sums over them.
         """
         mask = predicted(judged.batch)
         logprobs = token_logprobs(config, params, judged.batch, options, layout, self.temperature)
@@ -68,16 +68,16 @@ class AnswerLoss:
         return TaskSums(found.loss, lax.stop_gradient(found.loss), jax.tree.map(lax.stop_gradient, more))
 
     def count(self, judged: ScoredAnswers) -> jax.Array:
-        """float32[]: what the sum of the losses is divided by: tokens, answers, or answers times the longest's tokens."""
+        """float32[], the divisor of the sum of losses: tokens, answers, or answers times the tokens of the longest."""
         if self.policy.kind == "dapo":
             return jnp.sum(predicted(judged.batch), dtype=jnp.float32)
         return jnp.float32(judged.advantages.shape[0] * (self.policy.length or 1))
 
     def with_reference(self, reference: Llama, parts: int) -> Any:
-        """A function with the arguments of a loss that gives the answers with their log-probabilities by a reference.
+        """A function with the arguments of a loss that returns the answers with their log-probabilities by a reference.
 
         Args:
-          parts: into which the rows are divided, computed one after the other to save memory.
+          parts: number of parts of the rows, computed one after the other to save memory.
         """
 
         def prepare(

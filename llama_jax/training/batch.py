@@ -1,4 +1,4 @@
-"""What a training step is given."""
+"""The input of a training step."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from llama_jax.errors import GenerationError
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, arrays of numpy or JAX: of each row the first T are read, the last T are predicted.
+    """Rows of tokens, numpy or JAX arrays: the first T tokens of each row are read, the last T are predicted.
 
     Attributes:
       tokens: int32[B, T + 1].
       segment_ids: int32[B, T + 1]: 1 for the tokens of a row's first document, 2 for those of its second, and so on; 0 for
-        padding. A token sees, and is predicted from, those of its own segment only. None: every row is one document.
-      positions: int32[B, T + 1], from 0 in every segment. None: a token's place in its row.
+        padding. A token attends to, and is predicted from, tokens of its own segment only. None: every row is one document.
+      positions: int32[B, T + 1], from 0 in every segment. None: a token's index in its row.
       mask: bool[B, T + 1], which tokens are to be predicted, such as a chat's replies. None: all.
-      noise: uint32[B, T + 1], random numbers that the noise of each embedding is made of, see `LossOptions.neftune`.
+      noise: uint32[B, T + 1], random numbers from which the noise of each embedding is made, see `LossOptions.neftune`.
     """
 
     tokens: Any
@@ -30,14 +30,14 @@ class Batch(NamedTuple):
 
 
 class Shifted(NamedTuple):
-    """A batch as the model reads it: beside each token what is to be predicted from it.
+    """A batch as the model reads it: each token with the target that is predicted from it.
 
     Attributes:
       tokens: int32[B, T].
       targets: int32[B, T], the tokens after them.
       weights: bool[B, T], which targets count in the loss.
       segment_ids, positions: int32[B, T] of the tokens read, or None as in a `Batch`.
-      rope_lengths: int32[B, T], see `forward`; None where the other three say it.
+      rope_lengths: int32[B, T], see `forward`; None where it follows from the other three.
       noise: uint32[B, T] of the tokens read, or None as in a `Batch`.
     """
 
@@ -54,7 +54,7 @@ def checked(batch: Batch) -> Batch:
     """The same as arrays.
 
     Raises:
-      GenerationError: tokens that are not [B, T + 1], or a part of another shape, which would be broadcast.
+      GenerationError: tokens that are not [B, T + 1], or a field with another shape, which would be broadcast.
     """
     arrays = Batch(*(None if part is None else jnp.asarray(part) for part in batch))
     if arrays.tokens.ndim != 2:
@@ -67,7 +67,7 @@ def checked(batch: Batch) -> Batch:
 
 
 def shift(batch: Batch) -> Shifted:
-    """Of each row the first T tokens to read and the last T to predict; for the errors see `checked`."""
+    """The first T tokens of each row to read and the last T to predict; for the errors see `checked`."""
     batch = checked(batch)
     read = (batch.segment_ids, batch.positions, batch.noise)
     segment_ids, positions, noise = (None if part is None else part[:, :-1] for part in read)

@@ -1,4 +1,4 @@
-"""The loss of a student that learns what a teacher predicts."""
+"""Distillation: the loss of a student that learns a teacher's predictions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DistillOptions:
 
 
 class Teacher(NamedTuple):
-    """A frozen model beside the student: its configuration and layout on the same devices, and its parameters."""
+    """A frozen teacher: its configuration and layout on the student's devices, and its parameters."""
 
     config: LlamaConfig
     params: Llama
@@ -68,8 +68,8 @@ class Teacher(NamedTuple):
 def distillation_loss(distill: DistillOptions, teacher: Teacher) -> Callable[..., TaskSums]:
     """A loss with the arguments of `total_loss`: sums over the predicted tokens, to be divided by their number.
 
-    Rows are read by both models; of each the hidden states [B, T, D] are held, and of the logits a chunk. `more` has the
-    sums "kl", of the divergence at the temperature, and "cross_entropy", of the likelihood.
+    Both models read the rows; the hidden states [B, T, D] of both are held, and one chunk of their logits. `more` has the
+    sums "kl", of the divergence at the temperature, and "cross_entropy", of the negative log-likelihood.
     """
 
     def loss(

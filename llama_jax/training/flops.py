@@ -1,8 +1,8 @@
 """How many floating-point operations a training step needs, and what share of a device's peak that makes.
 
-Counted is what the mathematics needs, not what a program happens to do: so the figure of a step does not grow when the
-backward pass computes activations again, or when masked scores are computed and thrown away (Chowdhery et al. 2022,
-appendix B, with attention's causal half instead of its square).
+The count is what the mathematics needs, not what a program does: it does not grow when the backward pass recomputes
+activations, or when masked scores are computed and discarded (Chowdhery et al. 2022, appendix B, with the causal half of
+attention instead of the square).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FORMULA = (
 
 
 def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
-    """P, the weights that every token is multiplied with.
+    """P, the number of weights that every token is multiplied with.
 
     The embedding is a lookup and counts only where it is the output projection as well; normalisations do not count.
 
     Args:
-      all_experts: count what devices hold and send each other, and not of experts only those that a token is given to.
+      all_experts: count all experts, as devices hold and send them, instead of only those that a token is routed to.
     """
     total = 0
     for row in rows(config):
@@ -39,7 +39,7 @@ def matrix_parameters(config: LlamaConfig, *, all_experts: bool = False) -> int:
 
 
 def _is_of_expert(row: Row) -> bool:
-    """Whether each expert has one, of which a token is multiplied with a few."""
+    """Whether each expert has its own such matrix; a token is multiplied with only a few."""
     return row.axes.startswith("E ") and len(row.axes.split()) == 3
 
 
@@ -52,12 +52,12 @@ def step_flops(
     multiplies two times, queries with keys and weights with values, and a token sees half of its document on average.
 
     Args:
-      batch, length: B rows of T tokens that are predicted.
+      batch, length: B rows of T predicted tokens.
       document_length: tokens of the document that a token is in, averaged over tokens (see `mean_document_length`), for
         packed rows. None counts a row as one document. That is an assumption where documents are packed: it counts
-        products between documents, which the mask throws away, but makes runs with the same rows comparable.
-      frozen: the matrices have no gradients of their own, as under adapters: 4 P instead of 6 P. What the adapters take,
-        some hundredths of it, is not counted.
+        products between documents, which the mask discards, but makes runs with the same rows comparable.
+      frozen: the matrices have no gradients, as with adapters: 4 P instead of 6 P. The FLOPs of the adapters, a few
+        hundredths of it, are not counted.
     """
     c = config
     seen = (length if document_length is None else document_length) / 2
@@ -75,10 +75,10 @@ def mean_document_length(lengths: Iterable[int]) -> float:
 
 
 def flops_utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
-    """MFU, the share of the devices' peak that a step of so many FLOPs and seconds reaches.
+    """MFU (model FLOPs utilisation), the share of the devices' peak that a step with these FLOPs and seconds reaches.
 
     Args:
-      peak: FLOP/s of one device, see `analysis.hardware`; None where none is published, as for a CPU, and then there is no
-        MFU.
+      peak: FLOP/s of one device, see `analysis.hardware`; None, which gives no MFU, where none is published, as for a
+        CPU.
     """
     return None if peak is None else flops / seconds / (devices * peak)

@@ -1,4 +1,4 @@
-"""What a model thinks of the tokens of a batch: what preference losses and policy gradients are made of."""
+"""Log-probabilities of the tokens of a batch, for preference losses and policy gradients."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def token_logprobs(
 ) -> jax.Array:
     """The log-probability of every predicted token given those before it in its segment, in nats: float32[B, T].
 
-    It is 0 for tokens that are not to be predicted, by the batch's mask and segments, so that the sum over T is that of an
-    answer whose tokens are the mask. Differentiable in the parameters; `ops.token_logprobs` makes the logits by chunks.
+    It is 0 for tokens that are not to be predicted, by the batch's mask and segments, so that the sum over T is that of the
+    answer that the mask marks. Differentiable in the parameters; `ops.token_logprobs` makes the logits in chunks.
 
     Args:
-      params: over devices what `layout.fit` gives, as for `total_loss`.
-      options: `z_loss` must be 0: it is part of a loss, and this is none.
-      layout: see `total_loss`; not one whose devices divide the tokens of each row.
+      params: sharded as `layout.fit` gives them, as for `total_loss`.
+      options: `z_loss` must be 0, because it is part of a loss, and this is not a loss.
+      layout: see `total_loss`; not one that divides the tokens of each row over devices.
       temperature: above 0; divides the logits, as in sampling.
 
     Raises:

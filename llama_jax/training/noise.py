@@ -1,4 +1,4 @@
-"""Noise on what the embedding gives, in training alone (NEFTune: Jain et al. 2023)."""
+"""Noise on embeddings, only in training (NEFTune: Jain et al. 2023)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from llama_jax.training.batch import Shifted
 
 
 class NoisyTable(struct.PyTreeNode):
-    """An embedding whose rows get noise as these tokens look them up.
+    """An embedding that adds noise to the rows that these tokens look up.
 
     Attributes:
-      table: [V, D], whatever stands there.
-      bits: uint32[B, T], of which the noise of each token is made: the same wherever the token lies.
-      lengths: int32[B, T], tokens of the document that each is of.
+      table: [V, D], the embedding in any form.
+      bits: uint32[B, T], from which the noise of each token is made: the same on any device.
+      lengths: int32[B, T], number of tokens of each token's document.
       alpha: noise is uniform within alpha / sqrt(length D).
     """
 
@@ -52,7 +52,7 @@ class NoisyTable(struct.PyTreeNode):
 
 
 def noisy(params: Llama, rows: Shifted, alpha: float) -> Llama:
-    """The parameters for reading these rows with noise; the output projection has none, also where it is the embedding.
+    """The parameters for reading these rows with noise; the output projection gets none, even if it is tied.
 
     Raises:
       ConfigError: the rows have no random numbers.

@@ -52,13 +52,13 @@ class LossOptions:
 
 
 class TaskSums(NamedTuple):
-    """What a loss other than `total_loss` may give: sums over the rows of a batch.
+    """The result that a loss other than `total_loss` may return: sums over the rows of a batch.
 
     Attributes:
-      loss: float[], what is to be made small.
-      nll: float[], what is shown as the loss; it gets no gradient.
-      more: float[] each, further sums by name, for the metrics of a step, without gradients. "tokens", where it is there, is
-        how many the rows are counted as, in the place of what the loss is divided by.
+      loss: float[], to be minimised.
+      nll: float[], reported as the loss; it gets no gradient.
+      more: float[] each, further sums by name, for the metrics of a step, without gradients. "tokens", if given, is the
+        number of tokens that is reported, instead of the loss's divisor.
     """
 
     loss: jax.Array
@@ -88,17 +88,17 @@ def total_loss(
     options: LossOptions = LossOptions(),
     layout: Layout = Layout(),
 ) -> LossSums:
-    """The sums over all predicted tokens: to be divided by their number, wherever the other rows of the batch are.
+    """The sums over all predicted tokens: to be divided by their number over all devices.
 
-    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` makes them by chunks. Gradients
+    The logits [B, T, V] would be the largest array of a training step: `ops.cross_entropy` makes them in chunks. Gradients
     have the dtype of `params`, the logarithm and the sums are float32 at least.
 
     Args:
-      layout: here `constrain` is told of "hidden" [B, T, D], what `forward` gave, and of what `ops.cross_entropy` tells it.
+      layout: its `constrain` is called here with "hidden" [B, T, D], from `forward`, and by `ops.cross_entropy`.
 
     Raises:
       GenerationError: tokens that are not int[B, T + 1] with T of at least 1.
-      ConfigError: noise is asked for, and the batch has no random numbers for it.
+      ConfigError: noise is asked for, but the batch has no random numbers for it.
     """
     rows = layout.arrange(shift(batch))
     places = Places(positions=rows.positions, segment_ids=rows.segment_ids, rope_lengths=rows.rope_lengths)

@@ -93,7 +93,7 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
             pieces, ends = [stable, optax.linear_schedule(s.learning_rate, last, max(decay, 1))], [steps - 1 - decay]
         case _:
             pieces, ends = [optax.constant_schedule(s.learning_rate)], []
-    # Update 0 already learns: the warm-up's first value is one step's share, not 0.
+    # Update 0 already trains: the first learning rate of the warm-up is one step's share, not 0.
     warmup = optax.linear_schedule(s.learning_rate / max(s.warmup_steps, 1), s.learning_rate, max(s.warmup_steps - 1, 1))
     if s.warmup_steps:
         pieces, ends = [warmup, *pieces], [s.warmup_steps, *ends]
@@ -101,10 +101,10 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
-    """The optimizer of a run of so many steps: AdamW, or Muon."""
+    """The optimizer of a run with this many steps: AdamW, or Muon."""
     s, rates = settings, learning_rates(settings, steps)
     rule = adamw(rates, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=s.weight_decay)
-    if s.lora_plus != 1:  # of what AdamW makes of a gradient, so of its weight decay too: as with a learning rate of its own
+    if s.lora_plus != 1:  # scales AdamW's update with its weight decay, like a separate learning rate
         rule = optax.chain(rule, optax.masked(optax.scale(s.lora_plus), _is_after_a))
     return rule if s.name == "adamw" else optax.partition({"muon": _muon(s, rates), "adamw": rule}, _rule_of)
 
@@ -119,8 +119,8 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW with the betas of Llama (Touvron et al. 2023, section 2.3; Loshchilov & Hutter 2019, algorithm 2).
 
-    Weight decay is for matrices, the embedding among them, and not for the weights of normalisations: a norm's weight
-    that shrinks would only be made up for elsewhere.
+    Weight decay applies to matrices, including the embedding, and not to the weights of normalisations: other weights would
+    only compensate for a norm's weight that shrinks.
     """
     return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_is_matrix)
 
@@ -137,7 +137,7 @@ def _muon(settings: OptimizerSettings, rates: optax.Schedule) -> optax.GradientT
 
 
 def _matrix_axes(params: Llama) -> Llama:
-    """Which axes of each array are a matrix's input and output; the others, such as the layers, count matrices."""
+    """Which axes of each array are a matrix's input and output; the others, such as the layers, are batch axes."""
 
     def axes(path: tuple[Any, ...], _: Any) -> optax.contrib.MuonDimensionNumbers:
         return optax.contrib.MuonDimensionNumbers(reduction_axis=-1, output_axis=row_at(path).outputs)
@@ -153,10 +153,10 @@ def _rule_of(params: Llama) -> Llama:
 
 
 def _is_after_a(params: Llama) -> Llama:
-    """Of adapters B and the magnitude.
+    """Mark B and the magnitude of adapters.
 
     Raises:
-      ConfigError: the parameters are no adapters.
+      ConfigError: the parameters are not adapters.
     """
 
     def after(path: tuple[Any, ...], _: Any) -> bool:

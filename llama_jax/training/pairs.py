@@ -1,4 +1,4 @@
-"""Batches of preferred answers, and their losses: what `preferences` computes of numbers, of tokens."""
+"""Batches of preferred answers, and their losses: the functions of `preferences` applied to tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from llama_jax.training.step import in_parts
 
 
 class PairBatch(NamedTuple):
-    """B rows of P pairs at most. A row has two sides: chosen and rejected answers; for KTO answers, and the same prompts
-    with the answers of others. Each answer, with its prompt, is a segment; a pair has the same segment on both sides.
+    """B rows of at most P pairs. A row has two sides: chosen and rejected answers; for KTO, answers, and the same prompts
+    with answers to other prompts. Each answer with its prompt is a segment; a pair has the same segment on both sides.
 
     Attributes:
       tokens, segment_ids, positions, mask: [B, 2, T + 1], as in a `Batch`; the mask is the answers.
-      there: bool[B, P], which segments are pairs; the others are nothing.
-      desirable: bool[B, P], for KTO, which answers are good; else None.
+      there: bool[B, P], which segments are pairs; the others are empty.
+      desirable: bool[B, P], for KTO, which answers are good; otherwise None.
       reference: float32[B, 2, P], log-probabilities of the answers by the reference; None where there is none, or none yet.
       divergence: float32[B], for KTO, the estimate of the divergence from the reference, the same in all rows; None before
-        `preparing` has made it.
+        `preparing` has computed it.
     """
 
     tokens: Any
@@ -43,14 +43,14 @@ class PairBatch(NamedTuple):
 
 
 class AnswerSums(NamedTuple):
-    """Of each answer the sum of its tokens' log-probabilities and their number, float32[B, S, P] of S sides; 0 of none."""
+    """The sum of the log-probabilities of each answer's tokens and their number, float32[B, S, P] for S sides; 0 if none."""
 
     logprobs: jax.Array
     lengths: jax.Array
 
 
 def pair_count(batch: PairBatch) -> jax.Array:
-    """float32[]: pairs of a batch, or for KTO answers."""
+    """float32[]: number of pairs of a batch, or for KTO of answers."""
     return jnp.sum(batch.there, dtype=jnp.float32)
 
 
@@ -61,7 +61,7 @@ def answer_logprobs(
     options: LossOptions = LossOptions(),
     layout: Layout = Layout(),
 ) -> AnswerSums:
-    """What a model thinks of all answers of a batch, of both sides in one forward pass; see `token_logprobs`."""
+    """Log-probabilities of all answers of a batch, of both sides in one forward pass; see `token_logprobs`."""
     parts = batch.tokens, batch.segment_ids, batch.positions, batch.mask
     rows = Batch(*(part.reshape(-1, part.shape[-1]) for part in parts))
     found = token_logprobs(config, params, rows, options, layout)
@@ -73,10 +73,10 @@ def answer_logprobs(
 
 
 def in_turn(function: Callable[[Any], Any], batch: Any, parts: int) -> Any:
-    """What a function gives for B rows, a tree of [B, ...], of which it gets B / parts at a time.
+    """The result of a function for B rows, a pytree of [B, ...]; the function gets B / parts rows at a time.
 
     Raises:
-      ConfigError: rows that cannot be divided so.
+      ConfigError: rows that cannot be divided into `parts`.
     """
     if parts == 1:
         return function(batch)
@@ -92,13 +92,13 @@ def side(batch: PairBatch, number: int) -> PairBatch:
 
 
 def preparing(kto: bool, reference: Llama | None, parts: int) -> Callable[..., PairBatch]:
-    """A function with the arguments of `pair_loss` but its first, that gives a batch with what is needed of all its rows at
+    """A function with the arguments of `pair_loss` but its first, which adds to a batch what is needed from all its rows at
     once, without gradients.
 
     Args:
-      kto: whether that is the divergence; the batch then keeps its first side alone.
+      kto: whether that includes the divergence; the batch then keeps only its first side.
       reference: the model whose log-probabilities a batch without them gets; None where it has them.
-      parts: in which the rows are read.
+      parts: number of parts in which the rows are read.
     """
 
     def prepare(config: LlamaConfig, params: Llama, batch: PairBatch, options: LossOptions, layout: Layout) -> PairBatch:
@@ -118,10 +118,10 @@ def preparing(kto: bool, reference: Llama | None, parts: int) -> Callable[..., P
 
 
 def preferred(answers: AnswerSums, batch: PairBatch, options: PreferenceOptions) -> Preferred:
-    """The loss of every pair and the rewards, float32[B, P] each; of what is not there 0. For KTO the chosen reward is that
+    """The loss of every pair and the rewards, float32[B, P] each; 0 for empty segments. For KTO the chosen reward is that
     of the answer, and the other one is 0."""
     there = batch.there
-    # Log-probabilities of what is not there: some number for which every loss and its derivative are finite.
+    # Log-probabilities of empty segments are set so that every loss and its derivative are finite.
     logprobs = jnp.where(there[:, None], answers.logprobs, -1.0)
     if options.kind == "kto":
         ratios = logprobs[:, 0] - jnp.where(there, batch.reference[:, 0], -1.0)
@@ -148,7 +148,7 @@ def pair_loss(
 ) -> TaskSums:
     """The sum of the losses of a batch, to be divided by `pair_count`; see `preference_loss` and `kto_loss`.
 
-    `more` has sums: "tokens" of the answers; of pairs "chosen_reward", "rejected_reward", "chosen_logprob",
+    `more` has sums: "tokens" of the answers; over pairs "chosen_reward", "rejected_reward", "chosen_logprob",
     "rejected_logprob", and "right", pairs whose chosen answer has the larger reward; "chosen" and "rejected", how many
     answers these are sums over. Chosen answers of KTO are the good ones, and there is no "right".
     """

@@ -1,4 +1,4 @@
-"""Losses of preferences: functions of the log-probabilities that a model gives whole answers."""
+"""Preference losses: functions of the log-probabilities of whole answers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import jax.numpy as jnp
 from llama_jax.errors import ConfigError
 
 PreferenceKind = Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto"]
-FREE = ("simpo", "orpo")  # of a reference
+FREE = ("simpo", "orpo")  # losses without a reference
 USUAL_MARGIN = 0.5  # of SimPO
 
 
 class Pair(NamedTuple):
-    """A number for each of B pairs of answers: of the chosen and of the rejected one, float[B]."""
+    """Two numbers for each of B pairs, for the chosen and the rejected answer: float[B] each."""
 
     chosen: jax.Array
     rejected: jax.Array
 
 
 class Preferred(NamedTuple):
-    """What a preference loss finds.
+    """The result of a preference loss.
 
     Attributes:
       losses: float[B]; the loss is their mean.
-      rewards: float[B] each, without a gradient: beta times how much more probable an answer is than to the reference; of
-        SimPO and ORPO beta times the log-probability per token. The chosen one is to have the larger.
+      rewards: float[B] each, without a gradient: beta times the log-ratio of an answer's probability to the reference's; for
+        SimPO and ORPO beta times the log-probability per token. The chosen answer should have the larger.
     """
 
     losses: jax.Array
@@ -93,11 +93,11 @@ def preference_loss(
       policy: the log-probability of each answer, the sum over its tokens (`token_logprobs(...).sum(axis=1)`).
       reference: the same of the reference; None for "simpo" and "orpo", which have none. It gets no gradient.
       lengths: tokens of each answer, for "ipo", "simpo" and "orpo"; others do not read it.
-      mismatched: for "kto", float[B']: log-probabilities of answers to the prompts of others, less the reference's, of
-        which the mean is an estimate of the divergence. It gets no gradient.
+      mismatched: for "kto", float[B']: log-probabilities of prompts with answers to other prompts, minus the reference's;
+        their mean estimates the divergence. It gets no gradient.
 
     Raises:
-      ConfigError: something missing that the kind reads, or a reference or `mismatched` that it does not.
+      ConfigError: a missing argument that the kind needs, or a reference or `mismatched` that it does not use.
     """
     _check(options.kind, reference, lengths, mismatched)
     beta, smoothing = options.beta, options.label_smoothing
@@ -130,7 +130,7 @@ def kto_loss(ratios: jax.Array, desirable: jax.Array | bool, mismatched: jax.Arr
     """KTO's loss of single answers, which need not be pairs (Ethayarajh et al. 2024, equation 8): float[B].
 
     Args:
-      ratios: float[B], log-probabilities of answers, less the reference's.
+      ratios: float[B], log-probabilities of answers, minus the reference's.
       desirable: bool[B], which answers are good.
       mismatched: see `preference_loss`.
     """
@@ -143,7 +143,7 @@ def kto_loss(ratios: jax.Array, desirable: jax.Array | bool, mismatched: jax.Arr
 def _log_of_not(logprob: jax.Array) -> jax.Array:
     """log(1 - exp(x)) for x below 0 (Maechler 2012), also near both ends."""
     near = logprob > -0.6931471805599453
-    # Each branch gets a number that it is finite for, so that neither gives the other's gradient a NaN.
+    # Each branch gets an argument for which it is finite, so that neither puts a NaN into the other's gradient.
     small, large = jnp.where(near, logprob, -1.0), jnp.where(near, -1.0, logprob)
     return jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
 

@@ -1,4 +1,4 @@
-"""Policy gradients of groups of answers: advantages and losses, functions of arrays."""
+"""Policy gradients for groups of answers: advantages and losses, as functions of arrays."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SMALLEST_STD = 1e-4
 
 
 class Advantages(NamedTuple):
-    """What the rewards of groups of answers say.
+    """Advantages from the rewards of groups of answers.
 
     Attributes:
       values: float[B], by how much an answer is better than its group.
-      flat: int32[], how many groups have answers of the same reward: there is nothing to learn from them.
+      flat: int32[], number of groups whose answers all have the same reward: there is nothing to learn from them.
     """
 
     values: jax.Array
@@ -31,13 +31,13 @@ def group_advantages(rewards: jax.Array, group: int, *, scale: bool = True) -> A
     """How much better than its group each answer is (Shao et al. 2024, section 4.1.2).
 
     Args:
-      rewards: float[B], the answers to one prompt after each other.
+      rewards: float[B]; those of answers to one prompt are consecutive.
       group: how many answers each prompt has; it divides B, and is at least 2.
       scale: whether the difference from the mean is divided by the group's standard deviation (of a sample, plus 1e-4); Dr.
         GRPO does not (Liu et al. 2025).
 
     Raises:
-      ConfigError: a group that does not divide B, or of one answer.
+      ConfigError: a group size that does not divide B, or is 1.
     """
     if group < 2 or rewards.shape[0] % group:
         raise ConfigError(f"group={group} must be at least 2 and divide the {rewards.shape[0]} answers")
@@ -92,11 +92,11 @@ class PolicyLoss(NamedTuple):
     """Sums over the tokens of the answers, to be divided by `divisor` over all parts of a batch: float[].
 
     Attributes:
-      loss: what is to be made small.
-      divisor: of "grpo" answers, of "dapo" tokens, of "dr_grpo" answers times `length`.
+      loss: to be minimised.
+      divisor: answers for "grpo", tokens for "dapo", answers times `length` for "dr_grpo".
       clipped: tokens whose ratio is beyond the clip in the direction that the advantage asks for.
       divergence: sum of k3 over the tokens, 0 without a reference.
-      tokens: of the answers.
+      tokens: number of tokens of the answers.
     """
 
     loss: jax.Array
@@ -114,14 +114,14 @@ def policy_loss(
     options: PolicyOptions = PolicyOptions(),
     reference: jax.Array | None = None,
 ) -> PolicyLoss:
-    """The clipped policy gradient of answers, of which every token has the answer's advantage.
+    """The clipped policy gradient of answers; every token has the advantage of its answer.
 
     Args:
       logprobs: float[B, T], of the tokens, by the model that learns, at the temperature of the sampling.
-      sampled: float[B, T], the same by the model that sampled them; it gets no gradient. In the first step on a batch it is
-        `logprobs`, the ratio is 1, and the gradient is the policy gradient.
+      sampled: float[B, T], the same by the model that sampled them; it gets no gradient. In the first step on a batch it
+        equals `logprobs`, the ratio is 1, and the gradient is the policy gradient.
       advantages: float[B]; no gradient.
-      mask: bool[B, T], which tokens are of the answer, its end included.
+      mask: bool[B, T], which tokens belong to the answer, including its stop token.
       reference: float[B, T], the same by the reference, for `beta`; no gradient.
 
     Raises:

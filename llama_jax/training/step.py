@@ -24,19 +24,19 @@ from llama_jax.training.batch import Batch, predicted_count
 from llama_jax.training.objective import LossOptions, TaskSums, total_loss
 
 Loss = Callable[[LlamaConfig, Llama, Any, LossOptions, Layout], LossSums | TaskSums]
-Kept = tuple[Llama, Any, Llama | None]  # parameters, what the optimizer keeps, and the average
+Kept = tuple[Llama, Any, Llama | None]  # parameters, the optimizer's state, and the average
 
 
 class TrainState(struct.PyTreeNode):
-    """What training carries from step to step: an immutable tree.
+    """What training carries from step to step: an immutable pytree.
 
     Attributes:
-      step: int32[], steps taken, skipped ones included.
+      step: int32[], steps taken, including skipped ones.
       params: the parameters, in the dtype in which they are updated.
-      opt_state: what the optimizer keeps; for AdamW two numbers per parameter.
+      opt_state: the optimizer's state; for AdamW two numbers per parameter.
       ema: the exponential moving average of the parameters, or None.
       skipped: int32[], steps whose loss or gradients were not finite: they changed nothing but these counters.
-      skipped_in_a_row: int32[], how many of them were the last ones.
+      skipped_in_a_row: int32[], how many of the most recent steps in a row were skipped.
     """
 
     step: Any
@@ -57,8 +57,8 @@ def init_state(
     """The state before the first step; with `ema` it keeps a moving average as well, which starts as the parameters.
 
     Args:
-      dtype: of the parameters in the state. None makes float32 of 16-bit ones, in which most updates would round to nothing
-        (`Compute("bfloat16")` still computes in bfloat16), and keeps others.
+      dtype: of the parameters in the state. None converts 16-bit ones, in which most updates would round to nothing, to
+        float32 (`Compute("bfloat16")` still computes in bfloat16), and keeps others.
     """
     if dtype is None:
         params = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype.itemsize == 2 else x, params)
@@ -110,21 +110,21 @@ def train_step(
     layout: Layout = Layout(),
     loss: Loss = total_loss,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Update the parameters once, to make `batch` more probable. Meant for `jax.jit` with the state donated.
+    """Update the parameters once, to make `batch` more probable. Intended for `jax.jit` with the state donated.
 
     Llama is trained without dropout (Touvron et al. 2023), so a step needs no random numbers.
 
     Args:
-      batch: B rows; every predicted token of them counts the same, however they are spread over rows and devices. With a
-        loss of your own any tree of arrays [B, ...], of which `options.count` knows what its losses are divided by.
-      loss: a loss of your own, with the arguments and the result of `total_loss`: sums over the predicted tokens; or as
+      batch: B rows; every predicted token has the same weight, however the tokens are spread over rows and devices. With
+        your own loss, any pytree of arrays [B, ...] for which `options.count` gives the divisor of its losses.
+      loss: your own loss, with the arguments and the result of `total_loss`: sums over the predicted tokens; or as
         `TaskSums`.
 
     Returns:
       The next state, and the metrics of this step before the update: "loss", nats per predicted token; "grad_norm", the
       Euclidean norm of all gradients; "tokens", how many were predicted, on all devices; float32[] each. If the first two
-      are not finite, only the counters of the state have changed. Of these "skipped" and "skipped_in_a_row" are given
-      as they are after the step. With `TaskSums` also what they have in `more`, over all rows and undivided.
+      are not finite, only the counters of the state have changed. "skipped" and "skipped_in_a_row" are the counters after
+      the step. With `TaskSums` the metrics also have the sums of `more`, over all rows and undivided.
 
     Raises:
       ConfigError: rows that cannot be divided by `accumulate`; an `ema_decay` for a state without a moving average.
@@ -147,7 +147,7 @@ def train_step(
 def _gradients(
     config: LlamaConfig, params: Llama, batch: Any, options: StepOptions, layout: Layout, loss: Loss
 ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Llama, jax.Array]:
-    """Mean negative log-likelihood and further sums, its gradients, and what it is the mean of, over all devices."""
+    """Mean negative log-likelihood and further sums, its gradients, and the divisor of the mean, over all devices."""
     over = identity if layout.axis_name is None else partial(lax.psum, axis_name=layout.axis_name)
     if layout.axis_name is not None:  # each device differentiates its own share; they are summed once, at the end
         params = _as_varying(params, layout.axis_name)
@@ -177,9 +177,9 @@ def _gradients(
 
 
 def _as_varying(tree: Any, axis_name: str) -> Any:
-    """The same values, of which each device along the axis is taken to have its own.
+    """The same values, marked as varying between the devices along the axis.
 
-    Where `jax.shard_map` checks what varies, gradients of what is the same on all devices would be summed at once.
+    Where `jax.shard_map` tracks varying values, gradients of replicated values would otherwise be summed at once.
     """
     return lax.pcast(tree, axis_name, to="varying")
 
@@ -192,13 +192,13 @@ def _updated(
     finite: jax.Array,
     options: StepOptions,
 ) -> TrainState:
-    """The next state; where the gradients are not finite, the same but for the counters."""
+    """The next state; if the gradients are not finite, the same except for the counters."""
 
     def update(kept: Kept) -> Kept:
         params, opt_state, ema = kept
         clipped = gradients
         if options.clip_norm:
-            # Here and not before: a scaled copy of all gradients would be as large as the parameters.
+            # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
             scale = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-30))
             clipped = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
         updates, opt_state = optimizer.update(clipped, opt_state, params)
@@ -220,7 +220,7 @@ def _updated(
 
 
 def in_parts(batch: Any, parts: int) -> Any:
-    """[B, ...] as [parts, B / parts, ...], every part with rows of every device over which B may be split.
+    """[B, ...] as [parts, B / parts, ...]; every part has rows from every device over which B may be sharded.
 
     Raises:
       ConfigError: rows that cannot be divided so.
