@@ -18,8 +18,8 @@ def uploading(path: StoredPath, *, folder: bool, last: Collection[str], check: C
 
     An object appears there whole or not at all. In a folder, the file named in `last`, without which it is not recognised as
     a model, is written after all others; when a folder is replaced, this file is removed first, and files that the new
-    folder lacks are removed in the end. On failure, what was written is removed. There is no lock: if two write to one name at
-    the same time, one gets an error at the file `last`, which must not exist yet; for single files the later write wins.
+    folder lacks are removed in the end. On failure, what was written is removed. There is no lock: if two write to one name
+    at the same time, one gets an error at the file `last`, which must not exist yet; for single files the later write wins.
 
     Args:
       check: called before anything is written; what it raises stops that.

@@ -1,7 +1,7 @@
-"""What a CPU decodes with: matmuls of a few tokens and attention of a few queries, by kernels that are compiled when needed.
+"""Kernels for decoding on CPUs, compiled when needed: matmuls of a few tokens and attention of a few queries.
 
-JAX's wheels bring the headers (`jax.ffi`), and the machine its compiler, so that nothing is compiled for installing: the
-result is kept in the user's cache folder, under a name made of all that it depends on. There are two libraries, `floats`
+JAX's wheels contain the headers (`jax.ffi`), and the machine's compiler is used, so installing compiles nothing: the result
+is kept in the user's cache folder, under a name that is a hash of everything it depends on. There are two libraries, `floats`
 for float32 and bfloat16, and `blocks` for quantised weights.
 """
 
@@ -28,10 +28,10 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
 TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
-KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "int8")  # of quantised weights, by number, as blocks.cc has them
+KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "int8")  # of quantised weights; blocks.cc uses the indices
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-SECONDS = 120  # for the compiler, which takes five for `floats` and eight for `blocks`
+SECONDS = 120  # limit for the compiler, which takes five for `floats` and eight for `blocks`
 
 _log = logging.getLogger("llama_jax.native")
 
@@ -71,7 +71,7 @@ def usable(library: str) -> bool:
 
 
 def prepare(library: str) -> None:
-    """Compile a library, if it must be, while other work is done."""
+    """Compile a library, if needed, while other work is done."""
     if _wanted():
         _registered(library)
 
@@ -129,7 +129,7 @@ def _compiled(source: Path) -> Path:
 
 
 def _processor() -> str:
-    """What the processor can do, so that a cache folder shared by machines has a kernel for each kind."""
+    """The processor's features, so that a cache folder shared by machines has a kernel for each kind."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line for line in lines if line.startswith(("flags", "Features")))

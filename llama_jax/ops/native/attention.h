@@ -1,4 +1,4 @@
-// Attention of a few queries to the keys and values of a cache: to the slots that each of them sees, and no other is read.
+// Attention of a few queries to the keys and values of a cache: only the slots that a query sees are read.
 
 #pragma once
 
@@ -21,7 +21,7 @@ struct Attention {
   float scale;
 };
 
-// Of numbers that are not positive (Cephes, expf); NaN of NaN. Below -87 it is 1e-38, which is as good as zero.
+// For numbers that are not positive (Cephes, expf); NaN for NaN. Below -87 the result is 1e-38, practically zero.
 static inline floats exponential(floats x) {
   x = x < -87.0f ? floats{} - 87.0f : x;
   const floats n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // the nearest integer
@@ -58,7 +58,7 @@ static void score(const Attention<T>& job, const float* queries, const T* keys, 
   }
 }
 
-// Scores become weights whose sum is 1; zeros up to whole vectors.
+// Softmax of the scores, padded with zeros to whole vectors.
 static void normalise(float* scores, int64_t count) {
   for (int64_t s = count; s % LANES; ++s) scores[s] = -std::numeric_limits<float>::infinity();
   floats most = load<floats>(scores), total{};
@@ -116,7 +116,7 @@ static void attend(const Attention<T>& job, int64_t head, int64_t query, int64_t
 
 template <bool whole, typename T>
 static void attend(ffi::ThreadPool& threads, const Attention<T>& job) {
-  constexpr int64_t LITTLE = 1 << 15;  // numbers of keys, for which another thread would come too late
+  constexpr int64_t LITTLE = 1 << 15;  // key elements up to which another thread would start too late
   const int64_t most = (job.slots + 4 + LANES - 1) / LANES * LANES;
   const auto of_head = [&](int64_t head) {
     std::vector<float> scores(4 * most);

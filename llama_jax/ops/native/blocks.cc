@@ -7,13 +7,13 @@
 // - for `int8`, which has a factor for each row, a token is the sum of two rows of integers, see `cpu.in_integers`.
 //
 // A few tokens are multiplied with each row of the weight, as fast as memory is read (few.h). More are put into panels,
-// where a vector holds four neighbouring numbers of LANES rows of integers, so that sums need not be added up in the end
+// where a vector holds four neighbouring numbers of LANES rows of integers, so that lanes need not be summed in the end
 // (panels.h).
 
 #include "few.h"
 #include "panels.h"
 
-constexpr int FEW = 4;  // rows of integers, more of which are faster in panels
+constexpr int FEW = 4;  // rows of integers; more are faster in panels
 
 template <typename Kind>
 static void multiply(ffi::ThreadPool& threads, const Job& job) {

@@ -1,4 +1,4 @@
-// Matmuls of a few tokens, by a few rows of the weight at a time: each number of the weight is read from memory once.
+// Matmuls of a few tokens with a few rows of the weight at a time: each number of the weight is read from memory once.
 
 #pragma once
 
@@ -118,7 +118,7 @@ static float multiply_row(const Int8& weight, const Row* x) {
   return total * weight.scale;
 }
 
-// A few tokens, by a few rows of the weight at a time.
+// A few tokens, with a few rows of the weight at a time.
 template <typename Kind>
 static void multiply_rows(ffi::ThreadPool& threads, const Job& job) {
   constexpr int each = rows_per_token<Kind>;

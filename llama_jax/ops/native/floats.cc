@@ -1,7 +1,7 @@
-// What a model of float32 or bfloat16 decodes with on CPUs: matmuls of a few tokens, and their attention.
+// Decoding of float32 and bfloat16 models on CPUs: matmuls of a few tokens, and their attention.
 //
 // XLA for CPU takes two to three times as long for two to sixteen rows as for one, and twice as long for one by a small
-// weight; these read each number of a weight once. They are apart from blocks.cc because they compile sooner.
+// weight; these read each number of a weight once. They are separate from blocks.cc because they compile faster.
 
 #include "attention.h"
 #include "floats.h"

@@ -18,7 +18,7 @@ struct Product {
   int64_t tokens, rows, columns;
 };
 
-// C tokens from `x` on by four rows of the weight from `n` on.
+// C tokens from `x` on, with four rows of the weight from `n` on.
 template <int C, typename T>
 static void multiply_floats_together(const Product<T>& job, const float* x, int64_t n, float* out) {
   constexpr int R = TOGETHER;
@@ -51,7 +51,7 @@ static void multiply_floats_together(const Product<T>& job, const float* x, int6
   }
 }
 
-// The tokens from `t` on, C at a time, and what is left of them fewer at a time.
+// The tokens from `t` on, C at a time, and the rest fewer at a time.
 template <int C, typename T>
 static void multiply_floats_from(const Product<T>& job, int64_t t, int64_t n) {
   for (; t + C <= job.tokens; t += C) multiply_floats_together<C>(job, job.x + t * job.columns, n, job.out + t * job.rows);

@@ -1,4 +1,4 @@
-// What is multiplied: tokens [T, D] and a weight [N, D].
+// The operands: tokens [T, D] and a weight [N, D].
 
 #pragma once
 

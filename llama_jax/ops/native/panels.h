@@ -6,14 +6,14 @@
 
 #include "job.h"
 
-// LANES rows of integers: of each four numbers a vector.
+// LANES rows of integers: one vector for every four numbers of each row.
 struct Panel {
   i8s* q;
   floats* factor;
   ints* total;
 };
 
-// So many of them in one piece of memory, which is not written before they are.
+// This many of them in one block of memory, which is not initialised.
 class Panels {
  public:
   Panels(int64_t count, int64_t vectors, int64_t groups)
@@ -105,7 +105,7 @@ static void multiply_panels(ffi::ThreadPool& threads, const Job& job) {
       }
     }
   });
-  // The panels that are gone through for each tile of weights stay in the second cache of a core.
+  // The panels that each tile of weights is multiplied with stay in the L2 cache of a core.
   const int64_t fitting = std::max<int64_t>(1, (int64_t{1} << 20) / (padded * LANES * C)) * C;
   constexpr int64_t at_once = 4 * R;
   for (int64_t first = 0; first < count; first += fitting)

@@ -1,4 +1,4 @@
-// Work that the caller and XLA's own threads do together.
+// Work that is shared between the caller and XLA's own threads.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace ffi = xla::ffi;
 
-constexpr int TOGETHER = 4;  // rows of a weight that a few tokens are multiplied with at a time
+constexpr int TOGETHER = 4;  // rows of a weight that a few tokens are multiplied with at once
 constexpr int AHEAD = 4096;  // bytes that are prefetched before they are read, at least
 
 // Parts of the work, for the caller and threads of XLA's: each has a stretch of them, one after the other in memory, and

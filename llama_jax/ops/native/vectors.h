@@ -1,6 +1,6 @@
 // Vectors as wide as the processor's, and the instructions that multiply bytes where it has them.
 //
-// They are the vectors of GCC and Clang, so that AVX2, AVX-512 and NEON come of one source.
+// They are the vector extensions of GCC and Clang, so that AVX2, AVX-512 and NEON come from one source.
 
 #pragma once
 
@@ -72,7 +72,7 @@ static inline V load(const void* from, int64_t count) {
   return v;
 }
 
-// GCC makes conversions to and from bytes one by one.
+// GCC converts to and from bytes one by one.
 static inline ints longer(narrow v) { return (ints)_mm512_cvtepi8_epi32((__m128i)v); }
 static inline ints longer(bytes_of_lanes v) { return (ints)_mm512_cvtepu8_epi32((__m128i)v); }
 static inline narrow shorter(ints v) { return (narrow)_mm512_cvtepi32_epi8((__m512i)v); }
@@ -125,7 +125,7 @@ static inline u8s all32(const uint8_t* from) {
   return (u8s)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 
-// The instruction takes weights without a sign: 128 is added to them, and taken off where the sums begin.
+// The instruction takes unsigned weights: 128 is added to them, and subtracted in the initial sums.
 typedef u8s Signed;
 constexpr int MORE = 128;
 static inline Signed with_sign(i8s w) { return (u8s)w ^ 128; }

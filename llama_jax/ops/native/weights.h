@@ -120,7 +120,7 @@ struct QK {
  private:
   static uint64_t pair(uint32_t first, uint32_t second) { return first | uint64_t{second} << 32; }
 
-  // Of each block eight numbers of 6 bits, of which 12 bytes hold two kinds.
+  // Eight 6-bit numbers of each block; its 12 bytes hold two kinds of them.
   template <bool whole, typename Of>
   eights of_blocks(int64_t g, Of of) const {
     const auto block = [&](int64_t b) -> uint64_t {
@@ -159,7 +159,7 @@ struct Q6_K {
         d(row_of<half>(p.at[3], n, columns / 256)),
         columns(columns) {}
   template <bool whole>
-  Integers at(int64_t i) const {  // of each 128 numbers 64 bytes of low halves, and 32 of four pairs of bits
+  Integers at(int64_t i) const {  // every 128 numbers have 64 bytes of low halves, and 32 of four pairs of bits
     const uint32_t upper = i % 128 / 64;
     const u8s nibbles = shifted(load<u8s>(values + i / 128 * 64 + i % 64), words{} + 4 * upper, 15);
     return nibbles | (shifted(all32(high + i / 128 * 32), by_group(i, 4 * upper, 2), 3) << 4);
