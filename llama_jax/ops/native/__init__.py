@@ -1,7 +1,7 @@
 """Kernels for decoding on CPUs, compiled when needed: matmuls of a few tokens and attention of a few queries.
 
 JAX's wheels contain the headers (`jax.ffi`), and the machine's compiler is used, so installing compiles nothing: the result
-is kept in the user's cache folder, under a name that is a hash of everything it depends on. There are two libraries, `floats`
+is kept in the user's cache folder, under a hash of everything it depends on. There are two libraries, `floats`
 for float32 and bfloat16, and `blocks` for quantised weights.
 """
 
