@@ -5,6 +5,7 @@ python experiments/record_terminal.py docs/images/first_command.svg
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class Record:
         program = [sys.executable, "-m", "llama_jax", *COMMAND[1:]]
         done = subprocess.run(program, capture_output=True, text=True, check=True)
         said = f'llama-jax generate "{COMMAND[2]}" {" ".join(COMMAND[3:])}'
-        terminal = Console(record=True, width=self.width, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
+        terminal = Console(record=True, width=self.width, file=io.StringIO(), force_terminal=True)
         terminal.print(Text.assemble(("$ ", "bold green"), said))
         terminal.print(Text(done.stdout.strip()))
         terminal.print(Text("$ ", "bold green"), end="")

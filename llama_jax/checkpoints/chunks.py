@@ -23,7 +23,7 @@ from llama_jax.checkpoints.tensors import FLOATS, kind_of, read_bytes
 from llama_jax.storage import StoredPath
 
 DESCRIPTION = "zarr.json"  # after the name of an array
-OF_SHARD = 8 + 8 + 4  # bytes behind the one part of a chunk: where it begins, how long it is, and the CRC of both
+OF_SHARD = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
 LEAST_READ = 1 << 17  # bytes of a chunk to ask for at a time
 DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
 

@@ -151,7 +151,6 @@ class Run:
     def stream(
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
     ) -> Iterator[Piece]:
-        ops.native_soon(self.natively)
         state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, request)
         piece, done, _ = unpack(packed)
         yield piece

@@ -5,7 +5,7 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 """
 
 from llama_jax.ops.attention import attend, attend_with_sinks
-from llama_jax.ops.cpu import decodes_natively, native_anyway, native_beside, native_soon
+from llama_jax.ops.cpu import decodes_natively, native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.ops.experts import experts
 from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
@@ -27,7 +27,6 @@ __all__ = [
     "look_up",
     "native_anyway",
     "native_beside",
-    "native_soon",
     "project",
     "rms_norm",
     "rotary_table",

@@ -205,11 +205,8 @@ def is_native(kind: str) -> bool:
 def native_beside(params: Any) -> AbstractContextManager[Any]:
     """The context to trace a model in, see `platform.native_code`; quantised weights are leaves with planes, of a kind."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "planes"))
-    kinds = {getattr(leaf, "kind", "") for leaf in leaves}
-    if not native_code.value and lowering_platform() == "cpu" and not kinds.isdisjoint(native.KINDS):
-        native.prepare("floats")  # while the other one is compiled
-        return native_code(any(is_native(kind) for kind in kinds) and native.usable("floats"))
-    return native_code(native_code.value)
+    quantized = any(is_native(kind) for kind in {getattr(leaf, "kind", "") for leaf in leaves})
+    return native_code(native_code.value or (quantized and native.usable("floats")))
 
 
 def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
@@ -222,12 +219,6 @@ def decodes_natively(params: Any, dtype: Any, mesh: Any) -> bool:
 def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
     """The context to call programs in that decode: few rows that they multiply, and attention to floats, are native."""
     return native_code(wanted and native.usable("floats"))
-
-
-def native_soon(wanted: bool) -> None:
-    """Have `native_anyway` ready when it is asked for, without waiting for it now."""
-    if wanted:
-        native.prepare("floats")
 
 
 def decoded_at_once(plain: Callable[[], int]) -> int:

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from llama_jax.inference.speculation import Drafter, DraftModel, PromptLookup
-from llama_jax.inference.speculation.lookup import Followed
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.serving.requests import GenerationRequest
 
@@ -78,18 +77,44 @@ def drafting_by(draft: Drafter | None) -> Drafting | None:
     return LookupDrafting(draft) if isinstance(draft, PromptLookup) else None
 
 
-class Following(Followed):
-    """A row that tells for each of its tokens whether it would have drafted it."""
+class Following:
+    """A row on the host, and an index of where its last tokens occurred before, updated as tokens come.
+
+    A generation looks back over whole pieces (`speculation.lookup.foreseen`); here each token is drafted from the last.
+
+    Attributes:
+      row: its tokens.
+      draft: index of the token that would be drafted next, or None.
+    """
 
     def __init__(self, drafting: LookupDrafting, shortest: int, prompt: Sequence[int]) -> None:
-        super().__init__(shortest)
-        self._drafting = drafting
-        self.right(list(prompt))
+        self.row: list[int] = []
+        self.draft: int | None = None
+        self._drafting, self._shortest = drafting, shortest
+        self._places: dict[tuple[int, ...], int] = {}
+        for token in prompt:
+            self._is_right(token)
 
     def learn(self, token: int) -> None:
         """See `KnownRow.learn`."""
         offered = self.draft is not None
-        self._drafting.learn(offered, bool(self.right([token])))
+        self._drafting.learn(offered, self._is_right(token))
+
+    def following(self, count: int) -> list[int]:
+        """The next `count` tokens that would be drafted, or none, as `continued` has them."""
+        if self.draft is None:
+            return []
+        period = len(self.row) - self.draft
+        return [self.row[self.draft + i % period] for i in range(count)]
+
+    def _is_right(self, token: int) -> bool:
+        """Append a token; whether it would have been drafted."""
+        right = self.draft is not None and self.row[self.draft] == token
+        self.row.append(token)
+        key = tuple(self.row[-self._shortest :])
+        self.draft = self.draft + 1 if right and self.draft is not None else self._places.get(key)
+        self._places[key] = len(self.row)
+        return right
 
 
 class LookupDrafting(Drafting):

@@ -403,8 +403,8 @@ def test_the_native_kernel_of_lesser_processors(level, monkeypatch):
     monkeypatch.setattr(native, "FLAGS", tuple(flag.replace("native", level) for flag in native.FLAGS))
     for name in ("TARGET", "FLOATS", "ATTENTION"):
         monkeypatch.setattr(native, name, f"{getattr(native, name)}_{level}")
-    assert native._register("blocks")
-    assert native._register("floats")
+    assert native._register.__wrapped__("blocks")
+    assert native._register.__wrapped__("floats")
     for kind, columns in WIDTHS:
         check_integers(kind, columns)
     for dtype in ("float32", "bfloat16"):
@@ -451,7 +451,7 @@ def test_int8_takes_the_native_kernel_where_there_is_one(monkeypatch):
 
 
 def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_registered", native._registered.__wrapped__)
+    monkeypatch.setattr(native, "_register", native._register.__wrapped__)
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", str(tmp_path))
     weight = weight_of("q4_0")
@@ -463,7 +463,7 @@ def test_without_a_compiler_xla_computes_and_says_so_once(monkeypatch, caplog, t
 
 
 def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(native, "_registered", native._registered.__wrapped__)
+    monkeypatch.setattr(native, "_register", native._register.__wrapped__)
     monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
     compiler = tmp_path / "broken"
     compiler.write_text(

@@ -79,44 +79,6 @@ def foreseen(row: np.ndarray, shortest: int) -> np.ndarray:
     return found
 
 
-class Followed:
-    """A row on the host, and an index of where its last tokens occurred before, updated as tokens come.
-
-    Attributes:
-      row: its tokens.
-      shortest: number of last tokens that must match.
-      draft: index of the token that would be drafted next, or None.
-    """
-
-    def __init__(self, shortest: int):
-        self.row: list[int] = []
-        self.shortest = shortest
-        self.places: dict[tuple[int, ...], int] = {}
-        self.draft: int | None = None
-
-    def right(self, tokens: list[int]) -> int:
-        """How many of these tokens would have been drafted."""
-        found = 0
-        for token in tokens:
-            if self.draft is not None and self.row[self.draft] == token:
-                found, self.draft = found + 1, self.draft + 1
-            else:
-                self.draft = None
-            self.row.append(token)
-            key = tuple(self.row[-self.shortest :])
-            if self.draft is None:
-                self.draft = self.places.get(key)
-            self.places[key] = len(self.row)
-        return found
-
-    def following(self, count: int) -> list[int]:
-        """The next `count` tokens that would be drafted, or none, as `continued` has them."""
-        if self.draft is None:
-            return []
-        period = len(self.row) - self.draft
-        return [self.row[self.draft + i % period] for i in range(count)]
-
-
 def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortest: int) -> jax.Array:
     """What followed the earlier occurrence of the tokens up to `last`: int32[count], -1 where there is none.
 

@@ -36,7 +36,6 @@ def drafted_pieces(
       pace: decides how many tokens are drafted; by default `Pace.of` the drafter's tokens.
     """
     tokens, lengths, _ = prompts
-    ops.native_soon(run.natively)
     state, packed = run.start(run.read_prompts(tokens, lengths, options), *prompts)
     drafter, memory = drafter.begin(tokens, lengths, options)
     model = Model(run.params, run.config, run.compute, run.layout)

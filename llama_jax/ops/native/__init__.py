@@ -14,7 +14,6 @@ import os
 import platform
 import shutil
 import subprocess
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -67,24 +66,10 @@ def usable(library: str) -> bool:
 
     ``LLAMA_JAX_NATIVE=off`` says that there is none. ``CXX`` names the compiler.
     """
-    return _wanted() and _registered(library).result()
-
-
-def prepare(library: str) -> None:
-    """Compile a library, if needed, while other work is done."""
-    if _wanted():
-        _registered(library)
-
-
-def _wanted() -> bool:
-    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off"
+    return os.environ.get("LLAMA_JAX_NATIVE", "on") != "off" and _register(library)
 
 
 @cache
-def _registered(library: str) -> Future[bool]:
-    return ThreadPoolExecutor(1).submit(_register, library)
-
-
 def _register(library: str) -> bool:
     handlers = {
         "floats": {FLOATS: "llama_jax_floats", ATTENTION: "llama_jax_attend"},
