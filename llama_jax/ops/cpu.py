@@ -16,6 +16,8 @@ as the plain function and is tested against it. The reasons:
   two to three times faster than what XLA does.
 - A slice of a bfloat16 array, such as a scan makes of stacked residuals, first converts the whole stack to float32; a slice
   of the same bits as integers does not.
+- Rows of a bfloat16 table are converted to float32, and the conversion is moved out of the loop over tokens, where it is
+  one of the whole table: 98 MB for 32,000 rows of 768, once per piece of generated text.
 - Elementwise arithmetic on 16-bit numbers is done in float32, and rounded after each operation.
 """
 
@@ -236,6 +238,11 @@ def in_integers(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     scaled = exact / jnp.where(factors == 0, 1, factors)
     coarse = jnp.round(scaled)
     return coarse.astype(jnp.int8), jnp.round((scaled - coarse) * FINER).astype(jnp.int8), factors
+
+
+def look_up(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax.Array:
+    """`layers.look_up`, from a table that depends on the rows: what is converted is these rows alone, in the loop."""
+    return plain(*lax.optimization_barrier((table, rows))) if is_short(table) else plain(table, rows)
 
 
 # --- the cache ---------------------------------------------------------------------------------------------------------

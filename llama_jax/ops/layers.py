@@ -49,6 +49,7 @@ def project(x: jax.Array, weight: jax.Array | Weight, *, out_dtype: Any = None) 
     return checkpoint_name(multiply(x, jnp.asarray(weight), out_dtype), PRODUCT)
 
 
+@for_cpu(cpu.look_up)
 def look_up(table: Any, rows: jax.Array) -> jax.Array:
     """Some rows of a table [V, D], an array or what has a `look_up` of its own: [*rows, D]."""
     return table.look_up(rows) if hasattr(table, "look_up") else table[rows]

@@ -371,3 +371,24 @@ class TestFeedForward:
         got = jax.jit(ops.feed_forward)(one, gates, values, one)
         g, v = (np.asarray(x, np.float64).T for x in (gates, values))
         np.testing.assert_allclose(np.asarray(got, np.float64), g / (1 + np.exp(-g)) * v, rtol=1.001 * 2**-8)
+
+
+def test_a_loop_looks_up_rows_of_16_bits_without_a_wider_table():
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(3000, 16)), jnp.bfloat16)
+
+    def follow(table, row):
+        def step(row, _):
+            found = ops.look_up(table, row).astype(jnp.float32)
+            return (row + 1 + jnp.sum(found).astype(jnp.int32)) % 3000, found
+
+        return jax.lax.scan(step, row, None, length=5)
+
+    compiled = jax.jit(follow).lower(table, jnp.array([3, 299])).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes
+    with jax.disable_jit():
+        wanted = follow(table, jnp.array([3, 299]))
+    jax.tree.map(np.testing.assert_array_equal, compiled(table, jnp.array([3, 299])), wanted)
+    gradient = jax.grad(lambda look, table: jnp.sum(look(table).astype(jnp.float32) ** 2), argnums=1)
+    rows = jnp.array([[3, 299], [0, 3]])
+    found, wanted = gradient(lambda t: ops.look_up(t, rows), table), gradient(lambda t: t[rows], table)
+    np.testing.assert_array_equal(found, wanted)
