@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llama_jax.inference.speculation import Drafter, DraftModel, PromptLookup
+from llama_jax.inference.speculation.lookup import Following
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.serving.requests import GenerationRequest
 
@@ -77,44 +78,17 @@ def drafting_by(draft: Drafter | None) -> Drafting | None:
     return LookupDrafting(draft) if isinstance(draft, PromptLookup) else None
 
 
-class Following:
-    """A row on the host, and an index of where its last tokens occurred before, updated as tokens come.
+class FollowedRow(Following):
+    """A row of an engine; each of its tokens tells the drafting of all rows whether it would have been drafted."""
 
-    A generation looks back over whole pieces (`speculation.lookup.foreseen`); here each token is drafted from the last.
-
-    Attributes:
-      row: its tokens.
-      draft: index of the token that would be drafted next, or None.
-    """
-
-    def __init__(self, drafting: LookupDrafting, shortest: int, prompt: Sequence[int]) -> None:
-        self.row: list[int] = []
-        self.draft: int | None = None
-        self._drafting, self._shortest = drafting, shortest
-        self._places: dict[tuple[int, ...], int] = {}
-        for token in prompt:
-            self._is_right(token)
+    def __init__(self, drafting: LookupDrafting, prompt: Sequence[int], shortest: int) -> None:
+        super().__init__(prompt, shortest)
+        self._drafting = drafting
 
     def learn(self, token: int) -> None:
         """See `KnownRow.learn`."""
         offered = self.draft is not None
-        self._drafting.learn(offered, self._is_right(token))
-
-    def following(self, count: int) -> list[int]:
-        """The next `count` tokens that would be drafted, or none, as `continued` has them."""
-        if self.draft is None:
-            return []
-        period = len(self.row) - self.draft
-        return [self.row[self.draft + i % period] for i in range(count)]
-
-    def _is_right(self, token: int) -> bool:
-        """Append a token; whether it would have been drafted."""
-        right = self.draft is not None and self.row[self.draft] == token
-        self.row.append(token)
-        key = tuple(self.row[-self._shortest :])
-        self.draft = self.draft + 1 if right and self.draft is not None else self._places.get(key)
-        self._places[key] = len(self.row)
-        return right
+        self._drafting.learn(offered, self.append(token))
 
 
 class LookupDrafting(Drafting):
@@ -126,9 +100,9 @@ class LookupDrafting(Drafting):
         self._hits = self._trials = 0.0
         self._seconds: dict[tuple[Shape, bool], float] = {}
 
-    def follow(self, request: GenerationRequest) -> Following | None:
+    def follow(self, request: GenerationRequest) -> FollowedRow | None:
         """See `Drafting.follow`."""
-        return Following(self, self._shortest, request.prompt) if request.constraint is None else None
+        return FollowedRow(self, request.prompt, self._shortest) if request.constraint is None else None
 
     def learn(self, offered: bool, right: bool) -> None:
         """Record whether a token would have been drafted, and whether the draft was right."""
@@ -136,7 +110,7 @@ class LookupDrafting(Drafting):
         self._trials = self._trials * kept + offered
         self._hits = self._hits * kept + right
 
-    def propose(self, rows: Sequence[Following | None], number: int) -> np.ndarray:
+    def propose(self, rows: Sequence[FollowedRow | None], number: int) -> np.ndarray:
         """See `Drafting.propose`: the drafts themselves."""
         drafts = np.full((len(rows), number), -1, np.int32)
         for i, row in enumerate(rows):
@@ -157,7 +131,7 @@ class LookupDrafting(Drafting):
         if not drafted and (shape, True) in self._seconds:
             self._seconds[shape, True] = max(self._seconds[shape, True] / FORGETTING, believed)
 
-    def choose(self, shape: Shape, rows: Sequence[Following | None]) -> int:
+    def choose(self, shape: Shape, rows: Sequence[FollowedRow | None]) -> int:
         """See `Drafting.choose`."""
         plain, (count,) = self._seconds.get((shape, False)), self.numbers
         offering = sum(row is not None and row.draft is not None for row in rows)

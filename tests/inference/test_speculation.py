@@ -18,7 +18,7 @@ from llama_jax import CacheOptions, DraftModel, PromptLookup, Sampling
 from llama_jax.errors import ConfigError, GenerationError, MeshError
 from llama_jax.inference.speculation import pace
 from llama_jax.inference.speculation import run as module
-from llama_jax.inference.speculation.lookup import continued, foreseen
+from llama_jax.inference.speculation.lookup import Following, continued
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.parallel.mesh import parse_mesh
 
@@ -272,11 +272,14 @@ def test_lookup_is_what_a_search_finds(text, count, longest, more):
 
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 3))
 def test_hindsight_is_what_a_search_finds(text, shortest):
-    def right(place):
-        ends = [end for end in range(shortest, place) if text[end - shortest : end] == text[place - shortest : place]]
-        return place >= shortest and bool(ends) and text[ends[-1]] == text[place]
-
-    assert foreseen(np.array(text, np.int32), shortest).tolist() == [right(place) for place in range(len(text))]
+    row, draft = Following([], shortest), None
+    for place, token in enumerate(text):
+        right = draft is not None and text[draft] == token
+        assert row.append(token) == right
+        last = text[place + 1 - shortest : place + 1]
+        begins = [end for end in range(shortest, place + 1) if text[end - shortest : end] == last]
+        draft = draft + 1 if right else begins[-1] if place >= shortest and begins else None
+        assert row.draft == draft
 
 
 class TestWhatCannotBe:

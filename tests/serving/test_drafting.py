@@ -10,7 +10,7 @@ from test_engine import SMALL, Client, alone, exhaust, model, some_request  # no
 
 from llama_jax import PromptLookup
 from llama_jax.errors import GenerationError
-from llama_jax.serving.drafting import FORGETTING, Following, LookupDrafting
+from llama_jax.serving.drafting import FORGETTING, FollowedRow, LookupDrafting
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions
 from llama_jax.serving.requests import GenerationRequest
@@ -33,7 +33,7 @@ def foresight(model, monkeypatch):  # noqa: F811
         texts.append([*request.prompt, *answer.tokens])
         return answer
 
-    monkeypatch.setattr(Following, "following", following)
+    monkeypatch.setattr(FollowedRow, "following", following)
     monkeypatch.setattr(LookupDrafting, "choose", lambda self, shape, rows: 4 if any(rows) and rng.random() < 0.8 else 0)
     return expect
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,6 @@ from flax import struct
 from llama_jax.errors import GenerationError
 from llama_jax.inference.drafting import Drafter, check_number
 from llama_jax.inference.state import Piece, State
-
-LOOKED_BACK = 4096  # tokens of a row that `hindsight` looks at
-HASH = np.uint64(0x9E3779B97F4A7C15)  # an odd number whose bits look random
 
 
 class PromptLookup(Drafter, struct.PyTreeNode):
@@ -44,15 +41,13 @@ class PromptLookup(Drafter, struct.PyTreeNode):
             raise GenerationError(f"shortest={self.shortest} of a draft exceeds longest={self.longest}")
 
     def hindsight(self, tokens: np.ndarray, lengths: np.ndarray) -> Callable[[Piece], tuple[int, int]]:
-        """See `Drafter.hindsight`: by the latest earlier occurrence of the last `shortest` tokens."""
-        rows = [ids[:length] for ids, length in zip(tokens, lengths, strict=True)]
+        """See `Drafter.hindsight`."""
+        rows = [Following(ids[:length].tolist(), self.shortest) for ids, length in zip(tokens, lengths, strict=True)]
 
         def look_back(piece: Piece) -> tuple[int, int]:
             right = 0
-            for number, (ids, valid) in enumerate(zip(piece.tokens, piece.valid, strict=True)):
-                new = ids[valid]
-                rows[number] = np.concatenate([rows[number][-LOOKED_BACK:], new])
-                right += int(foreseen(rows[number], self.shortest)[-len(new) or len(rows[number]) :].sum())
+            for row, ids, valid in zip(rows, piece.tokens, piece.valid, strict=True):
+                right += sum([row.append(token) for token in ids[valid].tolist()])
             return right, int(piece.valid.sum())
 
         return look_back
@@ -66,17 +61,39 @@ class PromptLookup(Drafter, struct.PyTreeNode):
         return jax.vmap(of_row)(history, state.cache.length), memory
 
 
-def foreseen(row: np.ndarray, shortest: int) -> np.ndarray:
-    """Whether each token also followed the latest earlier occurrence of the `shortest` tokens before it: bool[S]."""
-    starts = max(len(row) - shortest, 0)
-    found, key = np.zeros(len(row), bool), np.zeros(starts, np.uint64)
-    for offset in range(shortest):
-        key = key * HASH + row[offset : offset + starts].astype(np.uint64)  # modulo 2^64
-    order = np.argsort(key, kind="stable")
-    same = key[order[1:]] == key[order[:-1]]
-    now, before = order[1:][same] + shortest, order[:-1][same] + shortest
-    found[now] = row[now] == row[before]
-    return found
+class Following:
+    """A row on the host with an index of where its last tokens occurred before: what `continued` would draft, nearly.
+
+    A draft goes on from the occurrence that it is at while it is right; otherwise it begins at the latest one.
+
+    Attributes:
+      row: its tokens.
+      draft: index of the token that would be drafted next, or None.
+    """
+
+    def __init__(self, prompt: Sequence[int], shortest: int) -> None:
+        self.row: list[int] = []
+        self.draft: int | None = None
+        self._shortest = shortest
+        self._places: dict[tuple[int, ...], int] = {}
+        for token in prompt:
+            self.append(token)
+
+    def append(self, token: int) -> bool:
+        """Take the next token; whether it would have been drafted."""
+        right = self.draft is not None and self.row[self.draft] == token
+        self.row.append(token)
+        key = tuple(self.row[-self._shortest :])
+        self.draft = self.draft + 1 if right and self.draft is not None else self._places.get(key)
+        self._places[key] = len(self.row)
+        return right
+
+    def following(self, count: int) -> list[int]:
+        """The next `count` tokens that would be drafted, or none."""
+        if self.draft is None:
+            return []
+        period = len(self.row) - self.draft
+        return [self.row[self.draft + i % period] for i in range(count)]
 
 
 def continued(row: jax.Array, last: jax.Array, count: int, longest: int, shortest: int) -> jax.Array:

@@ -21,7 +21,7 @@ GUESS = 1.4, 0.15  # cost in steps of an unmeasured pass, and of each draft; wit
 FIRST = 6  # passes after which the acceptance is known of a drafter that tells nothing beforehand
 MARGIN, UNTRIED = 1.05, 1.2  # factors by which drafts must be faster: acceptance is known from few tokens; time is a guess
 SHORT, LONG = 0.04, 0.1  # seconds of a piece; the host works for half a millisecond after each
-SURE = 16  # tokens without a correct draft after which drafts are hopeless
+SURE = CHUNK  # tokens without a correct draft after which drafts are hopeless: a short text then has one more piece, not two
 SOFTENING = 0.25  # share of an increase in time that is believed: another process may have used the processor
 
 
@@ -152,7 +152,7 @@ class Pace:
         found = replace(found, seconds=times, elapsed=self.elapsed + seconds)
         best = found.best
         lengths = (
-            self._grown(n, passes, seconds) if n == number else length if n == best else 1 if n else CHUNK
+            found._grown(n, passes, seconds) if n == number else length if n == best else 1 if n else CHUNK
             for n, length in zip(self.numbers, self.lengths, strict=True)
         )
         found = replace(found, lengths=tuple(lengths))
