@@ -393,7 +393,10 @@ def scored(choice: ChosenTokens, at: tuple[int, ...], alternatives: int) -> Scor
 def _scores(reading: PromptProgress) -> list[ScoredToken]:
     """The tokens of a prompt, each with its log-probability given those before it."""
     found = [ScoredToken(int(reading.tokens[0]), None)]
-    for packed in reading.scores:
+    for packed in reading.scores:  # by whole columns: rows of all requests wait for this
         choice = unpack(packed)
-        found += [scored(choice, (i,), reading.request.alternatives) for i in range(int(choice.valid.sum()))]
+        ids, logprobs = (x[:, : reading.request.alternatives].tolist() for x in (choice.ids, choice.logprobs))
+        beside = [tuple(zip(*both, strict=True)) for both in zip(ids, logprobs, strict=True)]
+        rows = zip(choice.token.tolist(), choice.logprob.tolist(), beside, strict=True)
+        found += [ScoredToken(*row) for row in rows][: int(choice.valid.sum())]
     return found[: len(reading.tokens)]  # what follows the last token is not part of the prompt

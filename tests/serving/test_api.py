@@ -8,6 +8,7 @@ import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, on_a_thread, saying, served, talk
 
 from llama_jax.serving.http import app
+from llama_jax.serving.http.answer import SLICE
 from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import connect
@@ -84,15 +85,16 @@ def test_every_form_of_a_prompt(prompt):
     assert answer["usage"]["completion_tokens"] == 2 * 2 * len(texts)
 
 
-@pytest.mark.parametrize("per_turn", [1, 3])
-def test_a_stream_says_what_the_whole_says(per_turn):
+@pytest.mark.parametrize("per_turn", [1, 3, 30])
+def test_a_stream_says_what_the_whole_says(per_turn, monkeypatch):
+    monkeypatch.setattr("llama_jax.serving.http.answer.SLICE", 4)  # so that prompts and updates are taken in parts
     said = "Größe 🦙 and so on, and so forth"
     body = {"max_tokens": 60, "logprobs": 1, "n": 2, "stop": ["so forth", "zzz"], "seed": 1, "echo": True}
     engine = FakeEngine(says=saying(said), per_turn=per_turn)
     whole, stream = ask(
         engine,
-        lambda c: c.complete("é", **body),
-        lambda c: c.complete("é", **body, stream=True, stream_options={"include_usage": True}),
+        lambda c: c.complete("é and é", **body),
+        lambda c: c.complete("é and é", **body, stream=True, stream_options={"include_usage": True}),
     )
     *events, last, done = stream.events
     assert done == "[DONE]"
@@ -101,7 +103,7 @@ def test_a_stream_says_what_the_whole_says(per_turn):
     assert all(event["usage"] is None for event in events)
     for i, expected in enumerate(whole.json["choices"]):
         chunks = [choice for event in events for choice in event["choices"] if choice["index"] == i]
-        assert expected["text"] == "é" + said.removesuffix("so forth")
+        assert expected["text"] == "é and é" + said.removesuffix("so forth")
         assert "".join(chunk["text"] for chunk in chunks) == expected["text"]
         assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
         for name, value in expected["logprobs"].items():
@@ -110,6 +112,37 @@ def test_a_stream_says_what_the_whole_says(per_turn):
     # Every token up to the one with which the stop text was whole, and of it none is shown.
     assert whole.json["usage"]["completion_tokens"] == 2 * len(said.encode())
     assert not any("so f" in text_of([event, None]) for event in events)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_scored_answers_are_written_as_json_writes_them(chat):
+    """Log-probabilities are written by hand, also of tokens that need escapes."""
+    said = 'a "quoted" \\ line\n é 🦙' * 3
+    body = {"max_tokens": 99, "logprobs": True, "top_logprobs": 3} if chat else {"max_tokens": 99, "logprobs": 3}
+    send = (lambda c, **more: c.chat("b", **body, **more)) if chat else (lambda c, **more: c.complete("b", **body, **more))
+    whole, stream = ask(FakeEngine(says=saying(said)), lambda c: send(c, n=3), lambda c: send(c, stream=True))
+    assert whole.body == json.dumps(whole.json, separators=(",", ":")).encode()
+    events = [f"data: {json.dumps(event, separators=(',', ':'))}\n\n" for event in stream.events[:-1]]
+    assert stream.body.decode() == "".join(events) + "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_long_scored_answer_leaves_others_their_turn(stream):
+    """Also where nobody has taken its tokens for long: it is written in parts, between which other tasks run."""
+    engine = FakeEngine(says=saying("x" * 300), per_turn=200)
+
+    async def conversation(client):
+        body = {"prompt": "a", "max_tokens": 200, "logprobs": 5, "n": 4, "stream": stream}
+        call, turns = client.begin("POST", "/v1/completions", body), 0
+        while not engine.waiting:
+            await asyncio.sleep(0)
+        engine.turn()
+        while not call.task.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    assert talk(engine, conversation, thread=False) > 4 * 200 // SLICE
 
 
 def test_half_a_character_is_never_sent():

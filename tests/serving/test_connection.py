@@ -1,13 +1,19 @@
 """What comes over a socket and is no whole request, or one that other parsers take for less."""
 
 import contextlib
+import itertools
 import json
 import socket
+import threading
+from types import SimpleNamespace
 
 import pytest
-from fakes import FakeEngine, listening, saying, served
+import uvicorn
+from fakes import FakeEngine, ids, listening, saying, served
+from uvicorn.server import ServerState
 
 from llama_jax.serving.http import connection
+from llama_jax.serving.http.bodies import Limits
 
 OFFER = (
     b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\n"
@@ -98,3 +104,49 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(address, chunked)
         found.sendall(body[:10])
         found.sendall(body[10:] + head(OFFER, b"GET /health") + b"\r\n" + head(OFFER + framing) + body)
         assert [answer(found)[0] for _ in range(3)] == [200] * 3
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_never_reads_is_left(monkeypatch, stream):
+    """Its connection ends and its rows are free, also where the response is complete but lies in the server's buffer."""
+    made, lost = connection.Connection.connection_made, connection.Connection.connection_lost
+    gone, ended = threading.Event(), threading.Event()
+
+    def with_small_buffer(self, transport):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        made(self, transport)
+
+    def noted(self, exc):
+        lost(self, exc)
+        gone.set()
+
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.02)
+    monkeypatch.setattr(connection.Connection, "connection_made", with_small_buffer)
+    monkeypatch.setattr(connection.Connection, "connection_lost", noted)
+    engine = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), per_turn=100, context=10**9)
+    end = engine._end
+    engine._end = lambda *one: (end(*one), ended.set())
+    body = json.dumps({"prompt": "a", "max_tokens": 10**8 if stream else 30_000, "stream": stream}).encode()
+    with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address, socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        found.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+        found.sendall(head(b"Content-Length: %d\r\n\r\n" % len(body)) + body)
+        assert gone.wait(20)
+        assert ended.wait(20)
+    assert engine.finished == {"cancelled" if stream else "length": 1}
+
+
+def test_a_client_that_reads_slowly_is_not_left(monkeypatch):
+    sizes, later, aborted = iter([900, 600, 500, 500]), [], []
+    config = uvicorn.Config(lambda *arguments: None, interface="asgi3", http=connection.Connection)
+    config.load()
+    loop = SimpleNamespace(call_later=lambda seconds, check: later.append(check))
+    found = connection.Connection(config, ServerState(), {}, loop)
+    found.transport = SimpleNamespace(get_write_buffer_size=lambda: next(sizes), abort=lambda: aborted.append(True))
+    found.flow = SimpleNamespace(pause_writing=lambda: None)
+    found.pause_writing()
+    for _ in range(3):
+        assert not aborted
+        later.pop()()
+    assert aborted
+    assert not later

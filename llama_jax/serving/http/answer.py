@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -20,6 +21,8 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # without this nginx buffers a stream
 ]
 
+SLICE = 64  # tokens that are written at once, in a millisecond or two with log-probabilities; then other tasks run
+
 
 class Answer:
     """A response, as an ASGI application: the engine's output for a request, streamed or sent when it is complete."""
@@ -30,6 +33,7 @@ class Answer:
         self._format = format
         self._open = len(work.choices)
         self._last = [0.0] * len(work.choices)  # when each choice last got tokens
+        self._since = 0  # tokens that were written since other tasks could run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.create_task(self._watch(receive))
@@ -50,23 +54,33 @@ class Answer:
     async def _whole(self, send: Send) -> None:
         choices, exchange = self._work.choices, self._work.exchange
         texts: list[list[str]] = [[] for _ in choices]
-        scored: list[list[Any]] = [[] for _ in choices]
+        logprobs: list[dict[str, list[str]]] = [{name: [] for name in self._format.logprobs([])} for _ in choices]
         calls: list[list[Any]] = [[] for _ in choices]
         while self._open:
             updates = await exchange.next()
             if not updates:
                 return
             for i, update in updates.items():
-                delta = self._take(i, update)
-                texts[i].append(delta.text)
-                scored[i] += delta.scored
-                calls[i] += delta.calls
-        parts = zip(texts, scored, choices, calls, strict=True)
-        written = [Written("".join(text), logprobs, choice.finish or "", called) for text, logprobs, choice, called in parts]
-        body = json.dumps(self._format.whole(written, self._usage()), separators=(",", ":")).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+                self._observe(i, update)
+                for part in in_slices(update):
+                    delta = self._take(i, part)
+                    texts[i].append(delta.text)
+                    calls[i] += delta.calls
+                    if delta.scored:  # written as it comes, so that little is left to be done when the last token has come
+                        for name, elements in self._format.logprobs(delta.scored).items():
+                            logprobs[i][name].append(elements)
+                    if self._due(part):
+                        await asyncio.sleep(0)
+        parts = zip(texts, logprobs, choices, calls, strict=True)
+        written = [Written("".join(text), lists, choice.finish or "", called) for text, lists, choice, called in parts]
+        bodies = []
+        for body in self._format.whole(written, self._usage()):
+            bodies.append(body)
+            await asyncio.sleep(0)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, bodies))).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for n, body in enumerate(bodies, 1):
+            await send({"type": "http.response.body", "body": body, "more_body": n < len(bodies)})
 
     async def _stream(self, send: Send) -> None:
         exchange, usage = self._work.exchange, self._work.asked.usage
@@ -79,11 +93,15 @@ class Answer:
                     return
                 events = []
                 for i, update in updates.items():
-                    new = self._events(i, update)
-                    if new and i not in begun:
-                        begun.add(i)
-                        events.append(self._format.begin(i))
-                    events += new
+                    self._observe(i, update)
+                    for part in in_slices(update):
+                        new = self._events(i, part)
+                        if new and i not in begun:
+                            begun.add(i)
+                            events.append(self._format.begin(i))
+                        events += new
+                        if self._due(part):
+                            await asyncio.sleep(0)
                 if not self._open:
                     events += [self._format.last(self._usage())] * (usage is not None) + [DONE]
                 if events:
@@ -106,19 +124,30 @@ class Answer:
         usage = self._usage() if self._work.asked.usage == "each" else None
         return [self._format.chunk(index, delta, finish, usage)]
 
-    def _take(self, index: int, update: Update) -> Any:
-        """Advance a choice; ApiError if it failed."""
-        choice, work, metrics = self._work.choices[index], self._work, self._service.metrics
-        finished = choice.finish is not None
-        if not finished:
-            _check(update)
-        if update.tokens and not finished:
-            now, last = time.monotonic(), self._last[index]
+    def _due(self, part: Update) -> bool:
+        """Whether, after this part, SLICE tokens have been written since other tasks could run."""
+        self._since += len(part.tokens) + len(part.prompt or ())
+        if self._since < SLICE:
+            return False
+        self._since = 0
+        return True
+
+    def _observe(self, index: int, update: Update) -> None:
+        """Record when a choice gets tokens."""
+        if update.tokens and self._work.choices[index].finish is None:
+            now, last, metrics = time.monotonic(), self._last[index], self._service.metrics
             if last:
                 metrics.between_tokens.observe((now - last) / len(update.tokens), len(update.tokens))
             else:
-                metrics.first_token.observe(now - work.arrived)
+                metrics.first_token.observe(now - self._work.arrived)
             self._last[index] = now
+
+    def _take(self, index: int, update: Update) -> Any:
+        """Advance a choice; ApiError if it failed."""
+        choice, work = self._work.choices[index], self._work
+        finished = choice.finish is not None
+        if not finished:
+            _check(update)
         delta = choice.take(update)
         if choice.finish is not None and not finished:
             self._open -= 1
@@ -141,6 +170,16 @@ class Answer:
             "total_tokens": prompt + made,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+def in_slices(update: Update) -> Sequence[Update]:
+    """An update in parts of at most SLICE tokens: a scored prompt, or what a slow client has let gather, may be long."""
+    prompt, tokens = update.prompt or [], update.tokens
+    if len(prompt) + len(tokens) <= SLICE:
+        return [update]
+    first = [Update(prompt=prompt[at : at + SLICE], cached=update.cached) for at in range(0, len(prompt), SLICE)]
+    then = [Update(tokens=tokens[at : at + SLICE], cached=update.cached) for at in range(0, len(tokens), SLICE)]
+    return [*first, *then, replace(update, prompt=None, tokens=[])]
 
 
 def _check(update: Update) -> None:

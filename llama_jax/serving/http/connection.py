@@ -1,4 +1,4 @@
-"""uvicorn's connection, with limits for the size of everything but bodies, and for the time of a head."""
+"""uvicorn's connection, with limits for the size of everything but bodies, for the time of a head, and for not reading."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from llama_jax.serving.http.errors import ApiError
 
 LARGEST_HEAD = 64 << 10  # bytes of a head, or between the parts of a body
 HEAD_SECONDS = 60  # limit for a client to send a head
+UNREAD_SECONDS = 60  # limit for a client to read nothing of what it is sent
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn keeps heads of any size for any time: here both are limited, with an error in the usual form.
 
-    It also answers requests that offer to switch protocols (as Java's own client does, in every first request) and have a
-    body: the parser takes what follows such a head for the other protocol.
+    uvicorn also waits for ever until a client reads. Here a response pauses as soon as the kernel takes no more of it, and
+    when that has taken nothing for UNREAD_SECONDS the connection is closed, whose request then leaves the engine.
+
+    Requests that offer to switch protocols (as Java's own client does, in every first request) and have a body are answered,
+    too: the parser takes what follows such a head for the other protocol.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -28,14 +32,25 @@ class Connection(HttpToolsProtocol):
         self._unused = 0  # bytes received that belong to neither a finished head nor a body
         self._late: asyncio.TimerHandle | None = None
         self._in_body = False
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that writing is paused whenever something is left in the buffer
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._had_head()
+        self._has_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._has_read()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -84,6 +99,23 @@ class Connection(HttpToolsProtocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _expect_reading(self, left: int) -> None:
+        """End the connection if as many bytes are left at the end of the limit; nothing is written meanwhile."""
+
+        def check() -> None:
+            now = self.transport.get_write_buffer_size()
+            if now < left:
+                self._expect_reading(now)
+            else:
+                self.transport.abort()
+
+        self._unread = self.loop.call_later(UNREAD_SECONDS, check)
+
+    def _has_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer an incomplete request, unless another response is being sent, and close the connection."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted  # ASCII: some clients split lines at other characters as well
 from typing import Any, NamedTuple
 
@@ -12,18 +12,23 @@ from llama_jax.serving.http.choice import Delta, PlacedToken, TokenNames, of_cha
 from llama_jax.serving.http.tools import Call
 
 DONE = b"data: [DONE]\n\n"
+compact = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def event(content: dict[str, Any]) -> bytes:
     """One event of a stream."""
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + compact(content).encode() + b"\n\n"
 
 
 class Written(NamedTuple):
-    """A choice that has ended."""
+    """A choice that has ended.
+
+    Attributes:
+      logprobs: of all its parts, as `Format.logprobs` gives them.
+    """
 
     text: str
-    scored: list[PlacedToken]
+    logprobs: Mapping[str, Sequence[str]]
     finish: str
     calls: Sequence[Call] = ()
 
@@ -46,7 +51,7 @@ class Format(ABC):
         self._scored = scored
         self._usage = usage
         fields = fixed | {"object": self.of_chunk}
-        self._head = "data: " + json.dumps(fields, separators=(",", ":"))[:-1] + ',"choices":[{"index":'
+        self._head = "data: " + compact(fields)[:-1] + ',"choices":[{"index":'
         self._end = ',"usage":null}\n\n' if usage else "}\n\n"
         self._tail = self._closing + ',"logprobs":null,"finish_reason":null}]' + self._end
 
@@ -63,7 +68,7 @@ class Format(ABC):
         head = f"{self._head}{index}{self._opening}{quoted(delta.text)}{more}"
         if finish is None and not self._scored and usage is None:
             return (head + self._tail).encode()
-        logprobs = json.dumps(self.logprobs(delta.scored), separators=(",", ":")) if self._scored else "null"
+        logprobs = self._object(self.logprobs(delta.scored)) if self._scored else "null"
         reason = "null" if finish is None else f'"{finish}"'
         end = self._end if usage is None else f',"usage":{json.dumps(usage)}}}\n\n'
         return f'{head}{self._closing},"logprobs":{logprobs},"finish_reason":{reason}}}]{end}'.encode()
@@ -72,21 +77,25 @@ class Format(ABC):
         """The total usage, as an event without choices."""
         return event(self._fixed | {"object": self.of_chunk, "choices": [], "usage": usage})
 
-    def whole(self, choices: Sequence[Written], usage: dict[str, Any]) -> dict[str, Any]:
-        """The whole response."""
-        written = [
-            {
-                "index": i,
-                **self.content(choice),
-                "logprobs": self.logprobs(choice.scored) if self._scored else None,
-                "finish_reason": choice.finish,
-            }
-            for i, choice in enumerate(choices)
-        ]
-        return self._fixed | {"object": self.object, "choices": written, "usage": usage}
+    def whole(self, choices: Sequence[Written], usage: dict[str, Any]) -> Iterator[bytes]:
+        """The whole response, in a part for each choice."""
+        before = compact(self._fixed | {"object": self.object})[:-1] + ',"choices":['
+        for i, choice in enumerate(choices):
+            content = compact({"index": i, **self.content(choice)})[:-1]
+            lists = {name: ",".join(parts) for name, parts in choice.logprobs.items()}
+            logprobs = self._object(lists) if self._scored else "null"
+            after = f'],"usage":{compact(usage)}}}' if i == len(choices) - 1 else ""
+            yield f'{before}{content},"logprobs":{logprobs},"finish_reason":{quoted(choice.finish)}}}{after}'.encode()
+            before = ","
+
+    def _object(self, lists: Mapping[str, str]) -> str:
+        return "{" + ",".join([f'"{name}":[{elements}]' for name, elements in lists.items()]) + self._others + "}"
+
+    _others = ""  # fields of log-probabilities that are no lists
 
     @abstractmethod
-    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, Any]: ...
+    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
+        """Log-probabilities: the elements of each list that they consist of, as JSON."""
 
     @abstractmethod
     def content(self, choice: Written) -> dict[str, Any]:
@@ -101,7 +110,7 @@ class CompletionFormat(Format):
     object = of_chunk = "text_completion"
     _opening, _closing = ',"text":', ""
 
-    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, Any]:
+    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
         return of_completion(self._names, scored)
 
     def content(self, choice: Written) -> dict[str, Any]:
@@ -111,12 +120,13 @@ class CompletionFormat(Format):
 class ChatFormat(Format):
     object, of_chunk = "chat.completion", "chat.completion.chunk"
     _opening, _closing = ',"delta":{"content":', "}"
+    _others = ',"refusal":null'
 
     def begin(self, index: int) -> bytes:
         delta = '{"role":"assistant","content":""}'
         return f'{self._head}{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{self._end}'.encode()
 
-    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, Any]:
+    def logprobs(self, scored: Sequence[PlacedToken]) -> dict[str, str]:
         return of_chat(self._names, scored)
 
     def content(self, choice: Written) -> dict[str, Any]:
