@@ -41,7 +41,7 @@ def appearing(
       check: called before the renaming; what it raises stops that.
       raises: makes the error of a text that says that it cannot be written, and why.
     """
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # `resolve` raises a RuntimeError for links that lead to one another
     made = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,8 +218,10 @@ def remedy_for(error: BaseException) -> str:
     """What to do about an error of writing, with a semicolon before it; libraries have only its text. Else nothing."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error)
-    if number in FULL or any(os.strerror(full) in text for full in FULL) or "requested and" in text:  # NumPy's short write
+    if number in FULL or any(os.strerror(full) in text for full in FULL):
         return "; the disk is full: make room there, or write to another one"
+    if "requested and" in text:  # NumPy's short write, of which it tells no reason
+        return "; the disk is full, or files have a largest size here (ulimit -f): make room there, or write elsewhere"
     if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
         return "; files have a largest size here (ulimit -f, or the file system): write elsewhere"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from llama_jax import writing
 from llama_jax.checkpoints.beside import SETTINGS, VOCABULARIES
 from llama_jax.errors import CheckpointError, reading
-from llama_jax.storage import Location, StoredPath
+from llama_jax.storage import Location, StoredPath, resolved
 from llama_jax.storage.uploading import uploading
 
 # What a folder of a model may hold: one that holds anything else is never replaced.
@@ -33,7 +33,7 @@ def appearing(path: Location, *, folder: bool, overwrite: bool, sources: Iterabl
     Raises:
       CheckpointError: what is at `path` must not be replaced, or `path` cannot be written.
     """
-    path = path.resolve()
+    path = resolved(path)
     check_room(path, folder=folder, overwrite=overwrite, sources=sources)
     again = partial(check_room, path, folder=folder, overwrite=overwrite)  # somebody else may have written meanwhile
     if isinstance(path, StoredPath):
@@ -54,18 +54,20 @@ def check_room(path: Location, *, folder: bool, overwrite: bool, sources: Iterab
     """Raise as `appearing` would, without writing anything."""
     if isinstance(path, StoredPath) and path.view.root.startswith("hf://"):
         raise CheckpointError(f"{path} is on the hub: write to a path of this machine, and upload that with `hf upload`")
-    with reading(path, CheckpointError) if isinstance(path, StoredPath) else nullcontext():
-        _check_room(path.resolve(), folder, overwrite, sources)
+    with reading(path, CheckpointError):
+        _check_room(resolved(path), folder, overwrite, sources)
 
 
 def _check_room(path: Location, folder: bool, overwrite: bool, sources: Iterable[Location]) -> None:
-    for source in [source.resolve() for source in sources]:
+    for source in map(resolved, sources):
         if path == source or path in source.parents or source in path.parents:
             raise CheckpointError(f"{path} is, contains or is inside the model that is read ({source}); write elsewhere")
     if not path.exists():
         return
     if not path.is_dir() and not path.is_file():
         raise CheckpointError(f"{path} is neither a file nor a folder; give another path")
+    if folder and isinstance(path, Path) and path.is_dir() and path.samefile("."):
+        raise CheckpointError(f"{path} is the current folder, and another would take its place; give a folder inside it")
     if path.is_dir() != folder:
         there, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
         raise CheckpointError(f"{path} is a {there}, and this format is a {wanted}; give another path")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llama_jax.data.vocabulary import examine
 from llama_jax.errors import CheckpointError
+from llama_jax.storage import resolved
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.writing import appearing
 
@@ -29,7 +30,7 @@ def files_beside(tokenizer: Tokenizer, path: Path, vocab_size: int) -> dict[Path
       CheckpointError: another vocabulary or the settings of another model are there: they must not be replaced, and would be
         read with these weights.
     """
-    folder = path.resolve().parent
+    folder = resolved(path).parent
     there = next((folder / name for name in VOCABULARIES if (folder / name).exists()), None)
     if there is not None:
         found = find_tokenizer(folder, vocab_size)

@@ -15,7 +15,7 @@ import tyro
 
 from llama_jax.cli.draft import parse_draft
 from llama_jax.cli.options import AdapterOptions, DraftOptions, SamplingOptions
-from llama_jax.cli.prompts import PromptLine, read_lines
+from llama_jax.cli.prompts import PromptLine, check_stops, read_lines
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import GenerationError, UserError, shown
 
@@ -66,8 +66,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
         )
         if self.draft:
             parse_draft(self.draft)
-        if any(not text for text in self.stop):
-            raise GenerationError("--stop is empty; give the text at which to end")
+        check_stops(self.stop)
         prompts = read_lines(self.prompts)
         numbers = {name: number for number, name in enumerate(self.named())}
         for asked in {line.adapter for line in prompts} - {None, *numbers}:
@@ -156,11 +155,12 @@ class _Output:
         self.lines: set[int] = set()
         self.seed: int | None = None
         self._settings: dict[str, Any] | None = None
-        self._whole = 0  # bytes up to the end of the last whole line
+        self._read = self._whole = 0  # bytes, and those up to the end of the last whole line
         try:
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+        self._read = len(content)
         for number, line in enumerate(content.split(b"\n")[:-1], 1):  # a line that a kill cut off has no line end
             self._whole += len(line) + 1
             self._add(line, number)
@@ -200,6 +200,8 @@ class _Output:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(self.path, "ab") as file, tqdm(total=count, unit=" prompts", disable=None) as bar:
                 self._lock(file.fileno())
+                if os.fstat(file.fileno()).st_size != self._read:  # before it was locked: what is there must not be cut off
+                    raise UserError(f"{self.path} was written to since it was read; the same command again continues it")
                 file.truncate(self._whole)
                 for job in jobs:
                     assert job.text is not None

@@ -22,7 +22,7 @@ def parse_draft(text: str) -> tuple[str, int | None]:
     """What is before the colon and the number after it, or None; GenerationError for one that cannot be."""
     from llama_jax.inference.drafting import MOST_DRAFTED, check_number
 
-    found = re.fullmatch(r"(.+):(-?\d+)", text)
+    found = re.fullmatch(r"(.+):(-?\d{1,18})", text)
     if not found:
         return text, None
     number = int(found[2])

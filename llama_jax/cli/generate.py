@@ -13,7 +13,7 @@ import tyro
 
 from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
-from llama_jax.cli.prompts import read_prompts
+from llama_jax.cli.prompts import check_stops, read_prompts
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import GenerationError
 
@@ -75,8 +75,7 @@ class Generate(ModelOptions):
                 require_positive_int(name, value)
         if self.batch is not None and not several:
             raise GenerationError(f"batch={self.batch} is for the prompts of a .jsonl (--prompt-file); leave it out")
-        if any(not text for text in self.stop):
-            raise GenerationError("--stop is empty; give the text at which to end")
+        check_stops(self.stop)
         prompts = read_prompts(self.prompt, self.prompt_file)
 
         start_backend()

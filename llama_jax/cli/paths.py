@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-from llama_jax.storage import Location, StoredPath, locate
+from llama_jax.storage import Location, StoredPath, locate, resolved
 
 PLACE: PrimitiveConstructorSpec[Location] = PrimitiveConstructorSpec(
     nargs=1,
@@ -22,7 +22,7 @@ ModelPath = Annotated[Location, PLACE]
 
 def bytes_at(place: Location) -> int:
     """The size of a file, or of all files in a folder."""
-    place = place.resolve()
+    place = resolved(place)
     if isinstance(place, Path):
         files = place.rglob("*") if place.is_dir() else [place]
         return sum(path.stat().st_size for path in files if path.is_file())

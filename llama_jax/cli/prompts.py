@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,8 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         end of a text is dropped, as a shell drops it from the output of a command.
 
     Raises:
-      GenerationError: both or neither, a file that cannot be read, or a prompt that is empty or not text.
+      GenerationError: both or neither, a file that cannot be read, a prompt that is empty or not text, or a line that asks
+        for an adapter.
     """
     if (prompt is None) == (file is None):
         both = "not both" if file else f"or {STDIN} for stdin"
@@ -37,7 +39,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
     if file is not None and str(file) != STDIN:
         where, content = str(file), _content(file)
         if file.suffix.lower() == ".jsonl":
-            return [line.prompt for line in _of_lines(content, where)]
+            return [line.prompt for line in _without_adapters(_of_lines(content, where), where)]
     elif file is not None or prompt == STDIN:
         where, content = "stdin", sys.stdin.buffer.read()
     else:
@@ -60,6 +62,30 @@ def read_lines(file: Path) -> list[PromptLine]:
     if file.suffix.lower() != ".jsonl":
         raise GenerationError(f"{file} is no .jsonl, whose lines are objects with a prompt")
     return _of_lines(_content(file), str(file))
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Raise GenerationError for a text of --stop that no text can contain."""
+    for text in stops:
+        if not text:
+            raise GenerationError("--stop is empty; give the text at which to end")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise GenerationError(
+                f"--stop {shown(text)} is not valid UTF-8, and so in no text; is the terminal's encoding (LANG) set?"
+            ) from None
+
+
+def _without_adapters(lines: list[PromptLine], where: str) -> list[PromptLine]:
+    """The same lines; GenerationError where one asks for an adapter of its own."""
+    asked = next((line.adapter for line in lines if line.adapter is not None), None)
+    if asked is not None:
+        raise GenerationError(
+            f"{where} asks for the adapter {shown(asked, 40)}, and generate has one for all prompts; use llama-jax batch,"
+            " whose --adapter NAME=PATH names several"
+        )
+    return lines
 
 
 def _content(file: Path) -> bytes:

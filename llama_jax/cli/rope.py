@@ -68,7 +68,7 @@ def _trained(config: LlamaConfig) -> int:
 def _value(text: str, value: str) -> Any:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"rope={shown(text)} has {shown(value, 40)} where a number is needed, or true or false") from None
 
 

@@ -16,7 +16,7 @@ import tyro
 
 from llama_jax.cli.paths import ModelPath
 from llama_jax.cli.stopping import end_at_once
-from llama_jax.errors import StuckSaveError, UserError
+from llama_jax.errors import StuckSaveError, UserError, shown
 from llama_jax.writing import send_nowhere
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NAMED = re.compile(r"([\w.-]+)=(.+)")
 NAMED_WEIGHT = re.compile(NAMED.pattern + ":([^:/]+)")
+STEPS = re.compile(r"([0-9]{1,18}):([0-9]{1,18})")
 REPLACED = re.compile(r"(vocabulary|model)\b(?!\.(rope_scaling|rope_theta|max_seq_len)\b)")  # by what comes with weights
 
 
@@ -182,7 +183,7 @@ def _sources(given: Sequence[str], *, weighted: bool) -> Data:
 def _steps(text: str) -> range | None:
     if not text:
         return None
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
-        raise UserError(f"--trace {text!r} must be two steps, the first below the second, as 20:25")
-    return range(int(first), int(last))
+    found = STEPS.fullmatch(text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise UserError(f"--trace {shown(text)} must be two steps, the first below the second, as 20:25")
+    return range(int(found[1]), int(found[2]))

@@ -28,7 +28,7 @@ from llama_jax.data.units import Unit, spans_of, units_of
 from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.data.workers import Progress, Workers, cores, working
 from llama_jax.errors import shown
-from llama_jax.storage import locate, on_disk
+from llama_jax.storage import locate, on_disk, resolved
 from llama_jax.tokenizers import load_tokenizer
 from llama_jax.writing import appearing, cannot_write, hold, sign
 
@@ -90,7 +90,7 @@ def build(
       DataError: files that cannot be read, that changed or that hold no document; a folder that holds something else, was
         begun with other settings, or in which another process builds.
     """
-    files, folder = find_files(paths), on_disk(out, "the folder of a build").resolve()
+    files, folder = find_files(paths), resolved(on_disk(out, "the folder of a build"))
     for file in files:
         if kind_of(file) in (".bin", ".array_record"):
             raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
@@ -121,7 +121,7 @@ def _build(
         **asdict(options),
         "signatures": None if options.near_duplicates is None else near.library(),
     }
-    where = os.fspath(locate(tokenizer).resolve())
+    where = os.fspath(resolved(locate(tokenizer)))
     begun = _begun(folder, Manifest(plan, command, where, vocabulary.size, shards.token_type(vocabulary)))
     if begun.finished:
         return begun
@@ -223,8 +223,8 @@ def _command(paths: Sequence[Any], folder: Path, tokenizer: str | os.PathLike[st
     """The command that continues a build."""
     if (options.unit or 0) % (1 << 20) or options.reading.token_type is not None:  # no options of the command line
         return f"llama_jax.data.building.build(..., {str(folder)!r}, ...), from Python as before"
-    parts = [*(os.fspath(locate(path).resolve()) for path in paths), "--out", str(folder)]
-    parts += ["--tokenizer", os.fspath(locate(tokenizer).resolve())]
+    parts = [*(os.fspath(resolved(locate(path))) for path in paths), "--out", str(folder)]
+    parts += ["--tokenizer", os.fspath(resolved(locate(tokenizer)))]
     if options.unit is not None:
         parts += ["--unit", str(options.unit >> 20)]
     if options.drop_duplicates:

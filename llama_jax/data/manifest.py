@@ -11,6 +11,7 @@ from typing import Any
 
 from llama_jax.data.errors import DataError
 from llama_jax.errors import shown
+from llama_jax.storage import resolved
 from llama_jax.writing import appearing
 
 MANIFEST = "manifest.json"
@@ -145,7 +146,7 @@ def builds_of(paths: Iterable[Path], files: Iterable[Path] = ()) -> list[Path]:
     found = {file.parent for file in files if file.suffix.lower() == ".array_record" and _is_build(file.parent / MANIFEST)}
     for path in paths:
         if path.is_dir():
-            given = path.resolve()
+            given = resolved(path)
             below = (manifest.parent for manifest in given.rglob(MANIFEST) if _is_build(manifest))
             found |= {build for build in below if not any(part.startswith(".") for part in build.relative_to(given).parts)}
     return sorted(found)

@@ -17,6 +17,7 @@ from llama_jax.data.fetched import on_this_machine
 from llama_jax.data.hub import data_files
 from llama_jax.data.mixture import shares
 from llama_jax.errors import shown
+from llama_jax.storage import resolved
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -100,7 +101,7 @@ def find_files(paths: Paths) -> list[Path]:
     """
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        given = on_this_machine(path, SUFFIXES).resolve()
+        given = resolved(on_this_machine(path, SUFFIXES))
         if not given.exists():
             raise DataError(f"{path} does not exist; give files of text, or a folder of them")
         if given.is_dir():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from llama_jax.errors import UserError, reason_of
 from llama_jax.runs.errors import TrainingError
+from llama_jax.storage import resolved
 
 
 def function_of(name: str, what: str) -> Callable[..., Any]:
@@ -25,7 +27,7 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
     file, colon, function = name.rpartition(":")
     if not colon or not file.endswith(".py") or not function:
         raise TrainingError(f"{what} {name!r} is not FILE.py:FUNCTION")
-    path = Path(file).resolve()
+    path = resolved(Path(file))
     if not path.is_file():
         raise TrainingError(f"{what} {name!r}: {path} does not exist")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -35,14 +37,8 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
     sys.modules.setdefault(path.stem, module)  # where dataclasses of the file look up the names in their annotations
     sys.path.insert(0, str(path.parent))  # the file may import its neighbours, as a script may
     try:
-        spec.loader.exec_module(module)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = own[-1].lineno if own else getattr(error, "lineno", None)
-        at = f", line {line}" if line else ""
-        raise TrainingError(f"{what} {name!r}: {path}{at} fails with {type(error).__name__}: {reason_of(error)}") from None
+        with _running(path, name, what):
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
     found = getattr(module, function, None)
@@ -50,3 +46,24 @@ def function_of(name: str, what: str) -> Callable[..., Any]:
         there = "is no function" if found is not None else "is not there"
         raise TrainingError(f"{what} {name!r}: {path} has no function {function!r}: it {there}")
     return found
+
+
+def result_of(name: str, what: str) -> Any:
+    """What the function of that name returns without arguments; TrainingError as `function_of`, or where it fails."""
+    make = function_of(name, what)
+    with _running(resolved(Path(name.rpartition(":")[0])), name, what):
+        return make()
+
+
+@contextmanager
+def _running(path: Path, name: str, what: str) -> Iterator[None]:
+    """Turn what the user's code raises, or that it exits, into an error that names the line; ours are as they are."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = own[-1].lineno if own else getattr(error, "lineno", None)
+        at = f", line {line}" if line else ""
+        raise TrainingError(f"{what} {name!r}: {path}{at} fails with {type(error).__name__}: {reason_of(error)}") from None

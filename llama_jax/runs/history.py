@@ -14,7 +14,7 @@ import numpy as np
 
 from llama_jax.errors import UserError, reading
 from llama_jax.runs.metrics import METRICS, PARTS
-from llama_jax.storage import Location, StoredPath, locate
+from llama_jax.storage import Location, StoredPath, locate, resolved
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     """
     where = locate(folder)
     with reading(where, UserError):
-        files = _files(where.resolve())
+        files = _files(resolved(where))
         if not files:
             raise UserError(f"{folder} holds no {METRICS}; give the folder of a run, the --workdir of llama-jax train")
         with ThreadPoolExecutor(READERS) as pool:
@@ -93,7 +93,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunHistory:
     known = np.isfinite(train["tokens"])
     if known.any():
         validation["tokens"] = np.interp(validation["step"], train["step"][known], train["tokens"][known])
-    return RunHistory(where.resolve().name, train, validation, tuple(unreadable))
+    return RunHistory(resolved(where).name, train, validation, tuple(unreadable))
 
 
 def read_runs(folders: Sequence[str | os.PathLike[str]]) -> list[RunHistory]:
@@ -130,7 +130,7 @@ def _content(file: Location) -> bytes:
 
 
 def _parts(path: Location) -> tuple[str, ...]:
-    return tuple(str(path).split("/")) if isinstance(path, StoredPath) else path.resolve().parts
+    return tuple(str(path).split("/")) if isinstance(path, StoredPath) else resolved(path).parts
 
 
 def _shortest(path: tuple[str, ...], paths: Sequence[tuple[str, ...]]) -> str:

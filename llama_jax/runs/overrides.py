@@ -127,23 +127,25 @@ def _read(text: str, kind: Any, key: str) -> Any:
 def _texts(text: str, key: str) -> tuple[str, ...]:
     if not text.startswith("["):
         return (text,) if text else ()
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
+    found = _json(text)
     if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
         raise TrainingError(f'{key}={text!r} must be a text, or several as ["one", "two"]')
     return tuple(found)
 
 
 def _numbers(text: str, key: str) -> tuple[float, ...]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
+    found = _json(text)
     if not isinstance(found, list) or not all(isinstance(item, int | float) for item in found):
         raise TrainingError(f"{key}={text!r} must be numbers, as [1.0, 1.5]")
     return tuple(found)
+
+
+def _json(text: str) -> Any:
+    """What a text is as JSON; None where it is none, or nests too deep to be a setting."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _keys(settings: Any, within: str = "") -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from llama_jax.config import LlamaConfig
 from llama_jax.data import ChatReading, DocumentFormat
+from llama_jax.errors import shown
 from llama_jax.model.adapters import Lora, adapter_shapes
 from llama_jax.model.options import Attend, Compute, Remat
 from llama_jax.ops.attention import AttentionBackend
@@ -128,6 +129,8 @@ class Recipe:
             _require(self, name, 1)
         for name in NOT_NEGATIVE:
             _require(self, name, 0)
+        if self.seed >= 1 << 32:  # `jax.random.key` leaves out the bits above
+            raise TrainingError(f"seed={shown(self.seed, 40)} must be an integer from 0 to 2**32 - 1")
         kinds = ("vocabulary", Vocabulary), ("remat", Remat), ("dtype", Literal["float32", "bfloat16"]), ("quantize", Kept)
         for name, known in kinds:
             if getattr(self, name) not in get_args(known):

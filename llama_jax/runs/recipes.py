@@ -8,7 +8,7 @@ from dataclasses import replace
 from llama_jax.config import LlamaConfig, preset
 from llama_jax.data import ChatReading, DocumentFormat
 from llama_jax.runs.errors import TrainingError
-from llama_jax.runs.functions import function_of
+from llama_jax.runs.functions import result_of
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.reward_settings import RewardSettings
 from llama_jax.tokenizers.making import BYTE_VOCABULARY
@@ -183,8 +183,7 @@ def find(name: str) -> Recipe:
     file, colon, _ = name.rpartition(":")
     if not colon or not file.endswith(".py"):
         raise TrainingError(f"no recipe {name!r}; give {', '.join(BUILT_IN)}, or FILE.py:FUNCTION")
-    make = function_of(name, "recipe")
-    recipe = make()
+    recipe = result_of(name, "recipe")
     if not isinstance(recipe, Recipe):
         raise TrainingError(f"recipe {name!r} returned {type(recipe).__name__}; a llama_jax.runs.recipe.Recipe is needed")
     return recipe

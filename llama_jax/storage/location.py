@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from llama_jax.errors import UserError, shown
 from llama_jax.storage.view import FOLDER, Store, StoreView
@@ -183,6 +183,19 @@ def locate(path: str | os.PathLike[str]) -> Location:
         raise UserError(f"{shown(text, 100)} names nothing in a store; write it as {EXAMPLES[scheme]}")
     root = f"{scheme}://{'/'.join(names[:first])}"
     return StoredPath(StoreView(root, partial(_open, scheme, root)), "/".join(names[first:]))
+
+
+@overload
+def resolved(place: Path) -> Path: ...
+@overload
+def resolved(place: Location) -> Location: ...
+def resolved(place: Location) -> Location:
+    """The same place without links on the way to it, or in the store as it is now.
+
+    Of links that lead to one another the path stays, and whoever opens it gets an OSError; `Path.resolve` raises a
+    RuntimeError before Python 3.13.
+    """
+    return place.resolve() if isinstance(place, StoredPath) else Path(os.path.realpath(place))
 
 
 def on_disk(path: str | os.PathLike[str], what: str) -> Path:

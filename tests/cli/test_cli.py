@@ -154,10 +154,12 @@ def test_generate_ends_at_a_stop_string(run, stories_folder):
         (["--prompt-file", "-"], "the prompt in stdin is empty"),
         (["Once", "--batch", "0"], "batch=0 must be"),
         (["Once", "--draft", "prompt:0"], "tokens=0 of a draft must be an integer from 1 to 15"),
+        (["Once", "--draft", "prompt:" + "9" * 5000], "cannot be read: File name too long"),
         (["Once", "--draft", "nowhere"], "nowhere does not exist"),
         (["Once", "--draft", "MODEL"], "has a vocabulary of 512, the model one of 4096; give a draft with the model's own"),
         (["Once", "--batch", "4"], "batch=4 is for the prompts of a .jsonl (--prompt-file); leave it out"),
         (["Once", "--model", "MODEL", "--stop", ""], "--stop is empty"),
+        (["Once", "--model", "MODEL", "--stop", "caf\udcff"], "--stop 'caf\\udcff' is not valid UTF-8"),
         (["Once", "--model", "MODEL", "--tokenizer", "MODEL/expected.txt"], "is not a SentencePiece model"),
         (["Once", "--model", "MODEL/expected.txt"], "not a model of a supported format"),
         (
@@ -188,6 +190,13 @@ def test_a_prompt_from_stdin_or_a_file_is_the_same(run, stories_folder, tmp_path
         assert (found["prompt"], found["tokens"]) == (expected["prompt"], expected["tokens"])
     refused = run("generate", "-", *options, lines=b"caf\xff")
     assert refused.stderr.endswith("stdin, line 1 is not valid UTF-8; save the text as UTF-8\n")
+
+
+def test_a_line_with_an_adapter_of_its_own_is_refused(run, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n{"prompt": "Once", "adapter": "poems"}\n')
+    done = run("generate", "--prompt-file", tmp_path / "prompts.jsonl")
+    assert done.returncode == 2
+    assert "asks for the adapter 'poems', and generate has one for all prompts; use llama-jax batch" in done.stderr
 
 
 @pytest.mark.slow

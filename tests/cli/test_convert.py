@@ -57,6 +57,7 @@ def test_the_format_is_guessed_from_the_name(run, tmp_path, name, format):
         ([FORMATS / "meta-1", "out.safetensors"], "is named like a file, and safetensors is a folder"),
         ([FORMATS / "meta-1", "out", "--format", "safetensors", "--dtype", "q8_0"], "'q8_0' is a type of GGUF"),
         ([FORMATS / "meta-1", "/proc/out", "--format", "gguf"], "No such file or directory"),
+        ([FORMATS / "meta-1", "a" * 300], "cannot be read: File name too long"),
     ],
 )
 def test_errors_are_one_line(run, arguments, message):
@@ -65,6 +66,23 @@ def test_errors_are_one_line(run, arguments, message):
     assert done.stderr.startswith("llama-jax: error: ")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_links_that_lead_to_one_another(run, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    for name in ("link", "link/out.gguf"):
+        done = run(FORMATS / "meta-1", tmp_path / name)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"llama-jax: error: {tmp_path / name} cannot be written (")
+
+
+def test_the_current_folder_is_not_replaced(run, tmp_path, monkeypatch):
+    """It would be one without a name from then on, in which not even the result is found."""
+    monkeypatch.chdir(tmp_path)
+    done = run(FORMATS / "meta-1", ".")
+    assert done.returncode == 2
+    assert "is the current folder, and another would take its place; give a folder inside it" in done.stderr
+    assert run(FORMATS / "meta-1", "./model").returncode == 0
 
 
 INTERRUPT = (

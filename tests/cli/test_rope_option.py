@@ -56,6 +56,7 @@ def test_a_model_that_has_one_already():
         ("yarn:2,beta_fast", r"has 'beta_fast' after its factor; the further fields of yarn are: original_max_seq_len"),
         ("linear:2,beta_fast=1", r"has 'beta_fast=1' after its factor; the further fields of linear are: none"),
         ("yarn:2,beta_fast=", r"has '' where a number is needed"),
+        ("yarn:" + "[" * 5000, r"has '\[\[.* where a number is needed"),
     ],
 )
 def test_what_is_no_rope_scaling(text, message):

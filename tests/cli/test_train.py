@@ -251,6 +251,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data text.txt --mesh rows=2", "has no axis 'rows'"),
         ("SMALL --data text.txt --backend pmap --mesh fsdp=2", "pmap copies the whole model"),
         ("SMALL --data text.txt --trace 5", "--trace '5' must be two steps"),
+        ("SMALL --data text.txt --trace 1:" + "9" * 5000, "must be two steps"),
         ("SMALL --data text.txt --trace 3:9", "trace=3:9 must lie within the run's steps, 1 to 4"),
         ("SMALL --data text.txt --trace 0:2", "trace=0:2 must lie within"),
         (

@@ -68,7 +68,9 @@ def test_values_that_only_fit_together_come_in_any_order():
         ("optimizer=adamw", "optimizer cannot be given whole"),
         ("model=llama-9b", "unknown preset 'llama-9b'"),
         ("prompts=[1]", "must be a text, or several"),
+        pytest.param("prompts=" + "[" * 5000, "must be a text, or several", id="deep"),
         ("steps=0", "steps=0 must be an integer of at least 1"),
+        ("seed=4294967296", r"seed=4294967296 must be an integer from 0 to 2\*\*32 - 1"),
         ("length=300", "length=300 is above the model's context, max_seq_len=256"),
         ("accumulate=3", "batch=16 must be a multiple of accumulate=3"),
         ("validation=0", "validation=0.0 leaves nothing to train or to validate on"),
@@ -178,11 +180,14 @@ def test_a_recipe_from_a_file(tmp_path):
     file.write_text(
         "from dataclasses import replace\nfrom llama_jax.runs.recipes import tiny\n"
         "def quick():\n    return replace(tiny(), steps=40)\ndef other():\n    return 3\n"
+        "def failing():\n    return {}['x']\ndef asking(more):\n    pass\n"
     )
     assert find(f"{file}:quick").steps == 40
     for name, message in (
         (f"{file}:slow", "has no function 'slow'"),
         (f"{file}:other", "returned int"),
+        (f"{file}:failing", "mine.py, line 8 fails with KeyError: 'x'"),
+        (f"{file}:asking", "fails with TypeError: .*missing 1 required positional argument"),
         (f"{tmp_path}/none.py:quick", "does not exist"),
         ("tin", "no recipe 'tin'; give tiny, shakespeare"),
     ):

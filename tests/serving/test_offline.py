@@ -9,6 +9,7 @@ from commands import run_here
 from conftest import sharp
 
 import llama_jax
+from llama_jax.cli import batch
 from llama_jax.errors import GenerationError
 
 SMALL = llama_jax.EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smallest_capacity=32)
@@ -119,6 +120,17 @@ class TestCommand:
         assert done.returncode == 2
         assert said in done.stderr
         assert not out.exists()
+
+    def test_what_another_batch_wrote_meanwhile_stays(self, files, monkeypatch):
+        """It may end, and let go of the file, while this one loads its model: its lines must not be cut off."""
+        prompts, out = files
+        monkeypatch.setattr(batch._Output, "check", lambda self, settings: out.write_bytes(b"whole\n"))
+        monkeypatch.setattr(batch.BatchPrompts, "load", lambda self: (None, None, None))
+        monkeypatch.setattr("llama_jax.serving.engine.Engine", lambda *arguments: None)
+        done = run_here("batch", prompts, out, *USUAL)
+        assert done.returncode == 2
+        assert "was written to since it was read; the same command again continues it" in done.stderr
+        assert out.read_bytes() == b"whole\n"
 
     def test_files_that_cannot_be(self, tmp_path):
         assert "no .jsonl" in run_here("batch", tmp_path / "prompts.txt", tmp_path / "out.jsonl").stderr
