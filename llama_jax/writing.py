@@ -68,7 +68,13 @@ def appearing(
 
 
 def put(target: Path, path: Path) -> None:
-    """Give `target` the name `path`, in one step where the system can; a folder that had it is `target` afterwards."""
+    """Give `target` the name `path`, in one step where the system can; a folder that had it is `target` afterwards.
+
+    Raises:
+      OSError: the system refuses, or `target` is a file and `path` a folder, of which all content would be lost.
+    """
+    if path.is_dir() and not path.is_symlink() and not target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not path.is_dir() or path.is_symlink():
         target.replace(path)
     elif not _exchange(target, path):
@@ -226,6 +232,10 @@ def remedy_for(error: BaseException) -> str:
         return "; files have a largest size here (ulimit -f, or the file system): write elsewhere"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "; give a folder that you may write to"
+    if number == errno.ENOTDIR or (isinstance(error, FileExistsError) and error.strerror == os.strerror(errno.EEXIST)):
+        return "; a file is where a folder is needed: give another path"
+    if number == errno.EISDIR:
+        return "; a folder is there: give another path"
     return ""
 
 

@@ -47,6 +47,14 @@ def test_an_error_leaves_what_was_there(tmp_path):
         writing.remove(tmp_path / "parent")
 
 
+def test_a_folder_is_not_replaced_by_a_file(tmp_path):
+    write(tmp_path / "model", OLD, folder=True)
+    with pytest.raises(UserError, match=r"model cannot be written \(Is a directory\); a folder is there"):
+        write(tmp_path / "model", NEW, folder=False)
+    assert read(tmp_path / "model") == {OLD}
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_all_is_on_the_disk_before_it_has_the_name_and_the_name_before_it_returns(tmp_path, monkeypatch):
     path, seen, fsync = tmp_path / "model", [], os.fsync
 
@@ -92,6 +100,11 @@ def test_a_failing_rename_is_taken_back(exchange, tmp_path, monkeypatch):
         ),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), r"Disk quota exceeded\); the disk is full: make room"),
         (OSError(errno.EFBIG, "File too large"), r"File too large\); files have a largest size here"),
+        (
+            OSError(errno.ENOTDIR, "Not a directory"),
+            r"Not a directory\); a file is where a folder is needed: give",
+        ),
+        (OSError(errno.EEXIST, "File exists"), r"File exists\); a file is where a folder is needed"),
     ],
 )
 def test_a_full_disk_is_named_with_the_file_and_the_remedy(error, remedy, tmp_path):

@@ -69,6 +69,8 @@ def check_picture(name: str, path: Path) -> None:
     """Raise UserError if no picture can be written under that name, before the work that it shows is done."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"{name}={path} must end in {', '.join(FORMATS)}")
+    if path.is_dir():
+        raise UserError(f"{name}={path} is a folder; give a file")
     if not path.parent.is_dir():
         raise UserError(f"{name}={path}: there is no folder {path.parent}; make it")
     if importlib.util.find_spec("matplotlib") is None:

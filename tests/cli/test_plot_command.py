@@ -84,12 +84,14 @@ def test_a_line_that_is_not_whole_is_said(run, folders):
     [
         ([], r"no run was given; give the folder of at least one"),
         (["one", "--output", "curves.jpg"], r"output=curves.jpg must end in .png, .pdf, .svg"),
+        (["one", "--output", "two.png"], r"output=two.png is a folder; give a file"),
         (["."], r"holds no metrics.jsonl"),
         (["one", "one"], r"one is given twice"),
         (["one", "--smoothing", "2"], r"smoothing=2.0 must be a fraction"),
     ],
 )
 def test_mistakes(run, folders, tmp_path, arguments, message):
+    (tmp_path / "two.png").mkdir()
     with pytest.raises(UserError, match=message):
         run(*arguments)
     assert not list(tmp_path.rglob("curves.*"))
