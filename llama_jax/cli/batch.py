@@ -156,6 +156,8 @@ class _Output:
         self.seed: int | None = None
         self._settings: dict[str, Any] | None = None
         self._read = self._whole = 0  # bytes, and those up to the end of the last whole line
+        if path.exists() and not path.is_file():  # a pipe would be waited for, and a device can be read without end
+            raise UserError(f"{path} is no file; give one to write")
         try:
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
@@ -173,7 +175,7 @@ class _Output:
             same = 1 <= which <= len(self._prompts)
             same = same and PromptLine(value["prompt"], value.get("adapter")) == self._prompts[which - 1]
             seed = int(settings["seed"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise foreign from None
         if not same:
             raise foreign

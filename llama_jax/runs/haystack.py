@@ -16,6 +16,7 @@ from llama_jax.tokenizers import Tokenizer
 STATEMENT = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is {key}"
 MOST_KEYS = 10_000  # each is tried as the answer of every prompt
+MOST_TRIALS = 1_000_000  # of each length and depth
 DIGITS = 5
 MOST_DIGITS = 18
 FARTHEST = 64  # tokens that the needle is moved back at most, to stand between words
@@ -77,7 +78,7 @@ class Hidden:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value} must be at least 1")
-        for name, most in (("digits", MOST_DIGITS), ("wrong_keys", MOST_KEYS)):
+        for name, most in (("digits", MOST_DIGITS), ("wrong_keys", MOST_KEYS), ("trials", MOST_TRIALS)):
             if getattr(self, name) > most:
                 raise UserError(f"{name}={getattr(self, name)} are too many; give at most {most:,}")
         if self.wrong_keys >= 9 * 10 ** (self.digits - 1):

@@ -230,6 +230,7 @@ def test_one_program_for_a_length(params, in_pieces):
         ({"digits": 0}, r"digits=0 must be at least 1"),
         ({"digits": 19}, r"digits=19 are too many; give at most 18"),
         ({"wrong_keys": 10**8, "digits": 9}, r"wrong_keys=100000000 are too many; give at most 10,000"),
+        ({"trials": 10**30}, r"trials=10{30} are too many; give at most 1,000,000"),
         ({"batch": 0}, r"batch=0 must be at least 1"),
         ({"seed": -1}, r"seed=-1 must be at least 0"),
         ({"wrong_keys": 90}, r"wrong_keys=90 are more than there are other numbers of digits=2"),

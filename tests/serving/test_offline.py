@@ -1,6 +1,7 @@
 """Prompts without end, a few at a time: from Python, and as a command that goes on where it was stopped."""
 
 import json
+import os
 from dataclasses import replace
 
 import jax
@@ -92,6 +93,7 @@ class TestCommand:
             (None, ("--temperature", 0), "was begun with temperature=0.8"),
             (b'{"line": 1}\n', (), "line 1 does not belong to these prompts"),
             (b"no JSON\n", (), "line 1 does not belong"),
+            (b'{"line": 1, "prompt": "Once upon a time", "settings": {"seed": 1e999}}\n', (), "line 1 does not belong"),
         ],
     )
     def test_a_file_of_another_batch(self, files, spoil, arguments, said):
@@ -135,6 +137,10 @@ class TestCommand:
     def test_files_that_cannot_be(self, tmp_path):
         assert "no .jsonl" in run_here("batch", tmp_path / "prompts.txt", tmp_path / "out.jsonl").stderr
         assert "cannot be read" in run_here("batch", tmp_path / "none.jsonl", tmp_path / "out.jsonl").stderr
+        (tmp_path / "one.jsonl").write_text('{"prompt": "Once"}\n')
+        os.mkfifo(tmp_path / "pipe.jsonl")
+        for name in (tmp_path / "pipe.jsonl", "/dev/zero", tmp_path):
+            assert f"{name} is no file; give one to write" in run_here("batch", tmp_path / "one.jsonl", name).stderr
 
 
 SETTINGS = {
