@@ -91,11 +91,14 @@ def build(
         begun with other settings, or in which another process builds.
     """
     files, folder = find_files(paths), resolved(on_disk(out, "the folder of a build"))
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    for path in map(locate, given):
+        if isinstance(path, Path) and path.is_dir() and folder.is_relative_to(resolved(path)):
+            raise DataError(f"{folder} is inside {path}, and its shards would be read as data next time; give one elsewhere")
     for file in files:
         if kind_of(file) in (".bin", ".array_record"):
             raise DataError(f"{file} holds token ids already; build from text, JSONL, Parquet or Arrow")
     vocabulary = examine(load_tokenizer(tokenizer))
-    given = [paths] if isinstance(paths, str | os.PathLike) else paths
     command = _command(given, folder, tokenizer, options)
     with _held(folder):
         if workers is not None:

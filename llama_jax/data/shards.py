@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache
 from itertools import pairwise
@@ -22,7 +23,7 @@ from llama_jax.data.units import Unit
 from llama_jax.data.vocabulary import Vocabulary, examine
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import Tokenizer, load_tokenizer
-from llama_jax.writing import appearing
+from llama_jax.writing import appearing, cannot_write
 
 BATCH = 1 << 18  # characters of documents that are encoded at once
 MOST = 1024  # documents of them
@@ -133,15 +134,26 @@ def write_shard(job: BuildJob, unit: Unit, fates: np.ndarray | None, name: str, 
                 whole += begin + array("I", ids) + end
                 ends.append(len(whole))
             content = np.frombuffer(whole, np.uint32).astype(dtype)
-            for start, stop in pairwise([0, *ends]):
-                writer.write(content[start:stop].tobytes())
+            with _recording(target.with_name(name)):
+                for start, stop in pairwise([0, *ends]):
+                    writer.write(content[start:stop].tobytes())
             documents, tokens = documents + len(some), tokens + len(whole)
             text_bytes += sum(len(document.text.encode()) for document in some)
     finally:
-        writer.close()
+        with _recording(target.with_name(name)):
+            writer.close()
     if not documents:
         return ShardFacts(None, 0, 0, 0, left_out[DUPLICATE], left_out[NEAR], None)
     return ShardFacts(name, documents, tokens, text_bytes, left_out[DUPLICATE], left_out[NEAR], _sha256(target))
+
+
+@contextmanager
+def _recording(path: Path) -> Iterator[None]:
+    """Turn what array_record says of a file that cannot be written into an error that names it: it has no OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise DataError(cannot_write(path, error)) from None
 
 
 def _kept(unit: Unit, documents: Iterator[Document], fates: np.ndarray, counts: list[int]) -> Iterator[Document]:

@@ -243,6 +243,34 @@ def test_a_process_that_dies_is_named_as_such(files, tmp_path, monkeypatch):
         build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=2)
 
 
+def test_shards_are_not_built_into_what_is_read(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("Once upon a time.")
+    with pytest.raises(DataError, match=r"texts/out is inside .*texts, and its shards would be read as data next time"):
+        build(tmp_path / "texts", tmp_path / "texts" / "out", TOKENIZER)
+    assert [path.name for path in (tmp_path / "texts").iterdir()] == ["a.txt"]
+
+
+def test_a_full_disk_under_a_shard_is_one_line(files, tmp_path, monkeypatch):
+    """array_record says it by a RuntimeError."""
+
+    class Full:
+        def __init__(self, *_):
+            pass
+
+        def write(self, _):
+            raise RuntimeError("write() failed: No space left on device; at byte 20000")
+
+        def close(self):
+            raise RuntimeError("Failed to close: No space left on device")
+
+    monkeypatch.setattr("array_record.python.array_record_module.ArrayRecordWriter", Full)
+    said = r"shard-00000.array_record cannot be written \(.*No space left on device.*\); the disk is full"
+    with pytest.raises(DataError, match=said):
+        build(files[0], tmp_path / "out", TOKENIZER, options=SMALL, processes=1)
+    assert not list((tmp_path / "out").glob("*shard*"))
+
+
 def test_files_without_documents_are_no_corpus_and_leave_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Pool, "calls", [], raising=False)
     monkeypatch.setattr(workers, "ProcessPoolExecutor", Pool)
