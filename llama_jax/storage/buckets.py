@@ -6,6 +6,7 @@ It finds credentials in the environment and the machine's role; nothing here rea
 from __future__ import annotations
 
 import errno
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from llama_jax.errors import UserError, reason_of
+from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.view import FOLDER, Listed, PassingError, SlowError
 
 EXTRA = "pip install 'llama-jax[stores]'"
@@ -23,6 +24,8 @@ CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": Tr
 # Limits in seconds for a whole request: for a few bytes, such as the renewal of a lease; for others the least and the most,
 # and in between the time of its bytes at LEAST_RATE bytes per second.
 QUICK, LEAST_SECONDS, MOST_SECONDS, LEAST_RATE = 15.0, 120.0, 900.0, 32 << 10
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+ENDPOINT = re.compile(r"https?://[^\s/:?#]+(:[0-9]+)?(/\S*)?", re.IGNORECASE)
 STATUS = re.compile(r"status code: (\d{3})")
 # A large object is uploaded in parts; a store allows 10,000, and each is in memory once.
 LEAST_PART, MOST_PARTS = 16 << 20, 9_000
@@ -48,6 +51,11 @@ def open_bucket(root: str) -> ObjectBucket:
         from obstore.store import from_url
     except ImportError:
         raise UserError(f"{root} is read by obstore, which is not installed; {EXTRA}") from None
+
+    for name in ENDPOINTS:
+        given = os.environ.get(name, "")
+        if root.startswith("s3:") and given and not ENDPOINT.fullmatch(given):  # at which Rust would panic
+            raise UserError(f"{name}={shown(given)} must be a URL with a host, as https://HOST:PORT, or not be set")
 
     def within(seconds: float) -> Any:
         options: Any = CLIENT | {"timeout": f"{round(seconds * 1000)}ms"}
@@ -191,6 +199,10 @@ class ObjectBucket:
             if isinstance(found, PassingError) and time.monotonic() - began >= seconds:
                 found = SlowError(f"not done within {seconds:g} s")
             raise found from None
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, which is no Exception
+                raise
+            raise OSError(errno.EIO, f"obstore fails ({reason_of(error)})", url) from None
 
     def _passing_or_final(self, error: Exception, url: str) -> Exception:
         text, line = str(error), _first_line(error)

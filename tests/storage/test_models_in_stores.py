@@ -20,7 +20,7 @@ from llama_jax.checkpoints.fill import STORED_RUN
 from llama_jax.errors import CheckpointError, TokenizerError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.storage import buckets
-from llama_jax.storage.buckets import ObjectBucket
+from llama_jax.storage.buckets import ObjectBucket, open_bucket
 
 CONFIG = make_goldens.KINDS["gqa"]
 
@@ -180,6 +180,25 @@ def test_what_is_not_there(store):
         llama_jax.load("s3://bucket/none")
     with pytest.raises(CheckpointError, match=r"s3://other/x cannot be read: there is no bucket s3://other"):
         llama_jax.load("s3://other/x")
+
+
+@pytest.mark.parametrize("given", ["nowhere", "http://", "https://:80", "ftp://host"])
+def test_an_endpoint_that_is_none(given, monkeypatch):
+    """At which obstore would panic."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", given)
+    with pytest.raises(llama_jax.UserError, match=rf"AWS_ENDPOINT_URL='{given}' must be a URL with a host, as https://"):
+        open_bucket("s3://bucket")
+
+
+def test_a_panic_is_an_error():
+    class PanicException(BaseException):
+        """As pyo3 has it."""
+
+    def ask(bucket):
+        raise PanicException("request valid")
+
+    with pytest.raises(OSError, match=r"obstore fails \(request valid\)"):
+        ObjectBucket("s3://bucket", lambda seconds: None)._asked("x", ask)
 
 
 def test_without_credentials():
