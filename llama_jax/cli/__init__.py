@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,7 +76,11 @@ def main() -> None:
     except StuckSaveError as error:
         end_at_once(error)
     except (UserError, OSError) as error:
-        _end(_of_stdout(error) or " ".join(str(error).split("\n")))
+        _end(_of_stdout(error) or _of_here(error) or " ".join(str(error).split("\n")))
+    except ValueError as error:
+        if "for JAX flag" not in str(error):  # which JAX reads from the environment when it is imported
+            raise
+        _end(f"{reason_of(error, 200)}; give the variable of this name another value, or none")
     except MemoryError as error:
         _end(f"the machine's memory is too small ({reason_of(error, 200) or 'nothing is left'}); {_smaller()}")
     except RuntimeError as error:
@@ -132,7 +137,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def _end(said: str) -> NoReturn:
-    print("llama-jax: error:", said, file=sys.stderr)
+    with suppress(OSError):  # where stderr cannot be written either
+        print("llama-jax: error:", said, file=sys.stderr)
     sys.exit(2)
 
 
@@ -155,6 +161,17 @@ def _of_stdout(error: Exception) -> str | None:
         return None
     send_nowhere(sys.stdout.fileno())  # so that nothing is tried again at exit
     return cannot_write(Path("stdout"), error)
+
+
+def _of_here(error: Exception) -> str | None:
+    """The message of an error that no file is named in, where the current folder has been removed."""
+    if not isinstance(error, FileNotFoundError) or error.filename is not None:
+        return None
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the current folder has been removed; change to one that exists"
+    return None
 
 
 def _interrupted(*_: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -34,7 +35,15 @@ def ending_in_order(said: str) -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         raise _Stopped(number)
 
+    def again(unraisable: Any) -> None:
+        """Send a signal once more that came in a destructor, where Python prints what is raised, and goes on."""
+        if isinstance(unraisable.exc_value, _Stopped):
+            threading.Timer(0.02, os.kill, (os.getpid(), unraisable.exc_value.number)).start()
+        else:
+            hook(unraisable)
+
     before: dict[signal.Signals, Any] = {}
+    hook, sys.unraisablehook = sys.unraisablehook, again
     try:
         for number in ending_signals():
             before[number] = signal.signal(number, stop)
@@ -44,5 +53,6 @@ def ending_in_order(said: str) -> Iterator[None]:
             print(f"\nllama-jax: {said}", file=sys.stderr, flush=True)
         os._exit(128 + stopped.number)
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

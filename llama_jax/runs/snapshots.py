@@ -92,8 +92,8 @@ class Snapshots:
         for name, value, least in (("keep_last", keep_last, 1), ("keep_best", keep_best, 0)):
             if value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
-        if not timeout > 0:
-            raise ConfigError(f"save_timeout={timeout:g} must be above 0 seconds")
+        if not 0 < timeout <= 1e7:
+            raise ConfigError(f"save_timeout={timeout:g} must be above 0 and at most 1e7 seconds")
         self.folder = folder.absolute()
         self._keep_last = keep_last
         self._keep_best = keep_best

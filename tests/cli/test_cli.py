@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from commands import run_here
 from conftest import write_hf_folder
+from make_format_goldens import FORMATS
 
 import llama_jax
 from llama_jax.checkpoints.huggingface import NAMES
@@ -283,6 +284,25 @@ def test_a_memory_that_is_too_small_is_one_line(run, monkeypatch):
     assert done.stderr == f"llama-jax: error: {said}\n"
     monkeypatch.setattr("llama_jax.cli.train.Train.run", fail)
     assert "; try dtype=bfloat16 or a smaller batch\n" in run("train", "tiny", "--workdir", "runs").stderr
+
+
+def test_what_jax_says_of_its_environment_is_one_line(run, monkeypatch):
+    def fail(self):
+        raise ValueError('Invalid value "x" for JAX flag jax_num_cpu_devices')
+
+    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", fail)
+    done = run("quickstart")
+    assert (done.returncode, done.stdout) == (2, "")
+    said = 'Invalid value "x" for JAX flag jax_num_cpu_devices; give the variable of this name another value, or none'
+    assert done.stderr == f"llama-jax: error: {said}\n"
+
+
+def test_a_current_folder_that_is_gone_is_said(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    done = run("convert", FORMATS / "meta-1", "out.gguf")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "llama-jax: error: the current folder has been removed; change to one that exists\n"
 
 
 def test_a_save_that_hangs_ends_the_process_at_once(run, monkeypatch):

@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from llama_jax.cli.stopping import ending_in_order
 
 PROGRAM = """
 import os, signal, sys
@@ -28,6 +31,25 @@ def test_what_was_being_written_is_removed(name, tmp_path):
     assert (done.returncode, done.stdout) == (128 + signal.Signals[name], "")
     assert done.stderr == "\nllama-jax: stopped\n"
     assert not os.listdir(tmp_path)
+
+
+def test_a_signal_in_a_destructor_is_not_lost(monkeypatch, capsys):
+    """What is raised there Python prints, and goes on."""
+
+    class Dying:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def work():
+        with ending_in_order("stopped"):
+            Dying()
+            threading.Event().wait(20)
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        work()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "\nllama-jax: stopped\n"
 
 
 def test_what_is_ignored_stays_ignored(tmp_path):

@@ -237,6 +237,13 @@ def test_a_failed_save_is_told_at_the_next_call(kept, monkeypatch):
     assert same(kept.restore(shapes_of())[0], state_of(20))
 
 
+@pytest.mark.parametrize("seconds", [0.0, float("inf"), float("nan")])
+def test_a_time_that_no_save_can_have(seconds, tmp_path):
+    """A timer that waits for ever raises in its thread."""
+    with pytest.raises(ConfigError, match=f"save_timeout={seconds:g} must be above 0 and at most 1e7 seconds"):
+        Snapshots(tmp_path, timeout=seconds)
+
+
 def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
     save(kept, 10, 10)
     kept.wait()
