@@ -467,7 +467,8 @@ def test_a_compiler_that_fails_is_no_crash(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(native.platformdirs, "user_cache_dir", lambda name: str(tmp_path))
     compiler = tmp_path / "broken"
     compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit 0\necho "blocks.cc: error: no such luck" >&2\nexit 1\n'
+        '#!/bin/sh\n[ "$1" = --version ] && printf "\\377 1" && exit 0\n'  # in some other encoding
+        'echo "blocks.cc: error: no such luck" >&2\nexit 1\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))

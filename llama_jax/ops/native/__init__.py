@@ -14,7 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -96,7 +96,8 @@ def _compiled(source: Path) -> Path:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++"))), None)
     if compiler is None:
         raise OSError("no C++ compiler was found; install g++ or clang++")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    run = partial(subprocess.run, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    version = run([compiler, "--version"], check=True).stdout
     files = [file.read_text() for file in sorted((source, *FOLDER.glob("*.h")))]
     about = (*files, version, " ".join(FLAGS), _processor(), jaxlib.__version__)
     name = hashlib.sha256("\0".join(about).encode()).hexdigest()[:16]
@@ -106,7 +107,7 @@ def _compiled(source: Path) -> Path:
         _log.warning("compiling kernels for this processor, once; it takes some seconds (%s)", library)
         with appearing(library) as made:
             command = [compiler, *FLAGS, f"-isystem{jax.ffi.include_dir()}", str(source), "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+            done = run(command, check=False)
             if done.returncode:
                 first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
                 raise UserError(f"{compiler} fails: {first}")
