@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import tomllib
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,10 @@ import llama_jax
 import llama_jax.cli
 from llama_jax import OptimizerSettings, Recipe
 from llama_jax.checkpoints.bundled import bundled
-from llama_jax.runs.recipes import tiny
+from llama_jax.cli.arguments import CHANGE
+from llama_jax.errors import UserError
+from llama_jax.runs.overrides import override
+from llama_jax.runs.recipes import BUILT_IN, tiny
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -48,6 +52,7 @@ INSTEAD = {
         r"llama-3\.1-8b": "stories-110m",
         r"--mesh tensor=8": "--mesh tensor=2",
         r"\bsteps=\d+": "steps=2",
+        r"--trace \d+:\d+": "--trace 2:3",
         r"\bbatch=\d+": "batch=4",
         r"(?<![\w.])length=\d+": "length=64",
         r"lora\.rank=\d+": "lora.rank=2",
@@ -169,6 +174,7 @@ def lay_out(folder: Path) -> None:
     for block in BLOCKS:
         if named := re.match(r"# (\w+\.py)\b", block.code):
             (folder / named[1]).write_text(block.code)
+    (folder / "another").symlink_to(MODEL)
     for name in ("docs", "experiments", "notebooks", "llama_jax"):
         (folder / name).symlink_to(ROOT / name)
 
@@ -243,6 +249,21 @@ def test_commands_that_are_not_run_have_the_options_that_they_name():
             for _, words, line in commands_of(_instead(block)):
                 if words[0] == "llama-jax" and "$" not in line:
                     only_parsed(words[1:], f"{block.page}: {line}")
+
+
+def test_training_on_the_pages_has_settings_that_go_together():
+    """As they are written: the blocks are run with fewer steps."""
+    for block in (block for block in BLOCKS if block.language == "bash"):
+        for _, words, line in commands_of(block.code):
+            if words[:2] != ["llama-jax", "train"] or words[2] not in BUILT_IN:
+                continue
+            try:
+                changes = [word for before, word in pairwise(words) if CHANGE.match(word) and not before.startswith("--")]
+                recipe = override(BUILT_IN[words[2]](), changes)
+            except UserError as error:
+                pytest.fail(f"{block.page}: {line}: {error}")
+            trace = words[words.index("--trace") + 1] if "--trace" in words else "1:1"
+            assert int(trace.partition(":")[2]) <= recipe.steps + 1, f"{block.page}: {line}"
 
 
 def test_every_block_is_run_or_says_why_not():

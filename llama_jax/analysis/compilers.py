@@ -113,7 +113,7 @@ def compiler_missing(hardware: str) -> str | None:
     if hardware in GPUS:
         if util.find_spec("jax_cuda12_plugin"):
             return None
-        return 'the CUDA plugin is not installed; pip install -e ".[compile-gpu]" brings it, see analysis/compilers.py'
+        return 'the CUDA plugin is not installed; pip install -e ".[compile-gpu]" brings it (docs/devices.md)'
     return f"no compiler is described for {hardware}; there are {', '.join(NAMES)}"
 
 

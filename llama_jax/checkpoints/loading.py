@@ -160,7 +160,9 @@ def _open(path: Location) -> Opened | store.Stored:
             raise CheckpointError(f"{path}: nothing is stored there; give a model's folder or file in the store")
         if path.is_symlink():
             raise CheckpointError(f"{path} is a symbolic link that leads to no file; give a model's folder or file")
-        raise CheckpointError(f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one)")
+        raise CheckpointError(
+            f"{path} does not exist; give a model's folder or file (llama-jax fetch downloads one), or hf://ORGANISATION/NAME"
+        )
     if path.is_dir():
         return _open_folder(path)
     if not path.is_file():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import llama_jax
-from llama_jax.cli.arguments import arranged, recipe_asked_about
+from llama_jax.cli.arguments import arranged, check_settings, recipe_asked_about
 from llama_jax.cli.stopping import end_at_once
 from llama_jax.errors import StuckSaveError, UserError, reason_of, shown
 from llama_jax.writing import cannot_write, remedy_for, send_nowhere
@@ -131,6 +131,8 @@ def _run(arguments: list[str]) -> None:
 
         print(settings_page(*recipe))
         return
+    if name == "train":
+        check_settings(command.__dataclass_fields__, arguments)
     from llama_jax.cli.parsing import parsed
 
     parsed(command, name, arranged(arguments)[1:]).run()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from llama_jax.errors import UserError
 
 CHANGE = re.compile(r"[A-Za-z_][\w.]*=", re.ASCII)
 # The options that no value follows, of the commands that `arranged` knows.
@@ -17,6 +19,24 @@ def recipe_asked_about(arguments: Sequence[str]) -> tuple[str, list[str]] | None
     if arguments[:1] != ["train"] or not set(HELP) & set(arguments) or arguments[1].startswith("-"):
         return None
     return arguments[1], [word for word in arguments[2:] if CHANGE.match(word)]
+
+
+def check_settings(options: Collection[str], arguments: Sequence[str]) -> None:
+    """UserError for a setting of a recipe that is written as an option of ``train``: ``--steps 100`` for ``steps=100``.
+
+    Args:
+      options: names of the fields of the command.
+    """
+    for word in arguments:
+        name = word.partition("=")[0].strip("-").replace("-", "_")
+        if not word.startswith("--") or name in (*options, "help"):
+            continue
+        from llama_jax.runs.overrides import keys_of
+        from llama_jax.runs.recipes import tiny
+
+        for key in keys_of(tiny()):
+            if name in (key, key.rpartition(".")[2]):
+                raise UserError(f"{word} is no option of train; settings of a recipe are KEY=VALUE, as {key}=VALUE")
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ from llama_jax.cli.stopping import ending_in_order
 if TYPE_CHECKING:
     from llama_jax.checkpoints.saving import Kind
 
-FORMATS = Literal["safetensors", "gguf", "llama2c", "orbax"]
+FORMATS = Literal["auto", "safetensors", "gguf", "llama2c", "orbax"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Convert:
     """A model's folder or file, of any format that is read, or an adapter's."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="DESTINATION")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
-    format: FORMATS | None = None
-    """What to write; by default what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
+    format: FORMATS = "auto"
+    """What to write; auto is what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
     llama2c is the legacy .bin, float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
     """Type of what is written; auto keeps that of the source: from GGUF to GGUF its blocks too, which become float32 in any
@@ -56,7 +56,7 @@ class Convert:
             convert(
                 self.source,
                 self.destination,
-                format=self.format,
+                format=None if self.format == "auto" else self.format,
                 dtype=dtype,
                 quantize=None if self.quantize == "none" else self.quantize,
                 base=self.base,

@@ -28,7 +28,7 @@ class Merge:
     """A folder of PEFT's, or of a run that trains one."""
     destination: tyro.conf.Positional[Annotated[ModelPath, tyro.conf.arg(metavar="OUT")]]
     """A folder for safetensors (the Hugging Face layout) and orbax, a file for gguf and llama2c."""
-    format: FORMATS | None = None
+    format: FORMATS = "auto"
     """What to write; by default what the name of OUT says: gguf, llama2c where it ends in .bin, else safetensors."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
     """Type of what is written; auto is that of BASE, or float32 if that is quantised. The sum is computed in float32 and
@@ -48,7 +48,8 @@ class Merge:
         started = time.perf_counter()
         use_compilation_cache()
         start_backend()
-        folder = (self.format or format_of(self.destination)) in FOLDERS
+        format = None if self.format == "auto" else self.format
+        folder = (format or format_of(self.destination)) in FOLDERS
         sources = [self.base, self.adapter]
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
         adapter = load_adapter(self.adapter, open_checkpoint(self.base).config)  # before minutes go into loading
@@ -63,7 +64,7 @@ class Merge:
                 config,
                 merged,
                 tokenizer,
-                format=self.format,
+                format=format,
                 dtype=dtype,
                 overwrite=self.overwrite,
                 progress=bar,

@@ -82,6 +82,13 @@ class LoadOptions:
         make_mesh(sizes)
         return sizes
 
+    def compile_native(self, params: Llama) -> None:
+        """For a command that streams text: what a CPU compiles once, before there is any; over a mesh nothing is native."""
+        from llama_jax import ops
+
+        if not self.mesh:
+            ops.compile_native(params)
+
     def load_beside(
         self, adapter: Location | None = None, adapters: Sequence[Location] = ()
     ) -> tuple[LlamaConfig, Llama, Tokenizer]:

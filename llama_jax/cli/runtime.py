@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import jax
 import platformdirs
@@ -13,16 +17,39 @@ import platformdirs
 from llama_jax.errors import UserError, reason_of
 from llama_jax.flags import set_flags
 
+LEAST_FREE = 2**20  # bytes on the disk of the compilation cache; a program takes some hundred thousand
+
 
 def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, so that a second start does not compile again.
 
     ``JAX_COMPILATION_CACHE_DIR`` names another folder; ``JAX_ENABLE_COMPILATION_CACHE=false`` turns it off.
     """
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR", platformdirs.user_cache_dir("llama_jax"))
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", platformdirs.user_cache_dir("llama_jax"))
+        jax.config.update("jax_compilation_cache_dir", folder)
+    problem = _no_room(Path(folder)) if folder and "://" not in folder else None
+    if problem is not None:
+        print(
+            f"llama-jax: compiled programs are not kept: {folder} cannot be written ({problem});"
+            " JAX_COMPILATION_CACHE_DIR names another folder",
+            file=sys.stderr,
+        )
+        # Which JAX would say of every program. What is there already is still read.
+        warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache entry")
     # By default only programs that took over a second are kept; a generation needs several smaller ones.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _no_room(folder: Path) -> str | None:
+    """Why nothing can be written into a folder that may have to be made, or None."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            return os.strerror(errno.EACCES)
+        return os.strerror(errno.ENOSPC) if shutil.disk_usage(folder).free < LEAST_FREE else None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def start_backend(*, training: bool = False) -> None:

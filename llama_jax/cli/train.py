@@ -77,8 +77,8 @@ class Train:
     """Steps to profile into the folder's trace/: 20:25 are five, of which step 20 is the first."""
     track: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], tyro.conf.UseAppendAction] = ()
     """Log the numbers of metrics.jsonl elsewhere as well: to TensorBoard (the folder's tensorboard/), Weights & Biases
-    (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install
-    'llama-jax[wandb]'."""
+    (offline with WANDB_MODE=offline) or MLflow (where MLFLOW_TRACKING_URI says). Each is an extra: pip install -e
+    ".[wandb]"."""
     save_timeout: float = 1800.0
     """Seconds that writing a checkpoint may take, beside the training, and that beginning to may; then the run ends with an
     error."""

@@ -284,7 +284,7 @@ def pyarrow_for(path: Path) -> Any:
     try:
         import pyarrow  # type: ignore[import-untyped, import-not-found, unused-ignore]  # an extra, without types
     except ImportError:
-        raise DataError(f"{path} needs pyarrow: pip install 'llama-jax[data]'") from None
+        raise DataError(f'{path} needs pyarrow; get it with pip install -e ".[data]"') from None
     return pyarrow
 
 

@@ -42,7 +42,7 @@ def library() -> str:
     try:
         return f"rensa {importlib.metadata.version('rensa')}"
     except importlib.metadata.PackageNotFoundError:
-        raise DataError("near duplicates need rensa: pip install 'llama-jax[near-duplicates]'") from None
+        raise DataError('near duplicates need rensa; get it with pip install -e ".[near-duplicates]"') from None
 
 
 def signatures(texts: Sequence[str]) -> np.ndarray:

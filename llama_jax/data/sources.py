@@ -120,7 +120,7 @@ def find_files(paths: Paths) -> list[Path]:
         else:
             raise DataError(f"{path} is neither a file nor a folder; give files of text, or a folder of them")
     if not found:
-        raise DataError("no files of data were given")
+        raise DataError("no files of data were given; give files of text, or a folder of them (--data PATH)")
     _check_once(found)
     for file in found:
         if not file.stat().st_size:

@@ -5,7 +5,7 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 """
 
 from llama_jax.ops.attention import attend, attend_with_sinks
-from llama_jax.ops.cpu import decodes_natively, native_anyway, native_beside
+from llama_jax.ops.cpu import compile_native, decodes_natively, native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.ops.experts import experts
 from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
@@ -18,6 +18,7 @@ __all__ = [
     "apply_rotary",
     "attend",
     "attend_with_sinks",
+    "compile_native",
     "cross_entropy",
     "decodes_natively",
     "experts",

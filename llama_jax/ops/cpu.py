@@ -223,6 +223,13 @@ def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
     return native_code(wanted and native.usable("floats"))
 
 
+def compile_native(params: Any) -> None:
+    """Compile the native kernels that a model on one device is decoded with, where they are not there: who streams text
+    then waits, and is told so, before the first word and not amid a sentence."""
+    with native_beside(params), native_anyway(decodes_natively(params, None, None)):
+        pass
+
+
 def decoded_at_once(plain: Callable[[], int]) -> int:
     """`weights.multiply`: numbers that are decoded at a time, 1 MB in float32, which the second cache of a core holds."""
     return min(plain(), 1 << 18)

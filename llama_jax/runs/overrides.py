@@ -40,7 +40,7 @@ def override(settings: Settings, changes: Sequence[str]) -> Settings:
         if isinstance(place.get(last), dict):
             raise TrainingError(f"{key}= is given whole and in parts; give one of them")
         place[last] = value
-    return _changed(settings, nested, "", _keys(settings))
+    return _changed(settings, nested, "", keys_of(settings))
 
 
 def _changed(settings: Any, changes: dict[str, Any], within: str, known: list[str]) -> Any:
@@ -148,7 +148,8 @@ def _json(text: str) -> Any:
         return None
 
 
-def _keys(settings: Any, within: str = "") -> list[str]:
+def keys_of(settings: Any, within: str = "") -> list[str]:
+    """Every key that `override` knows, those of nested dataclasses with dots."""
     found, types_ = [], get_type_hints(type(settings))
     for f in dataclasses.fields(settings):
         inner = getattr(settings, f.name)
@@ -156,5 +157,5 @@ def _keys(settings: Any, within: str = "") -> list[str]:
         if inner is None and (made := dataclass_of(types_[f.name])):
             found += [f"{within}{f.name}.{part.name}" for part in dataclasses.fields(made)]
         elif dataclasses.is_dataclass(inner):
-            found += _keys(inner, f"{within}{f.name}.")
+            found += keys_of(inner, f"{within}{f.name}.")
     return found

@@ -232,7 +232,7 @@ def _blank(width: float, height: float) -> Figure:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError:
-        raise UserError("plots need matplotlib; get it with pip install matplotlib") from None
+        raise UserError('plots need matplotlib; get it with pip install -e ".[plot]", or pip install matplotlib') from None
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
     figure = Figure(figsize=(width, height), dpi=150, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)

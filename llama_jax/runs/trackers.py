@@ -45,7 +45,9 @@ def check_trackers(track: Sequence[Track]) -> None:
         try:
             importlib.import_module(PACKAGES[name])
         except ImportError as error:
-            raise TrainingError(f"--track {name} needs a package ({error}): pip install 'llama-jax[{name}]'") from None
+            raise TrainingError(
+                f'--track {name} needs a package ({error}); get it with pip install -e ".[{name}]"'
+            ) from None
 
 
 class Tracking:

@@ -153,5 +153,5 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UserError("grammars need llguidance: pip install 'llama-jax[serve]'") from None
+        raise UserError('grammars need llguidance; get it with pip install -e ".[serve]"') from None
     return llguidance

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage.view import FOLDER, Listed, PassingError, SlowError
 
-EXTRA = "pip install 'llama-jax[stores]'"
+EXTRA = 'pip install -e ".[stores]"'
 # Client options in addition to the total time of a request. A server without TLS is allowed where the environment names one,
 # because obstore ignores that setting when it is given these.
 CLIENT: Any = {"connect_timeout": "10s", "read_timeout": "60s", "allow_http": True}

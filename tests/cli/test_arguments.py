@@ -3,10 +3,11 @@
 import pytest
 import tyro
 
-from llama_jax.cli.arguments import FLAGS, arranged
+from llama_jax.cli.arguments import FLAGS, arranged, check_settings
 from llama_jax.cli.eval import Eval
 from llama_jax.cli.needle import Needle
 from llama_jax.cli.train import Train
+from llama_jax.errors import UserError
 
 COMMANDS = {"train": Train, "eval": Eval, "needle": Needle}
 
@@ -55,3 +56,11 @@ def test_every_option_without_a_value_is_known():
 def test_other_commands_are_left_alone():
     line = ["generate", "--data", "a", "b", "c=d"]
     assert arranged(line) == line
+
+
+@pytest.mark.parametrize(("word", "meant"), [("--steps", "steps"), ("--learning-rate=1e-3", "optimizer.learning_rate")])
+def test_a_setting_written_as_an_option_is_told_how_it_is_written(word, meant):
+    line = ["train", "tiny", "--workdir", "w", "--data", "a", "--save-timeout", "9", "--resume"]
+    check_settings(Train.__dataclass_fields__, line)
+    with pytest.raises(UserError, match=f"{word} is no option of train; .* are KEY=VALUE, as {meant}=VALUE"):
+        check_settings(Train.__dataclass_fields__, [*line, word, "3"])

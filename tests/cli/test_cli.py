@@ -6,8 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import jax
 import make_goldens
 import numpy as np
 import pytest
@@ -16,7 +18,10 @@ from conftest import write_hf_folder
 from make_format_goldens import FORMATS
 
 import llama_jax
+from llama_jax import ops
 from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.cli import generate
+from llama_jax.cli.runtime import use_compilation_cache
 from llama_jax.errors import StuckSaveError
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()"]
@@ -376,6 +381,27 @@ def test_a_stdout_that_is_closed_or_full_is_no_traceback(closed, code, said, sto
     assert done.returncode == code
     assert done.stderr.startswith(said)
     assert len(done.stderr.splitlines()) == (1 if said else 0)
+
+
+def test_what_is_compiled_once_is_compiled_before_the_first_word(run, monkeypatch):
+    events = []
+    usable, put = ops.native.usable, generate._print
+    monkeypatch.setattr(ops.native, "usable", lambda library: (events.append(library), usable(library))[1])
+    monkeypatch.setattr(generate, "_print", lambda text: (events.append("text"), put(text)))
+    assert run("generate", "Once", "--max-new-tokens", "1").returncode == 0
+    assert events[:2] == ["floats", "text"]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    with warnings.catch_warnings():
+        use_compilation_cache()
+    said = capsys.readouterr().err
+    assert said.startswith("llama-jax: compiled programs are not kept: ")
+    assert "(Not a directory); JAX_COMPILATION_CACHE_DIR names another folder" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from llama_jax.cli.arguments import recipe_asked_about
 from llama_jax.cli.parsing import parsed
 from llama_jax.cli.recipe_settings import FUNCTIONS, settings_page
 from llama_jax.errors import UserError
-from llama_jax.runs.overrides import _keys
+from llama_jax.runs.overrides import keys_of
 from llama_jax.runs.recipes import find
 
 NAMES = [name for group in COMMANDS.values() for name in group]
@@ -82,7 +82,7 @@ def test_the_help_of_a_recipe_lists_its_settings():
     ):
         assert line in page
     assert max(map(len, page.split("\n"))) <= 80
-    for key in _keys(find("sft")):
+    for key in keys_of(find("sft")):
         assert key in FUNCTIONS or key in page
     with pytest.raises(UserError, match="no recipe 'tny'"):
         settings_page("tny")

@@ -206,6 +206,8 @@ def test_what_cannot_be_asked_for(planted, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rensa", None)
     monkeypatch.setattr(near.importlib.metadata, "version", lambda name: (_ for _ in ()).throw(ImportError(name)))
     monkeypatch.setattr(near.importlib.metadata, "PackageNotFoundError", ImportError)
-    with pytest.raises(DataError, match=re.escape("near duplicates need rensa: pip install 'llama-jax[near-duplicates]'")):
+    with pytest.raises(
+        DataError, match=re.escape('near duplicates need rensa; get it with pip install -e ".[near-duplicates]"')
+    ):
         build(planted[0], tmp_path / "out", bundled(), options=OPTIONS, processes=1)
     assert not (tmp_path / "out").exists()

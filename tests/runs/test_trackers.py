@@ -105,7 +105,7 @@ def test_one_that_cannot_begin_ends_the_run_in_a_line(tmp_path, monkeypatch):
 
 def test_what_is_not_installed_is_told_before_anything_is_read(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(TrainingError, match=r"--track mlflow needs a package .*pip install 'llama-jax\[mlflow\]'"):
+    with pytest.raises(TrainingError, match=r'--track mlflow needs a package .*pip install -e "\.\[mlflow\]"'):
         check_trackers(("mlflow",))
     with pytest.raises(TrainingError, match="track='other' must be one of tensorboard, wandb, mlflow"):
         check_trackers(("other",))

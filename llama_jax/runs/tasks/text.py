@@ -295,7 +295,7 @@ def check_vocabulary(recipe: Recipe, size: int) -> None:
     if size > recipe.model.vocab_size:
         raise TrainingError(
             f"the tokenizer has {size} tokens, the model a vocabulary of {recipe.model.vocab_size};"
-            f" set model.vocab_size={size} or more"
+            f" set model.vocab_size={size} or more, or give a model of --weights that vocabulary first (docs/models.md)"
         )
 
 
