@@ -102,10 +102,15 @@ class ScratchFolder:
       path: of the folder.
     """
 
-    def __init__(self) -> None:
-        parent = Path(tempfile.gettempdir()).resolve()
-        clear_up(parent)
-        self.path, lock = _begin(parent / "scratch", folder=True)
+    def __init__(self, path: Path | None = None) -> None:
+        """`path` is the one of another host, for a folder of the same name on this one.
+
+        Raises:
+          OSError: it cannot be made, or is there.
+        """
+        wanted = Path(tempfile.gettempdir()) / "scratch" if path is None else path
+        clear_up(wanted.parent)
+        self.path, lock = _begin(wanted, folder=True, as_it_is=path is not None)
         self.close = weakref.finalize(self, _discard, self.path, lock)
 
 
@@ -239,10 +244,14 @@ def remedy_for(error: BaseException) -> str:
     return ""
 
 
-def _begin(path: Path, folder: bool) -> tuple[Path, int | None]:
-    """Make the file or folder, locked; after some trials without a lock, for some file systems have none."""
+def _begin(path: Path, folder: bool, *, as_it_is: bool = False) -> tuple[Path, int | None]:
+    """Make the file or folder, locked; after some trials without a lock, for some file systems have none.
+
+    Args:
+      as_it_is: whether `path` is such a name already.
+    """
     for last in (False, False, False, True):
-        target = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.llama_jax-partial")
+        target = path if as_it_is else path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.llama_jax-partial")
         if folder:
             target.mkdir()
         else:

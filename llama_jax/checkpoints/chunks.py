@@ -23,6 +23,7 @@ from llama_jax.checkpoints.tensors import FLOATS, kind_of, read_bytes
 from llama_jax.storage import StoredPath
 
 DESCRIPTION = "zarr.json"  # after the name of an array
+MANIFEST = "manifest.ocdbt"  # names the newest version of an index
 OF_SHARD = 8 + 8 + 4  # bytes after the only part of a chunk: its offset, its length, and the CRC of both
 LEAST_READ = 1 << 17  # bytes of a chunk to ask for at a time
 DTYPES = {str(dtype): dtype for dtype in FLOATS.values()}
@@ -131,6 +132,24 @@ def read_index(folder: Path, name: str, place: StoredPath) -> dict[str, ChunkedA
                 return None
             found[array] = one
     return found
+
+
+def add_index(folder: Path, manifest: bytes) -> None:
+    """Add to the index of what orbax wrote into a folder the chunks of another, whose files lie in the same folder, or will;
+    all but its manifest, which is given. No number is read."""
+    import tensorstore
+
+    # TensorStore copies where chunks are, and not what is in them, between stores of one context and base alone.
+    context, base = tensorstore.Context(), {"driver": "file", "path": f"{folder.absolute()}/"}
+
+    def index(manifest: dict[str, str]) -> Any:
+        found = {"driver": "ocdbt", "base": base, "manifest": manifest}
+        return tensorstore.KvStore.open(found, context=context).result()
+
+    memory = {"driver": "memory", "path": "other/"}
+    tensorstore.KvStore.open(memory, context=context).result().write(MANIFEST, manifest).result()
+    with tensorstore.Transaction(atomic=True) as together:
+        index(memory).experimental_copy_range_to(index(base).with_transaction(together)).result()
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

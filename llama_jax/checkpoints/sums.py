@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,17 +21,29 @@ LINE = re.compile(r"(?P<sum>[0-9a-f]{64})  (?P<name>[^\\\n]+)")
 THREADS = 8  # hashing lets others run
 
 
-def write_sums(step: Path) -> None:
-    """Write the checksums of all files of a step, and flush them to the disk."""
-    files = [path for path in step.rglob("*") if path.is_file()]
-    names = sorted(path.relative_to(step).as_posix() for path in files)
-    with ThreadPoolExecutor(THREADS) as pool:
-        sums = list(pool.map(lambda name: _sum_of(step / name, flush=True), names))
-    text = "".join(f"{found}  {name}\n" for found, name in zip(sums, names, strict=True))
+def write_sums(step: Path, elsewhere: Mapping[str, str] = {}) -> None:
+    """Write the checksums of all files of a step, and flush them to the disk.
+
+    Args:
+      elsewhere: {name: checksum} of files of the step that another host has.
+    """
+    sums = {**elsewhere, **sums_of(step, files_in(step))}
+    text = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
     with (step / ABOUT / SUMS).open("w", encoding="utf-8") as file:
         file.write(f"{text}# {hashlib.sha256(text.encode()).hexdigest()}\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def files_in(step: Path) -> list[str]:
+    """The names of all files of a step: params/_METADATA."""
+    return sorted(path.relative_to(step).as_posix() for path in step.rglob("*") if path.is_file())
+
+
+def sums_of(step: Path, names: Collection[str]) -> dict[str, str]:
+    """{name: checksum} of files of a step, which are on the disk afterwards."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: _sum_of(step / name, flush=True), names), strict=True))
 
 
 def verify(step: Location, parts: Collection[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:

@@ -56,7 +56,7 @@ class Processes:
         self._sending = {index: threading.Lock() for index in links}
         self._told: queue.Queue[bytes] = queue.Queue()
         self._waiting: dict[str, dict[int, Mapping[str, Any]]] = {}
-        self._answers: queue.Queue[Packet] = queue.Queue()
+        self._answers: dict[str, queue.Queue[Packet]] = {}  # by what is waited for: several threads may wait at once
         self._ended = not links
         self._thread = threading.Thread(target=self._watch, name="processes", daemon=True)
         if links:
@@ -68,12 +68,25 @@ class Processes:
         return max(len(self._members), 1)
 
     @property
+    def host(self) -> int:
+        """The number of the first process that runs on this one's host."""
+        return next((m.index for m in self._members if m.host == self._members[self.index].host), 0)
+
+    @property
     def first_of_host(self) -> bool:
         """Whether no process of a lower number runs on this host."""
-        return not any(m.host == self._members[self.index].host for m in self._members[: self.index])
+        return self.host == self.index
+
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all run on the same."""
+        return len({m.host for m in self._members}) <= 1
 
     def wait(self, what: str) -> None:
-        """Wait until all processes have come to the same call, however long that takes; no device takes part."""
+        """Wait until all processes have come to the same call, however long that takes; no device takes part.
+
+        Several threads may wait at once, each for something else.
+        """
         self.agree(what, {})
 
     def agree(self, what: str, values: Mapping[str, Any]) -> None:
@@ -82,16 +95,27 @@ class Processes:
         Raises:
           MeshError: one has others than process 0.
         """
+        answer = self._meet({"at": what, "values": values, "same": True})
+        if answer["error"]:
+            raise MeshError(answer["error"])
+
+    def gather(self, what: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Wait as `wait` does; in process 0 the values of all processes, which JSON can hold, and nothing in the others."""
+        return self._meet({"at": what, "values": values, "same": False})["gathered"]
+
+    def _meet(self, message: Packet) -> Packet:
+        """Say that this process has come to a call, and give the answer when all have."""
+        message = json.loads(json.dumps(message))  # the same types as from the others
         if self.count == 1:
-            return
-        message = {"at": what, "values": json.loads(json.dumps(values))}
+            return {"error": None, "gathered": [message["values"]]}
+        answer = self._answers.setdefault(message["at"], queue.Queue())
         if self.index == 0:
             self._arrived(0, message)
         else:
             self._send(0, message)
-        answer = self._answers.get()
-        if answer["error"]:
-            raise MeshError(answer["error"])
+        found = answer.get()
+        del self._answers[message["at"]]
+        return found
 
     def tell(self, content: bytes) -> None:
         """In process 0: give something to all the others, from any thread."""
@@ -148,7 +172,7 @@ class Processes:
             self._told.put(base64.b64decode(message["told"]))
         else:
             self._ended |= message["go"] == END
-            self._answers.put(message)
+            self._answers[message["go"]].put(message)
 
     def _arrived(self, index: int, message: Packet) -> None:
         """In process 0: note that a process waits, and let all go on when it was the last."""
@@ -160,10 +184,11 @@ class Processes:
                 return
             del self._waiting[what]
             self._ended |= what == END
-        differences = (_difference(other, waiting[other], waiting[0]) for other in range(1, self.count))
-        answer = {"go": what, "error": next(filter(None, differences), None)}
+        compared = range(1, self.count) if message["same"] else ()
+        differences = (_difference(other, waiting[other], waiting[0]) for other in compared)
+        answer = {"go": what, "error": next(filter(None, differences), None), "gathered": []}
         self._tell_all(answer)
-        self._answers.put(answer)
+        self._answers[what].put(answer | {"gathered": [waiting[index] for index in range(self.count)]})
 
     def _lost(self, index: int) -> None:
         self._end_with(

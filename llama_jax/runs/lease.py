@@ -189,9 +189,24 @@ class Lease:
         return max(0.0, now - found.modified - 1.0)  # clocks of stores count whole seconds
 
     def _bucket(self) -> ObjectBucket:
-        store = self._object.view.store()
-        assert isinstance(store, ObjectBucket)
-        return store
+        return _bucket_of(self._object)
+
+
+def run_of(folder: StoredPath) -> str | None:
+    """The name of the run that has the lease of a folder, which no other run has; None where none does.
+
+    Raises:
+      OSError: the store gives no answer.
+    """
+    place = folder / NAME
+    found = trying(str(place), lambda: _bucket_of(place).stamped(place.key))
+    return None if found is None else _read(found).get("run")
+
+
+def _bucket_of(path: StoredPath) -> ObjectBucket:
+    store = path.view.store()
+    assert isinstance(store, ObjectBucket)
+    return store
 
 
 def _read(found: Stamped) -> dict[str, Any]:

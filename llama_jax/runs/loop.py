@@ -87,8 +87,8 @@ def train(
     Args:
       recipe: a `Recipe`, or what `runs.recipes.find` takes: the name of a built-in one, or FILE.py:FUNCTION.
       workdir: a folder that no other run uses at the same time. It gets recipe.json, metrics.jsonl and checkpoints/STEP.
-        Several processes share it, and so the file system that it is on. Or a URL, s3:// or gs://, for a run on one host:
-        metrics are then in parts, and TMPDIR needs room for a checkpoint (docs/storage.md).
+        Several processes share it, and so the file system that it is on. Or a URL, s3:// or gs://: metrics are then in
+        parts, and TMPDIR needs room for a checkpoint, on each host a folder of its own (docs/storage.md).
       data: a file, a folder or several, see `data.open_corpus`; or a mixture of several `WeightedData`, each of which has
         exactly its share of the rows, and epochs of its own.
       validation_data: likewise; without it a share of the documents of each source of `data` is held out.
@@ -174,7 +174,7 @@ def train(
         if processes.first_of_host:
             processes.wait("text tokenised")
         preparing.describe(log, recipe, task.facts)
-        preparing.agree(processes, folder, recipe, mesh, backend, task, note)
+        preparing.agree(processes, run_folder, recipe, mesh, backend, task, note)
         if task.load is not None:
             task = task.load()
             preparing.check_data(note, task, reweigh=reweigh)

@@ -18,19 +18,21 @@ from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_n
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
 from llama_jax.data.sources import Data, FoundData
-from llama_jax.errors import shown
+from llama_jax.errors import reading, shown
 from llama_jax.model.adapters import adapter_count
 from llama_jax.model.trees import parameter_count
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.lease import run_of
 from llama_jax.runs.log import Log
 from llama_jax.runs.program import Backend
 from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
+from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.runs.tasks.choose import check_task, kind_of
 from llama_jax.runs.tasks.task import Task
-from llama_jax.storage import Location
+from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.training.optimizer import OptimizerSettings, learning_rates
 from llama_jax.writing import appearing
@@ -47,7 +49,7 @@ def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
 
 def agree(
     processes: Processes,
-    folder: Path,
+    folder: RunFolder,
     recipe: Recipe,
     mesh: MeshSizes,
     backend: Backend,
@@ -71,8 +73,12 @@ def agree(
     )
 
 
-def _mark_of(folder: Path, processes: Processes) -> str:
+def _mark_of(run: RunFolder, processes: Processes) -> str:
     """Check that every process can read what process 0 has just written into the folder of the run."""
+    if isinstance(run.place, StoredPath):
+        with reading(run.place, TrainingError):
+            return f"{run.place} with the lease of run {run_of(run.place)}"
+    folder = run.path
     mark = folder / ".shared"
     if processes.index == 0:
         mark.write_text(f"{folder.resolve()} on {platform.node()}")

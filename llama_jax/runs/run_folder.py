@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,8 +15,9 @@ from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log
 from llama_jax.runs.shelf import LocalShelf, Shelf
-from llama_jax.runs.stored_run import StoredRun, StoredShelf
-from llama_jax.storage import Location
+from llama_jax.runs.stored_run import StoredRun, StoredShelf, cannot_reach, fetch_beside
+from llama_jax.storage import Location, StoredPath
+from llama_jax.writing import ScratchFolder
 
 
 class RunFolder(Protocol):
@@ -53,11 +55,34 @@ class LocalRun:
         pass
 
 
-class ReadStoredRun:
-    """A `RunFolder` in a store, for the processes that do not write: another of their host has it."""
+class SharedStoredRun:
+    """A `RunFolder` in a store, for all processes but the first, which has its lease.
 
-    def __init__(self, place: Location, path: Path, shelf: Shelf) -> None:
-        self.place, self.path, self.shelf = place, path, shelf
+    It works in a folder of the same path, as orbax demands of all processes: the very same where it is of process 0's host.
+    """
+
+    def __init__(self, place: StoredPath, path: Path, processes: Processes) -> None:
+        """Make the folder where no process of a lower number does, with what a run before has left beside its steps.
+
+        Raises:
+          TrainingError: it cannot be made, or the store cannot be read.
+        """
+        self.place, self.path = place.resolve(), path
+        self.shelf: Shelf = StoredShelf(self.place, path, processes, None)
+        if not processes.first_of_host:
+            return
+        try:
+            self._scratch = ScratchFolder(path.parent)
+            path.mkdir()
+        except OSError as error:
+            raise TrainingError(
+                f"{path.parent} cannot be made on {platform.node()} ({error.strerror}); the variable TMPDIR must name a"
+                " folder that is there on every host, and that no two hosts share"
+            ) from None
+        try:
+            fetch_beside(self.place, path)
+        except OSError as error:
+            raise TrainingError(cannot_reach(self.place, error)) from None
 
     def put(self) -> None:
         pass
@@ -68,7 +93,7 @@ def opened(place: Location, processes: Processes, log: Log) -> Iterator[RunFolde
     """The folder of a run, which no other run writes to meanwhile.
 
     Raises:
-      TrainingError: another does, it cannot be written to, or several hosts have no file system in common.
+      TrainingError: another does, or it cannot be written to.
     """
     if isinstance(place, Path):
         with locked(place) if processes.index == 0 else nullcontext():
@@ -76,14 +101,8 @@ def opened(place: Location, processes: Processes, log: Log) -> Iterator[RunFolde
         return
     if place.view.root.startswith("hf://"):
         raise TrainingError(f"{place} is on the hub, where no run can be; give a folder of this machine, s3:// or gs://")
-    if processes.index and processes.first_of_host:
-        raise TrainingError(
-            f"{place}: a run over several hosts writes to a file system that they share; give a folder there as --workdir,"
-            " or train on one host"
-        )
     if processes.index:
-        path = Path(os.fsdecode(processes.hear()))
-        yield ReadStoredRun(place, path, StoredShelf(place, path, processes, None))
+        yield SharedStoredRun(place, Path(os.fsdecode(processes.hear())), processes)
         return
     run = StoredRun(place, processes, log)
     try:

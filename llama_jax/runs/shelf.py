@@ -19,10 +19,16 @@ class Shelf(Protocol):
 
     Attributes:
       place: the folder of checkpoints, for messages.
+      shared: whether all processes write a step into one folder, and not those of each host into one of their own.
+      first: the number of the first of the processes that share this one's folder.
     """
 
     @property
     def place(self) -> Location: ...
+    @property
+    def shared(self) -> bool: ...
+    @property
+    def first(self) -> int: ...
 
     def now(self) -> Location:
         """`place`, as a reader finds it now."""
@@ -30,8 +36,19 @@ class Shelf(Protocol):
     def clear_up(self) -> None:
         """Remove what killed runs have left that is no step."""
 
+    def gather(self, written: Path, step: int) -> dict[str, str]:
+        """In every process, before `put`: complete what was written in the folder of process 0 by what other hosts have.
+
+        Returns:
+          In process 0: {name: checksum} of the files of the step that are not in its folder, since they have been put.
+
+        Raises:
+          OSError, TrainingError: see `put`.
+        """
+
     def put(self, written: Path, step: int) -> None:
-        """Make a folder of this machine, with its checksums, the step; it is on the disk, or in the store, afterwards.
+        """In process 0: make a folder of this machine, with its checksums, the step, which is on the disk, or in the store,
+        afterwards.
 
         Raises:
           OSError: it cannot be written, and there is no such step.
@@ -51,6 +68,8 @@ class Shelf(Protocol):
 class LocalShelf:
     """Steps on a disk: a folder gets its name when it is whole."""
 
+    shared, first = True, 0
+
     def __init__(self, place: Path) -> None:
         self.place = place.absolute()
 
@@ -59,6 +78,9 @@ class LocalShelf:
 
     def clear_up(self) -> None:
         pass  # they lie in the folder where steps are written, which is cleared up before each
+
+    def gather(self, written: Path, step: int) -> dict[str, str]:
+        return {}
 
     def put(self, written: Path, step: int) -> None:
         flush_folders(written)

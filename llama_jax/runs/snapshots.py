@@ -62,7 +62,8 @@ _log = logging.getLogger("llama_jax.runs")
 class Snapshots:
     """The checkpoints of one run, for the process that trains it: two must not write into one folder at a time.
 
-    With several processes each makes one and calls the same methods; the first of them writes what is not an array.
+    With several processes each makes one and calls the same methods; the first of them writes what is not an array. They
+    have one folder, or those of each host their own of the same name (`Shelf.shared`).
     """
 
     def __init__(
@@ -103,9 +104,10 @@ class Snapshots:
         self._pending: _Save | None = None
         self._latest: int | None = None  # as it was last known
         try:
-            if _is_first():
+            if self._keeps_folder():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_up()
+            if _is_first():
                 self._shelf.clear_up()
         except OSError as error:
             where = self._shelf.place
@@ -153,7 +155,7 @@ class Snapshots:
         with ExitStack() as until_written, self._watched(step):
             until_written.enter_context(quiet())
             try:
-                with _writing():
+                with _writing(self._shelf):
                     saving = ocp.save_checkpointables_async(self._saving(step), {**_parts(state), ABOUT: about})
                 pending = _Save(step, partial(self._finish, step, saving, until_written.pop_all()))
                 pending.start()
@@ -293,9 +295,10 @@ class Snapshots:
         with until_written:
             try:
                 saving.result()
+                elsewhere = self._shelf.gather(self._saving(step), step)
                 if not _is_first():
                     return
-                write_sums(self._saving(step))
+                write_sums(self._saving(step), elsewhere)
                 self._shelf.put(self._saving(step), step)
                 self._latest = step
             except UserError:  # what was written may be another run's by now
@@ -316,7 +319,7 @@ class Snapshots:
         """Clear up what a failed save left, and say what remains."""
         left = ""
         wait_for_writers()
-        if _is_first():
+        if self._keeps_folder():
             try:
                 self._clear_up()
             except OSError as problem:
@@ -367,6 +370,9 @@ class Snapshots:
     def _left(self, pending: _Save) -> float:
         """Seconds until a save has taken too long."""
         return pending.began + self._timeout - time.monotonic()
+
+    def _keeps_folder(self) -> bool:
+        return jax.process_index() == self._shelf.first
 
     def _saving(self, step: int) -> Path:
         return self.folder / f"{step}{SAVING}"
@@ -439,9 +445,14 @@ def _parts(state: TrainState) -> dict[str, Any]:
     return {PARAMS: state.params, **average, REST: state.replace(params=None, ema=None)}
 
 
-def _writing() -> ocp.Context:
+def _writing(shelf: Shelf) -> ocp.Context:
     """How orbax is to write."""
     context = ocp.Context()
+    if not shelf.shared:
+        # Each host makes its folder, and its index of what it has written there. What orbax notes of arrays beside them it
+        # would compare with that of all processes, in one folder.
+        context.multiprocessing_options.primary_host = shelf.first
+        context.array_options.saving.array_metadata_store = None
     # Trained float32 numbers shrink by 7 %, and compressing them takes the processors from training for a second and more.
     context.array_options.saving.use_compression = False
     # In `save` and not in the thread: an error there would leave the writers waiting for the folders until their time is up.

@@ -3,20 +3,26 @@
 Everything is there whole or not at all, and in this order: first what a step needs beside it (recipe.json, reference.npz,
 the metrics so far), then the files of the step, and its checksums last, without which it is none. Before every request that
 changes something the lease is looked at.
+
+Of several hosts each works in a folder of its own. It puts the numbers that it has written, in files whose names nobody else
+gives; everything else process 0 puts, which alone has the lease.
 """
 
 from __future__ import annotations
 
+import base64
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from llama_jax.checkpoints.step_fetching import fetch_files
+from llama_jax.checkpoints.chunks import MANIFEST, add_index
+from llama_jax.checkpoints.step_fetching import OF_NUMBERS, fetch_files
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, SUMS, is_step
+from llama_jax.checkpoints.sums import files_in, sums_of
 from llama_jax.errors import CheckpointError
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import lease
@@ -62,7 +68,7 @@ class StoredRun:
         except BaseException as error:
             self.end(failed=True)
             if isinstance(error, OSError):
-                raise TrainingError(_cannot(self.place, error)) from None
+                raise TrainingError(cannot_reach(self.place, error)) from None
             raise
         threading.Thread(target=self._go_on, name="metrics", daemon=True).start()
 
@@ -70,7 +76,7 @@ class StoredRun:
         try:
             self.put_files()
         except OSError as error:
-            raise TrainingError(_cannot(self.place, error)) from None
+            raise TrainingError(cannot_reach(self.place, error)) from None
 
     def put_files(self, *, also_in_folders: bool = False) -> None:
         """Put the files that have changed, and the metrics.
@@ -120,7 +126,7 @@ class StoredRun:
             else:
                 self._leave()
         except OSError as error:
-            raise TrainingError(_cannot(self.place, error)) from None
+            raise TrainingError(cannot_reach(self.place, error)) from None
         finally:
             self._scratch.close()
 
@@ -140,16 +146,12 @@ class StoredRun:
             self._lease.check()
             ask()
 
-        view.trying(str(path), guarded, (*view.WAITS, *PATIENCE))
+        _trying(path, guarded)
 
     def _fetch(self) -> None:
+        for file in fetch_beside(self.place, self.path):
+            self._there[file.name] = file.stat().st_size, file.stat().st_mtime_ns
         names = self.place.view.names(self.place.key)
-        for name, found in names.items():
-            if found.size is None or name.startswith(".") or name in (lease.NAME, METRICS):
-                continue
-            file = self.path / name
-            file.write_bytes(self.place.view.read((self.place / name).key, 0, found.size))
-            self._there[name] = file.stat().st_size, file.stat().st_mtime_ns
         parts = self.place.view.names((self.place / PARTS).key) if PARTS in names else ()
         numbers = [int(name.partition(".")[0]) for name in parts if name.partition(".")[0].isdecimal()]
         self._number, self._begun, self._part = max(numbers, default=0) + 1, 0, 0
@@ -176,15 +178,16 @@ class StoredRun:
             except TrainingError:  # of which `check` tells the run
                 return
             except OSError as error:
-                _log.warning("%s", _cannot(self.place, error))
+                _log.warning("%s", cannot_reach(self.place, error))
 
 
 class StoredShelf:
     """A `Shelf` in a store."""
 
     def __init__(self, run: StoredPath, path: Path, processes: Processes, writer: StoredRun | None) -> None:
-        """`writer` is None in all processes but the first, which change nothing."""
+        """`writer` is None in all processes but the first."""
         self.place = run / CHECKPOINTS
+        self.shared, self.first = processes.on_one_host, processes.host
         self._brought = path / READING
         self._processes = processes
         self._writer = writer
@@ -198,18 +201,34 @@ class StoredShelf:
             if name.isdecimal() and not is_step(now / name):
                 self._empty(now / name)
 
+    def gather(self, written: Path, step: int) -> dict[str, str]:
+        if self._writer is not None:
+            self._writer.put_files()
+            self._empty(self.now() / str(step))
+        self._processes.wait(f"room for step {step}")
+        share: dict[str, dict[str, str]] = {"sums": {}, "files": {}}
+        if self._processes.first_of_host:
+            shutil.rmtree(self._brought, ignore_errors=True)
+            names = files_in(written)
+            numbers = [name for name in names if OF_NUMBERS.fullmatch(name)]
+            self._put_files(written, step, numbers)
+            if self._writer is None:
+                small = [name for name in names if name not in numbers]
+                share["files"] = {name: base64.b64encode((written / name).read_bytes()).decode() for name in small}
+                share["sums"] = sums_of(written, numbers)
+                shutil.rmtree(written)
+        elsewhere: dict[str, str] = {}
+        for other in self._processes.gather(f"step {step} put", share)[1:]:
+            elsewhere |= other["sums"]
+            for name, content in other["files"].items():  # by their names: of an index its manifest last
+                _add(written, name, base64.b64decode(content))
+        return elsewhere
+
     def put(self, written: Path, step: int) -> None:
-        assert self._writer is not None
-        write = self._writer.write
-        shutil.rmtree(self._brought, ignore_errors=True)
-        self._writer.put_files()
-        place = self.now() / str(step)
-        self._empty(place)
-        names = {file.relative_to(written).as_posix() for file in written.rglob("*") if file.is_file()}
         last = f"{ABOUT}/{SUMS}"
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda name: write(place / name, written / name), sorted(names - {last})))
-        write(place / last, written / last)
+        names = [name for name in files_in(written) if name != last and not OF_NUMBERS.fullmatch(name)]
+        self._put_files(written, step, names)
+        self._put_files(written, step, [last])
         shutil.rmtree(written)
 
     def remove(self, step: int) -> None:
@@ -218,7 +237,7 @@ class StoredShelf:
     @contextmanager
     def reading(self, step: int) -> Iterator[Path]:
         folder, place = self._brought / str(step), self.now() / str(step)
-        if self._writer is not None:
+        if self._processes.first_of_host:
             shutil.rmtree(self._brought, ignore_errors=True)
             try:
                 fetch_files(place, folder)
@@ -235,12 +254,49 @@ class StoredShelf:
         if self._writer is not None:
             self._writer.check()
 
+    def _put_files(self, written: Path, step: int, names: Sequence[str]) -> None:
+        place = self.now() / str(step)
+
+        def put(name: str) -> None:
+            if self._writer is not None:
+                self._writer.write(place / name, written / name)
+            else:
+                _trying(place / name, lambda: place.view.store().write((place / name).key, written / name))
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(put, names))
+
     def _empty(self, folder: StoredPath) -> None:
         """Remove what lies in a step's folder, what makes it a step first."""
         assert self._writer is not None
         found = list(_below(folder))
         for path in sorted(found, key=lambda path: path.name != SUMS):
             self._writer.delete(path)
+
+
+def fetch_beside(place: StoredPath, path: Path) -> list[Path]:
+    """Bring into a folder what the run in `place` has left beside its steps and metrics; gives the files."""
+    found = []
+    for name, listed in place.view.names(place.key).items():
+        if listed.size is None or name.startswith(".") or name in (lease.NAME, METRICS):
+            continue
+        (path / name).write_bytes(place.view.read((place / name).key, 0, listed.size))
+        found.append(path / name)
+    return found
+
+
+def _add(step: Path, name: str, content: bytes) -> None:
+    """Add to a step what another host has written: to an index its own, and of the rest what is not there."""
+    file = step / name
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    elif file.name == MANIFEST:
+        add_index(file.parent, content)
+
+
+def _trying(path: StoredPath, ask: Callable[[], None]) -> None:
+    view.trying(str(path), ask, (*view.WAITS, *PATIENCE))
 
 
 def _below(folder: StoredPath) -> Iterator[StoredPath]:
@@ -251,7 +307,8 @@ def _below(folder: StoredPath) -> Iterator[StoredPath]:
             yield folder / name
 
 
-def _cannot(place: StoredPath, error: Exception) -> str:
+def cannot_reach(place: StoredPath, error: Exception) -> str:
+    """The error that a store does not answer, or refuses."""
     if isinstance(error, TrainingError):
         return str(error)
     name, why = getattr(error, "filename", None) or place, getattr(error, "strerror", None) or error

@@ -315,6 +315,17 @@ def test_values_that_differ_are_told_to_all(three, others):
         assert "recipe steps: process 2 has 6, process 0 5; give all processes the same command" in str(error)
 
 
+def test_the_first_gathers_while_other_threads_wait(three, others):
+    joined, *_ = three
+    run, wait = others
+    for process in joined:
+        run(process.wait, "samples")
+    for process in reversed(joined):
+        run(process.gather, "files", {"of": (process.index,)})
+    assert wait() == [None] * 3 + [[], [], [{"of": [0]}, {"of": [1]}, {"of": [2]}]]
+    assert Processes().gather("files", {"of": (0,)}) == [{"of": [0]}]
+
+
 def test_a_process_that_is_gone_ends_all(three):
     _, pairs, ends, texts = three
     pairs[1][1].shutdown(socket.SHUT_RDWR)  # what the system does when it dies
@@ -334,6 +345,8 @@ def test_a_failure_is_told_to_all(three):
 
 def test_the_first_process_of_a_host(three):
     assert [process.first_of_host for process in three[0]] == [True, False, True]
+    assert [process.host for process in three[0]] == [0, 0, 2]
+    assert (Processes().on_one_host, three[0][0].on_one_host) == (True, False)
 
 
 def test_members_survive_the_wire():

@@ -6,6 +6,7 @@ python mortal_run.py STAGE SAVE ARGUMENTS...    dies at that stage (of `small_ru
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -153,6 +154,8 @@ def main(stage: str, number: int, arguments: list[str]) -> None:
         Snapshots.save = save
     if "LLAMA_JAX_TEST_LEASE" in os.environ:  # so long, in seconds, is what a killed run held its folder by
         lease.SECONDS, lease.POLL = float(os.environ["LLAMA_JAX_TEST_LEASE"]), 0.05
+    if "LLAMA_JAX_TEST_HOST" in os.environ:  # what this process believes to be on
+        platform.node = lambda: os.environ["LLAMA_JAX_TEST_HOST"]
     sys.argv[1:] = arguments
     command()
 

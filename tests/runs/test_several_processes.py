@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +19,20 @@ import object_server
 import pytest
 from mortal_run import environment_of, recipe, write_words
 
-from llama_jax.checkpoints.steps import CHECKPOINTS
+import llama_jax
+from llama_jax.checkpoints import open_checkpoint
+from llama_jax.checkpoints.chunks import read_index
+from llama_jax.checkpoints.steps import CHECKPOINTS, steps_in
 from llama_jax.cli.arguments import changes_together
+from llama_jax.cli.inspect import describe
+from llama_jax.cli.plot import Plot
 from llama_jax.model.trees import init
 from llama_jax.parallel.processes import OTHER_DIED
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
 from llama_jax.runs.snapshots import Snapshots
+from llama_jax.storage import locate
 from llama_jax.training.optimizer import make_optimizer
 from llama_jax.training.step import init_state
 
@@ -62,6 +69,7 @@ def started(text, environment):
         function="recipe",
         data=text,
         program=RUN,
+        hosts=(),
     ):
         with socket.create_server(("", 0)) as server:
             port = server.getsockname()[1]
@@ -72,13 +80,18 @@ def started(text, environment):
                 command = [f"{RECIPES}:{function}", "--workdir", folder, "--data", data, *arguments]
                 command += ["--resume"] * resume + [*joining, *(["--process-id", index] if joining else [])]
                 command += [own[index]] if own[index % 2] else []
+                variables = {"JAX_NUM_CPU_DEVICES": str((devices or [8 // count] * count)[index])}
+                if hosts:  # paths below this one are the same on both, and other folders
+                    variables |= {"LLAMA_JAX_TEST_HOST": hosts[index].name, "TMPDIR": "/proc/self/cwd"}
+                    variables |= {"LLAMA_JAX_CACHE": str(hosts[index])}
                 running.append(
                     subprocess.Popen(
                         [sys.executable, "-u", *program, "train", *map(str, command)],
                         stdout=subprocess.PIPE,
                         stderr=subprocess.PIPE,
                         text=True,
-                        env=environment | {"JAX_NUM_CPU_DEVICES": str((devices or [8 // count] * count)[index])},
+                        env=environment | variables,
+                        cwd=hosts[index] if hosts else None,
                     )
                 )
             yield running
@@ -203,6 +216,122 @@ def test_two_processes_train_into_a_store(started, environment, tmp_path, monkey
     assert [line["step"] for line in lines_of(tmp_path / "run", "train")] == list(range(1, 7))
     state, _ = state_in(tmp_path / "run", *changes)
     assert int(state.step) == 6
+
+
+OVER_HOSTS = ("steps=12", "evaluate_every=6", "save_every=3")
+
+
+@pytest.fixture
+def over_hosts(started, environment, tmp_path, monkeypatch):
+    """A store, and what starts a run into it in processes on two hosts that have no folder in common."""
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    for host in hosts:
+        host.mkdir()
+    if sys.platform != "linux":
+        pytest.skip("two hosts are told apart on one machine by /proc/self")
+    monkeypatch.setitem(environment, "LLAMA_JAX_TEST_LEASE", "1")
+    with object_server.emulated(monkeypatch) as store:
+        for name, value in object_server.environment(store).items():
+            monkeypatch.setitem(environment, name, value)
+
+        def live(*arguments, count=2):
+            return started(
+                "s3://bucket/run",
+                *OVER_HOSTS,
+                *arguments,
+                "--mesh",
+                f"fsdp={count}",
+                count=count,
+                devices=(1,) * count,
+                program=(RECIPES, "-", "0"),
+                hosts=[hosts[2 * index // count] for index in range(count)],
+            )
+
+        yield store, live
+
+
+def saved_in_the_store():
+    return steps_in(locate("s3://bucket/run/checkpoints"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_two_hosts_train_into_a_store(started, over_hosts, tmp_path, calling, count):
+    """A host dies in the middle of a save, and the run goes on: to the bit it is what one in a shared folder is."""
+    store, live = over_hosts
+    with started(tmp_path / "local", *OVER_HOSTS, "--mesh", f"fsdp={count}", count=count, devices=(1,) * count) as running:
+        assert [code for code, *_ in ended(running)] == [0] * count
+    last = count - 1
+
+    def kill(key, _):
+        if f"checkpoints/9/rest/ocdbt.process_{last}" in key:
+            running[last].kill()
+
+    store.write_fault = kill
+    with live(count=count) as running:
+        code, _, said = ended(running[:1])[0]
+    assert code == OTHER_DIED, said
+    assert re.search(rf"error: process {last} \(pid \d+ on host1\) of {count} is gone: .* again with --resume", said)
+    assert saved_in_the_store() == [3, 6]
+    store.write_fault = lambda key, _: None
+    with live(count=count) as running:
+        results = ended(running)
+    assert [code for code, *_ in results] == [0] * count, results
+    assert "resumed at step 6" in results[0][1]
+    assert [list(host.glob(".scratch*")) for host in tmp_path.glob("host?")] == [[], []]
+    assert describe(open_checkpoint("s3://bucket/run"))["problems"] == []
+    assert calling(Plot, "s3://bucket/run", "--output", tmp_path / "curves.png").out
+    model = llama_jax.load("s3://bucket/run")
+    for key, body in store.objects.items():
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(body)
+    stored, local = tmp_path / "run", tmp_path / "local"
+    (stored / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in sorted((stored / "metrics").iterdir())))
+    step = Path(CHECKPOINTS, "12")
+    wrote = {path.name for path in (stored / step / "params").glob("ocdbt.*")}
+    assert wrote == {f"ocdbt.process_{index}" for index in range(count)}
+    assert read_index(stored / step, "params", locate("s3://bucket")), "by which each host of a later run fetches its share"
+    (state, note), (expected, wanted) = state_in(stored, "steps=12"), state_in(local, "steps=12")
+    assert note == wanted
+    for found, other in ((state, expected), (model.params, llama_jax.load(local).params)):
+        jax.tree.map(np.testing.assert_array_equal, found, other)
+    for kind in ("train", "validation"):
+        found, lines = ([(line["step"], line["loss"]) for line in lines_of(folder, kind)] for folder in (stored, local))
+        assert found == lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (
+            403,
+            r"1 of 2.*step 3 could not be saved \(s3://.*/3/\w+/ocdbt.process_1/d/\w+: .*\).*; there is no good checkpoint",
+        ),
+        ("slow", r"step 3 is not saved: it has not been written within 2 s; .*; there is no good checkpoint"),
+        ("lease", r"0 of 2.*lease.json was taken over by another run, process me, since now"),
+    ],
+    ids=["refused", "no answer", "lease lost"],
+)
+def test_hosts_end_together(over_hosts, fault, message):
+    """Where the second may not put its part, or gets no answer, or the first has lost the lease for both."""
+    store, live = over_hosts
+    renewed = threading.Event()
+
+    def faulty(key, _):
+        if fault == "lease" and "/checkpoints/3/" in key:
+            store.objects["run/lease.json"] = b'{"run": "other", "holder": "me", "since": "now"}'
+            renewed.wait(10)
+        elif fault == "lease" and b"other" in store.objects.get(key, b""):
+            renewed.set()
+        return fault if fault != "lease" and "/ocdbt.process_1/d/" in key else None
+
+    store.write_fault = faulty
+    with live(*(("--save-timeout", 2) if fault == "slow" else ())) as running:
+        for code, _, said in ended(running):
+            assert code == 2, said
+            assert re.search(f"error: (process )?.*{message}", said), said
+    assert saved_in_the_store() == []
 
 
 @pytest.mark.slow

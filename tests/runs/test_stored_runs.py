@@ -25,12 +25,13 @@ from llama_jax.checkpoints.store import load_params
 from llama_jax.cli.inspect import describe
 from llama_jax.errors import CheckpointError
 from llama_jax.parallel.processes import Processes
+from llama_jax.parallel.roll_call import Member
 from llama_jax.runs import lease, stored_run
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.history import read_run
 from llama_jax.runs.log import Log
 from llama_jax.runs.loop import train
-from llama_jax.runs.run_folder import opened
+from llama_jax.runs.run_folder import SharedStoredRun, opened
 from llama_jax.runs.snapshots import Snapshots
 from llama_jax.storage import buckets, locate
 
@@ -262,6 +263,12 @@ def test_metrics_are_put_in_parts(store, run, monkeypatch):
         assert [path.name for path in later.path.iterdir()] == ["reference.npz"]
         (later.path / "metrics.jsonl").write_text(line(20))
     assert store.objects["run/metrics/000005.jsonl"] == line(20).encode()
+
+
+def test_hosts_whose_scratch_folder_is_the_same(run):
+    second = Processes(1, (Member(0, "host0", 1), Member(1, "host1", 1)))
+    with pytest.raises(TrainingError, match=r"cannot be made on \S+ \(File exists\); the variable TMPDIR must name"):
+        SharedStoredRun(locate(RUN), run.path, second)
 
 
 def test_where_no_run_can_be():
