@@ -1,4 +1,5 @@
-"""Where the numbers of a step's arrays lie in its files, by orbax's index alone: for a host that fetches its share of them.
+"""Where the numbers of a step's arrays lie in its files, by orbax's index alone: for a host that fetches its share of them,
+or that brings together what several have written.
 
 Orbax keeps arrays as zarr, in the key-value store OCDBT of TensorStore: each chunk, as a device held it, in one run in a
 file ``ocdbt.process_N/d/...``, and an index of all chunks in files of its own. As runs here write them (`runs.snapshots`)

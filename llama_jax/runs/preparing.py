@@ -49,7 +49,7 @@ def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
 
 def agree(
     processes: Processes,
-    folder: RunFolder,
+    run: RunFolder,
     recipe: Recipe,
     mesh: MeshSizes,
     backend: Backend,
@@ -62,7 +62,7 @@ def agree(
     processes.agree(
         "what is trained",
         {
-            "--workdir": _mark_of(folder, processes),
+            "--workdir": _mark_of(run, processes),
             **{f"recipe {name}": value for name, value in to_dict(recipe).items()},
             "mesh": str(mesh),
             "backend": backend,

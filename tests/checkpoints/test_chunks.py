@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from llama_jax.checkpoints.chunks import ArrayRows, read_index
+from llama_jax.checkpoints.chunks import MANIFEST, ArrayRows, add_index, read_index
 from llama_jax.storage import locate
 
 RANDOM = np.random.default_rng(0)
@@ -23,15 +23,13 @@ ARRAYS = {
 }
 
 
-def write(folder, **options):
+def write(folder, names=ARRAYS, **options):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     context = ocp.Context()
     context.array_options.saving.use_compression = options.get("compressed", False)
     with context:
-        ocp.save_checkpointables(
-            folder,
-            {"params": {name: jax.device_put(array, NamedSharding(mesh, spec)) for name, (spec, array) in ARRAYS.items()}},
-        )
+        arrays = {name: jax.device_put(ARRAYS[name][1], NamedSharding(mesh, ARRAYS[name][0])) for name in names}
+        ocp.save_checkpointables(folder, {"params": arrays})
 
 
 def test_rows_are_what_was_saved(tmp_path, monkeypatch):
@@ -53,6 +51,19 @@ def test_rows_are_what_was_saved(tmp_path, monkeypatch):
         assert [answer.sent for answer in store.answers if answer.method == "GET"] == [16 * 32 * 4] * 2
         vector = ArrayRows(found["norm"], 2, (5,))
         assert vector.read(1, 4).tolist() == ARRAYS["norm"][1][2, 1:4].tolist()
+
+
+def test_the_index_of_another_host_is_added(tmp_path):
+    write(tmp_path / "here", ("last", "norm"))
+    write(tmp_path / "there", ("layers",))
+    there = tmp_path / "there/params"
+    shutil.copytree(there / "d", tmp_path / "here/params/d", dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "here/params/ocdbt.process_0")  # of the numbers none is needed
+    add_index(tmp_path / "here/params", (there / MANIFEST).read_bytes())
+    place = locate("s3://bucket/step/params")
+    found, other = read_index(tmp_path / "here", "params", place), read_index(tmp_path / "there", "params", place)
+    assert found.keys() == {"last", "layers", "norm"}
+    assert found["layers"].chunks == other["layers"].chunks
 
 
 @pytest.mark.slow
