@@ -249,7 +249,7 @@ def test_a_save_that_hangs_is_an_error(kept, tmp_path, monkeypatch):
     kept.wait()
     hanging, on = threading.Event(), threading.Event()
 
-    def hang(step):
+    def hang(*_):
         hanging.set()
         on.wait()
 
