@@ -268,7 +268,7 @@ def test_without_matplotlib(run, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match="plots need matplotlib; get it with pip install matplotlib"):
+    with pytest.raises(UserError, match="plots need matplotlib; get it with pip install -e"):
         draw([run])
 
 
