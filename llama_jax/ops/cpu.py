@@ -224,8 +224,8 @@ def native_anyway(wanted: bool) -> AbstractContextManager[Any]:
 
 
 def compile_native(params: Any) -> None:
-    """Compile the native kernels that a model on one device is decoded with, where they are not there: who streams text
-    then waits, and is told so, before the first word and not amid a sentence."""
+    """Compile the native kernels that a model on one device is decoded with, if they are missing. Before text is streamed,
+    because the wait and its line on stderr would otherwise come in the middle of a sentence."""
     with native_beside(params), native_anyway(decodes_natively(params, None, None)):
         pass
 
