@@ -312,7 +312,7 @@ def load_params(
 
 
 def _over_several(shardings: Llama) -> bool:
-    """Whether an array lies on devices of several processes, so that all of them read it."""
+    """Whether an array is sharded over devices of several processes, so that every process has to read some of it."""
     devices = [place.device_set for place in jax.tree.leaves(shardings)]
     return any(len({device.process_index for device in each}) > 1 for each in devices)
 

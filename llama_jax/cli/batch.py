@@ -155,14 +155,14 @@ class _Output:
         self.lines: set[int] = set()
         self.seed: int | None = None
         self._settings: dict[str, Any] | None = None
-        self._read = self._whole = 0  # bytes, and those up to the end of the last whole line
+        self._whole = 0  # bytes up to the end of the last whole line
         if path.exists() and not path.is_file():  # a pipe would be waited for, and a device can be read without end
             raise UserError(f"{path} is no file; give one to write")
         try:
             content = path.read_bytes() if path.exists() else b""
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-        self._read = len(content)
+        self._read = len(content)  # bytes
         for number, line in enumerate(content.split(b"\n")[:-1], 1):  # a line that a kill cut off has no line end
             self._whole += len(line) + 1
             self._add(line, number)

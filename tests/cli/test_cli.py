@@ -278,28 +278,36 @@ def test_a_terminal_that_cannot_show_a_character(process, environment, monkeypat
     assert "stories-260k ? decode ? batch 1 x 8" in done.stdout
 
 
-def test_a_memory_that_is_too_small_is_one_line(run, monkeypatch):
-    def fail(self):
-        raise MemoryError("Unable to allocate 3.00 TiB\nfor an array")
-
-    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", fail)
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            MemoryError("Unable to allocate 3.00 TiB\nfor an array"),
+            "the machine's memory is too small (Unable to allocate 3.00 TiB for an array); try --dtype bfloat16",
+        ),
+        (
+            ValueError('Invalid value "x" for JAX flag jax_num_cpu_devices'),
+            'Invalid value "x" for JAX flag jax_num_cpu_devices; give the variable of this name another value, or none',
+        ),
+    ],
+)
+def test_what_a_library_says_is_one_line_with_a_remedy(run, monkeypatch, error, said):
+    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", failing(error))
     done = run("quickstart")
     assert (done.returncode, done.stdout) == (2, "")
-    said = "the machine's memory is too small (Unable to allocate 3.00 TiB for an array); try --dtype bfloat16"
     assert done.stderr == f"llama-jax: error: {said}\n"
-    monkeypatch.setattr("llama_jax.cli.train.Train.run", fail)
+
+
+def test_the_remedy_for_a_small_memory_is_the_commands_own(run, monkeypatch):
+    monkeypatch.setattr("llama_jax.cli.train.Train.run", failing(MemoryError("full")))
     assert "; try dtype=bfloat16 or a smaller batch\n" in run("train", "tiny", "--workdir", "runs").stderr
 
 
-def test_what_jax_says_of_its_environment_is_one_line(run, monkeypatch):
+def failing(error):
     def fail(self):
-        raise ValueError('Invalid value "x" for JAX flag jax_num_cpu_devices')
+        raise error
 
-    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", fail)
-    done = run("quickstart")
-    assert (done.returncode, done.stdout) == (2, "")
-    said = 'Invalid value "x" for JAX flag jax_num_cpu_devices; give the variable of this name another value, or none'
-    assert done.stderr == f"llama-jax: error: {said}\n"
+    return fail
 
 
 def test_a_current_folder_that_is_gone_is_said(run, tmp_path, monkeypatch):
@@ -313,10 +321,7 @@ def test_a_current_folder_that_is_gone_is_said(run, tmp_path, monkeypatch):
 def test_a_save_that_hangs_ends_the_process_at_once(run, monkeypatch):
     """An end in order would wait for its threads."""
 
-    def fail(self):
-        raise StuckSaveError("step 4 is not saved")
-
-    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", fail)
+    monkeypatch.setattr("llama_jax.cli.quickstart.Quickstart.run", failing(StuckSaveError("step 4 is not saved")))
     monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code + 40))
     done = run("quickstart")
     assert (done.returncode, done.stderr) == (42, "llama-jax: error: step 4 is not saved\n")

@@ -108,7 +108,7 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(address, chunked)
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_left(monkeypatch, stream):
-    """Its connection ends and its rows are free, also where the response is complete but lies in the server's buffer."""
+    """Its connection is closed and its rows are freed, even if the response is complete but still in the server's buffer."""
     made, lost = connection.Connection.connection_made, connection.Connection.connection_lost
     gone, ended = threading.Event(), threading.Event()
 

@@ -116,7 +116,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
         their last two tokens: where the first of the two has been read, its slot is rewritten with the same content.
 
         Args:
-          behind: bool[], whether there is such a row; None to read two tokens in any case, because XLA for CPU copies a
+          behind: bool[], whether any row lacks a token; None to read two tokens in any case, because XLA for CPU copies a
             cache that comes out of a branch.
         """
         request, vocab = state.request, min(state.seen.shape[-1], self._rows())
