@@ -1,5 +1,5 @@
-"""Where the numbers of a step's arrays lie in its files, by orbax's index alone: for a host that fetches its share of them,
-or that brings together what several have written.
+"""Where the numbers of a step's arrays lie in its files, by orbax's index alone: for a host that fetches its share of them.
+Also merges the indexes of several hosts.
 
 Orbax keeps arrays as zarr, in the key-value store OCDBT of TensorStore: each chunk, as a device held it, in one run in a
 file ``ocdbt.process_N/d/...``, and an index of all chunks in files of its own. As runs here write them (`runs.snapshots`)
@@ -136,11 +136,15 @@ def read_index(folder: Path, name: str, place: StoredPath) -> dict[str, ChunkedA
 
 
 def add_index(folder: Path, manifest: bytes) -> None:
-    """Add to the index of what orbax wrote into a folder the chunks of another, whose files lie in the same folder, or will;
-    all but its manifest, which is given. No number is read."""
+    """Merge another host's index into the one that orbax wrote into `folder`. No chunk is read.
+
+    Args:
+      folder: it also has the files of the other index, except its manifest; chunks may be elsewhere.
+      manifest: the content of the other index's manifest.
+    """
     import tensorstore
 
-    # TensorStore copies where chunks are, and not what is in them, between stores of one context and base alone.
+    # Only between stores of one context and base does TensorStore copy the places of chunks, and not their content.
     context, base = tensorstore.Context(), {"driver": "file", "path": f"{folder.absolute()}/"}
 
     def index(manifest: dict[str, str]) -> Any:
