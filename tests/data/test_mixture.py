@@ -66,7 +66,7 @@ def drawn(seed, documents):
     return corpus_of(np.random.default_rng(seed).integers(4, 40, documents).tolist())
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("hosts", [1, 2, 8])
 def test_batches_have_the_rows_of_each_source_in_their_order(hosts):
     corpora = [drawn(0, 30), drawn(1, 9), drawn(2, 50)]
     mixture = Mixture([(0, shares({"a": 0.5, "b": 0.3, "c": 0.2})), (24, shares({"a": 0.1, "b": 0.1, "c": 0.8}))])
