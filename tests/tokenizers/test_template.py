@@ -161,13 +161,14 @@ TWO_SECONDS = {"division", "divisibility", "search", "slices"}
 def test_what_the_budget_does_not_know_the_process_ends_at(name, monkeypatch):
     monkeypatch.setattr("llama_jax.tokenizers.template.SECONDS", 2)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    own = resource.getrusage(resource.RUSAGE_SELF)  # a child starts with its parent's maximum: Linux keeps it over execve
     started = time.monotonic()
     with pytest.raises(GenerationError, match=r"takes over 2 s or 100 MB|runs too long"):
         text(UNCOUNTED[name])
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
     assert time.monotonic() - started < 30
-    assert after.ru_maxrss <= max(before.ru_maxrss, 150 << 10)  # kibibytes, of the largest child so far
+    assert after.ru_maxrss <= max(before.ru_maxrss, own.ru_maxrss, 150 << 10)  # kibibytes, of the largest child so far
 
 
 def test_a_text_that_is_far_longer_than_the_chat():
