@@ -12,9 +12,9 @@ here is measured alone, beside the engine in a process without HTTP.
 
 What is timed:
   closed N   tokens/s that N clients get, each of which sends its next request when the last one has ended.
+             "engine" is the engine in a process without HTTP, loaded in turn with the servers: what HTTP costs.
   poisson    requests at random moments, at a share of what the slower of the two makes of `closed 16`: time to the first
-             token (p50, p95) and gaps between tokens (p50, p99), in ms.
-  engine N   tokens/s of `closed N` by the engine alone; what HTTP costs is the difference.
+             token (p50, p95) and gaps between events (p50, p99), in ms. An event may have several tokens.
   prefix     seconds to the first token of prompts of 512 tokens by the engine alone: new ones, and ones whose first 448
              tokens were read before. Only for shapes with so long a context.
   arrival    ms between two tokens of 15 rows that decode, by the engine alone: median before a prompt of 512 tokens comes,
@@ -24,8 +24,10 @@ What is timed:
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -35,9 +37,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -76,18 +79,18 @@ class Arguments:
 
 @dataclass
 class Answer:
-    """When the tokens of a request came, by `time.perf_counter`."""
+    """When the events of a request came, by `time.perf_counter`."""
 
     sent: float
-    tokens: list[float] = field(default_factory=list)
+    events: list[float] = field(default_factory=list)
 
     @property
     def first(self) -> float:
-        return self.tokens[0] - self.sent
+        return self.events[0] - self.sent
 
     @property
     def gaps(self) -> list[float]:
-        return [after - before for before, after in zip(self.tokens, self.tokens[1:], strict=False)]
+        return [after - before for before, after in zip(self.events, self.events[1:], strict=False)]
 
 
 class Reader(asyncio.Protocol):
@@ -95,16 +98,15 @@ class Reader(asyncio.Protocol):
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.begun = b""  # what came before the first token
+        self.begun = b""  # what came before the first event
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rest = b""  # may be the beginning of an event
 
     def data_received(self, data: bytes) -> None:
-        if not self.answer.tokens:
+        if not self.answer.events:
             self.begun += data
         data = self._rest + data
-        # Several events may come together: each is a token, apart from the one that only ends the text.
-        self.answer.tokens += [time.perf_counter()] * data.count(EVENT)
+        self.answer.events += [time.perf_counter()] * data.count(EVENT)
         self._rest = data[1 - len(EVENT) :]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -236,8 +238,8 @@ def write_model(arguments: Arguments, folder: Path) -> tuple[Path, int]:
     return path, config.vocab_size
 
 
-def engine_alone(path: Path, arguments: Arguments, clients: int) -> float:
-    """Tokens/s of a closed loop of clients without HTTP."""
+def engine_alone(path: Path, arguments: Arguments, asked: Connection) -> None:
+    """Send the tokens/s of closed loops without HTTP, of each number of clients that is received, until 0 is."""
     import llama_jax
     from llama_jax.serving.engine import Engine
     from llama_jax.serving.requests import GenerationRequest, Update
@@ -246,24 +248,50 @@ def engine_alone(path: Path, arguments: Arguments, clients: int) -> float:
     context = -(-(arguments.prompt_tokens + arguments.new_tokens) // 64) * 64
     engine = Engine(config, params, llama_jax.EngineOptions(rows=arguments.rows, context=context))
     engine.warm()
-    chosen, each = random.Random(0), max(arguments.requests, -(-8 // clients))
-    left = [clients * each]
+    gc.collect()
+    gc.freeze()  # as the server does
+    chosen = random.Random(0)
 
-    def ask() -> None:
-        left[0] -= 1
-        prompt = [1, *(chosen.randrange(3, config.vocab_size) for _ in range(arguments.prompt_tokens - 1))]
-        engine.submit(GenerationRequest(prompt=prompt, max_new_tokens=arguments.new_tokens), taken)
+    def closed(clients: int) -> float:
+        each = max(arguments.requests, -(-8 // clients))
+        left = [clients * each]
 
-    def taken(update: Update) -> None:
-        if update.finish is not None and left[0]:
+        def ask() -> None:
+            left[0] -= 1
+            prompt = [1, *(chosen.randrange(3, config.vocab_size) for _ in range(arguments.prompt_tokens - 1))]
+            engine.submit(GenerationRequest(prompt=prompt, max_new_tokens=arguments.new_tokens), taken)
+
+        def taken(update: Update) -> None:
+            if update.finish is not None and left[0]:
+                ask()
+
+        begun = time.perf_counter()
+        for _ in range(clients):
             ask()
+        while engine.turn():
+            pass
+        return clients * each * arguments.new_tokens / (time.perf_counter() - begun)
 
-    begun = time.perf_counter()
-    for _ in range(clients):
-        ask()
-    while engine.turn():
-        pass
-    return clients * each * arguments.new_tokens / (time.perf_counter() - begun)
+    while clients := asked.recv():
+        asked.send(closed(clients))
+
+
+@contextmanager
+def engine_running(path: Path, arguments: Arguments) -> Iterator[Callable[[int], float]]:
+    """A process with the engine alone; the function gives the tokens/s of so many clients."""
+    spawning = multiprocessing.get_context("spawn")
+    here, there = spawning.Pipe()
+    process = spawning.Process(target=engine_alone, args=(path, arguments, there), daemon=True)
+    process.start()
+    there.close()
+
+    def closed(clients: int) -> float:
+        here.send(clients)
+        return float(here.recv())
+
+    yield closed
+    here.send(0)
+    process.join()
 
 
 def prefixes(path: Path, arguments: Arguments) -> dict[str, float]:
@@ -377,26 +405,29 @@ def measure(arguments: Arguments) -> dict[str, object]:
         report: dict[str, object] = {}
         with running(commands["llama_jax"], servers["llama_jax"], "/ready") as started:
             report["start-up seconds"] = {"llama_jax": round(started.seconds, 1)}
-            if arguments.llama_server is None:
-                return report | loads(arguments, servers, vocab)
-            with running(commands["llama-server"], servers["llama-server"], "/health"):
-                return report | loads(arguments, servers, vocab)
+            with engine_running(path, arguments) as engine:
+                if arguments.llama_server is None:
+                    return report | loads(arguments, servers, vocab, engine)
+                with running(commands["llama-server"], servers["llama-server"], "/health"):
+                    return report | loads(arguments, servers, vocab, engine)
 
 
-def loads(arguments: Arguments, servers: dict[str, int], vocab: int) -> dict[str, object]:
+def loads(arguments: Arguments, servers: dict[str, int], vocab: int, engine: Callable[[int], float]) -> dict[str, object]:
     clients = {name: Client(port, arguments, vocab) for name, port in servers.items()}
     found: dict[str, dict[str, dict[str, float]]] = {}
     for client in clients.values():
         run(client.closed(4))  # a warm-up
+    engine(4)
     for count in arguments.clients:
-        taken: dict[str, list[float]] = {name: [] for name in clients}
+        taken: dict[str, list[float]] = {name: [] for name in (*clients, "engine")}
         for _ in range(arguments.repetitions):
             for name, client in clients.items():
                 taken[name].append(run(client.closed(count)))
+            taken["engine"].append(engine(count))
         found[f"closed {count}"] = {name: summary(values) for name, values in taken.items()}
         print_ratio(f"closed {count}, tokens/s", found[f"closed {count}"])
     if arguments.arrivals and 16 in arguments.clients:
-        slower = min(each["median"] for each in found["closed 16"].values())
+        slower = min(found["closed 16"][name]["median"] for name in clients)
         rate = arguments.share * slower / arguments.new_tokens
         gathered: dict[str, list[Answer]] = {name: [] for name in clients}
         for _ in range(arguments.repetitions):
@@ -420,16 +451,13 @@ def main(arguments: Arguments) -> None:
     report |= measure(arguments)
     with tempfile.TemporaryDirectory() as folder:
         path, _ = write_model(arguments, Path(folder))
-        alone = {f"engine {count}": engine_alone(path, arguments, count) for count in arguments.clients}
         prefix = prefixes(path, arguments)
         came = arrival(path, arguments)
-    for name, value in alone.items():
-        print(f"{name}, tokens/s: {value:.1f}", flush=True)
     if prefix:
         print(f"prefix: cold {prefix['cold']:.3f} s, warm {prefix['warm']:.3f} s, ratio {prefix['ratio']:.1f}", flush=True)
     if came:
         print("arrival, ms: " + ", ".join(f"{name} {value:.1f}" for name, value in came.items()), flush=True)
-    write_report(arguments.output, report | {"alone": alone, "prefix": prefix, "arrival": came})
+    write_report(arguments.output, report | {"prefix": prefix, "arrival": came})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from llama_jax.config import LlamaConfig
 
 RESULTS = Path(__file__).parent / "results"
-Kind = Literal["train", "pmap", "decode", "prefill", "turn", "drafted", "catch-up", "insert", "rollout"]
+Kind = Literal["train", "pmap", "decode", "prefill", "turn", "burst", "drafted", "catch-up", "insert", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,11 @@ CASES = (
     Case("8b-decode-long", "decode", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 1, 131072),
     Case("70b-decode", "decode", "llama-3.1-70b", on("tensor=8", "h100", "tpu-v5p", "tpu-v6e"), 8, 2048, largest=True),
     Case("405b-decode", "decode", "llama-3.1-405b", on("tensor=8", "h200"), 8, 2048),
-    # A server's turn, in which every row gets a token; and a prompt that has been read, as it becomes a row.
+    # A server's turn, in which every row gets a token, or one that is alone several; and a prompt that has been read, as it
+    # becomes a row.
     Case("8b-turn", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048),
     Case("8b-turn-64", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 64, 2048),
+    Case("1b-burst", "burst", "tinyllama-1.1b", on("data=1", "h100", "tpu-v5e"), 1, 2048),
     # With a table of adapters: few for the rows, which are all multiplied, and many, of which each row cuts out its own.
     Case("8b-turn-adapters", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 16, 2048, TABLE),
     Case("8b-turn-own", "turn", "llama-3.1-8b", on("data=1", "h100") | on("tensor=8", "tpu-v5e"), 4, 2048, WIDE_TABLE),
@@ -200,7 +202,7 @@ def program_of(case: Case, mesh: Mesh) -> Program:
         programs = pmap_programs(*shape, dtype="bfloat16")
     elif case.kind == "rollout":
         programs = [rollout(config, case, mesh, **case.options)]
-    elif case.kind in ("turn", "insert"):
+    elif case.kind in ("turn", "burst", "insert"):
         programs = [served(config, case, mesh)]
     elif case.kind == "drafted":
         programs = [drafted(config, case, mesh, **case.options)]
@@ -218,7 +220,8 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
 
     from llama_jax.inference.placement import layout_of
     from llama_jax.model.options import Compute
-    from llama_jax.serving.programs import programs_for, take_turn
+    from llama_jax.serving.pool import BURST
+    from llama_jax.serving.programs import programs_for, take_burst, take_turn
 
     decode = decoding(config, case, mesh)
     params, state, _ = decode.arguments
@@ -235,6 +238,11 @@ def served(config: LlamaConfig, case: Case, mesh: Mesh) -> Program:
         )
     if case.options:
         decode, params = with_table(config, decode, mesh, **case.options)
+    if case.kind == "burst":
+        burst = lambda params, *args: take_burst(config, params, *args, BURST, Compute(), layout)
+        arguments = params, state, wishes_of(config, case, mesh), everywhere(mesh, "int32")
+        function = jax.jit(burst, donate_argnums=1, compiler_options=told(mesh))
+        return replace(decode, name="burst", function=function, arguments=arguments)
     turn = jax.jit(
         lambda params, state, wishes: take_turn(config, params, state, wishes, Compute(), layout),
         donate_argnums=1,

@@ -109,6 +109,11 @@ def most_probable(logits: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.
     return lax.cond(wanted, find, skip)
 
 
+def packed_width(vocab: int) -> int:
+    """Numbers of a packed choice among so many tokens."""
+    return 3 + 2 * min(MOST_ALTERNATIVES, vocab)
+
+
 def pack(choice: ChosenTokens) -> jax.Array:
     """All of a choice as one array, int32[B, 3 + 2 A], for a single transfer."""
     as_bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)

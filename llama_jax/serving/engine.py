@@ -1,11 +1,13 @@
 """The engine: many requests on one model; each gets the tokens that it would get alone.
 
 One thread runs it, turn by turn. A turn reads one piece of one prompt and gives every running row a token; the results are
-collected one turn later, so that the device never waits for the host.
+collected one turn later, so that the device never waits for the host. A row that is alone gets several tokens in a turn of a
+fast model, because starting a program for each token would take a good part of the time.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -19,7 +21,7 @@ from llama_jax.serving.choosing import ChosenTokens, unpack
 from llama_jax.serving.drafting import drafting_by
 from llama_jax.serving.model import ServedModel
 from llama_jax.serving.options import EngineOptions
-from llama_jax.serving.pool import DecodingRow, Pending, Pool
+from llama_jax.serving.pool import BURST, DecodingRow, Pending, Pool
 from llama_jax.serving.prefix import PrefixCache
 from llama_jax.serving.reading import PromptProgress
 from llama_jax.serving.requests import (
@@ -33,6 +35,8 @@ from llama_jax.serving.requests import (
 )
 from llama_jax.serving.stats import CompileCount, EngineStats
 from llama_jax.serving.warming import warm
+
+BURST_SECONDS = 0.025  # that several tokens of a turn may take, because a request that arrives meanwhile waits
 
 
 class Engine:
@@ -76,6 +80,7 @@ class Engine:
         self._compiled = CompileCount()
         self._turns = 0
         self._turn_seconds = 0.0
+        self._token_seconds = math.inf  # of the last turn in which a single row got tokens and nothing was read
         self._last_turn = time.monotonic()
 
     def warm(self, progress: Callable[[int, int], None] | None = None) -> float:
@@ -154,7 +159,7 @@ class Engine:
         )
 
     def turn(self) -> bool:
-        """Read a piece of a prompt, and give every running row a token; False when there was nothing to do."""
+        """Read a piece of a prompt, and give every running row a token or more; False when there was nothing to do."""
         begun = time.monotonic()
         if not self.busy and not self._timed:
             return False
@@ -166,15 +171,19 @@ class Engine:
         before = self._take_pending()
         first = self._read()
         alone = not first and not self._reading
+        one_row = alone and sum(len(pool.running) for pool in self.pools) == 1
+        most = min(int(BURST_SECONDS / self._token_seconds), BURST) if one_row else 1
         if any(pool.waits for pool in self.pools):
             self._collect([*before, *first])
             before, first = [], []
-        self._pending = [one for one in (pool.take_turn() for pool in self.pools) if one is not None]
+        self._pending = [one for one in (pool.take_turn(most) for pool in self.pools) if one is not None]
         self._collect([*before, *first])  # a first token does not wait a turn: the device has it before it starts this one
         self._after_turn()
         self._last_turn = time.monotonic()
         self._turns += 1
         self._turn_seconds += self._last_turn - begun
+        if one_row and len(before) == 1:
+            self._token_seconds = (self._last_turn - begun) / before[0].steps
         if self.drafting is not None:
             steady = alone and kinds == [one.kind for one in self._pending]
             self.drafting.observe(kinds, self._last_turn - begun if steady else None)
@@ -225,12 +234,12 @@ class Engine:
         self._counts["prompt_tokens"] += len(reading.tokens)
         request = ticket.request
         constraint = request.constraint
-        row = DecodingRow(ticket, request, slots=len(reading.tokens), turns=request.max_new_tokens - 1)
+        row = DecodingRow(ticket, request, slots=len(reading.tokens), left=request.max_new_tokens - 1)
         ticket.row = row
         row.allowed = None if constraint is None else constraint.allowed()
         row.followed = None if self.drafting is None else self.drafting.follow(request)
         one, packed = reading.begin(ticket.arrays, row.allowed)
-        if row.turns > 0:
+        if row.left > 0:
             self._pool_for(ticket).join(row, one)
         return [Pending(packed, [row])]
 
@@ -282,9 +291,7 @@ class Engine:
         """Deliver the tokens that the device has generated."""
         for one in pending:
             choice = unpack(one.packed)
-            if one.settle is None:
-                choice = ChosenTokens(*(x[:, None] for x in choice))
-            else:
+            if one.settle is not None:
                 one.settle(choice.valid.sum(axis=1).tolist())
             for at in zip(*(axis.tolist() for axis in choice.valid.nonzero()), strict=True):
                 row = one.rows[at[0]]

@@ -145,6 +145,13 @@ class ServedModel:
             state, packed = self.programs.take_turn(*args)
         return slots._replace(state=state), packed
 
+    def take_burst(self, slots: Slots, wishes: Wishes, count: int, most: int) -> tuple[Slots, jax.Array]:
+        """Turns for `count` tokens, at most `most`, in one program."""
+        with ops.native_anyway(self.native):
+            args = self.config, self.params, slots.state, wishes, np.int32(count), most, self.compute, self.layout
+            state, packed = self.programs.take_burst(*args)
+        return slots._replace(state=state), packed
+
     def take_drafts(self, slots: Slots, wishes: Wishes, told: np.ndarray, count: int) -> tuple[Slots, jax.Array]:
         """A turn with `count` drafts: the given ones, or the draft model's continuation of the given tokens."""
         draft, here = self.draft, (self.compute, self.layout)

@@ -18,6 +18,7 @@ from llama_jax.serving.options import SMALLEST_PIECE, PoolOptions
 from llama_jax.serving.requests import GenerationRequest
 
 PATIENCE = 8  # turns for which a smaller state must suffice before the rows are moved into it
+BURST = 8  # most tokens of a row in a turn without drafts
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class DecodingRow:
     Attributes:
       ticket: the engine's ticket of the request.
       slots: tokens in its cache once all turns so far have run.
-      turns: most turns that it takes until its limit is reached.
+      left: most tokens that it can get after those turns.
       count: tokens that the host knows.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
       followed: the tokens that the host knows; None where nothing is drafted.
@@ -38,7 +39,7 @@ class DecodingRow:
     ticket: Any
     request: GenerationRequest
     slots: int
-    turns: int
+    left: int
     count: int = 0
     allowed: np.ndarray | None = None
     followed: KnownRow | None = None
@@ -50,18 +51,20 @@ class DecodingRow:
 
 
 class Pending(NamedTuple):
-    """A packed `Choice` that the device is computing, or several for each row, and the requests of its rows.
+    """Tokens that the device is computing, and the requests of their rows.
 
     Attributes:
+      packed: `ChosenTokens` [B, K, any], packed; those after the end of a row or after a wrong draft are not valid.
       kind: of the turn; (None, 0) for a first token.
-      settle: called with how many tokens each row has got. There are then K + 1 choices for each row, and those after a
-        wrong draft are not valid.
+      settle: called with how many tokens each row has got, after a turn with drafts.
+      steps: passes of the model.
     """
 
     packed: jax.Array
     rows: list[DecodingRow | None]
     kind: Kind = (None, 0)
     settle: Callable[[list[int]], None] | None = None
+    steps: int = 1
 
 
 @dataclass(eq=False)
@@ -133,8 +136,12 @@ class Pool:
         """Whether the tokens so far must be known before the next turn, for a constraint or for drafts."""
         return self._number > 0 or any(row.allowed is not None for row in self.running)
 
-    def take_turn(self) -> Pending | None:
-        """Start one more token of each row, or several; None where there is no row."""
+    def take_turn(self, most: int = 1) -> Pending | None:
+        """Start one more token of each row, or several; None where there is no row.
+
+        Args:
+          most: tokens that each of few rows gets, if it has room for as many and nothing has to be known before.
+        """
         able = [row for row in self.running if row.slots < self.longest]
         if not able:
             return None
@@ -145,19 +152,29 @@ class Pool:
             number = CATCHING_UP
         else:
             number = 0
-        self._fit(self.running)
+        count = self._burst(able, most)
+        self._fit(self.running, max(row.slots for row in able) + count)
         if self._wishes is None:
             self._wishes = self._wishes_of()
         rows = [row if row is not None and row.slots < self.longest else None for row in self.rows]
-        self.slots, packed = self.model.take_turn(self.slots, self._wishes)
+        if count > 1:
+            self.slots, packed = self.model.take_burst(self.slots, self._wishes, count, BURST)
+        else:
+            self.slots, packed = self.model.take_turn(self.slots, self._wishes)
         for row in able:
-            row.slots += 1
-            row.turns -= 1
-            if not row.turns:  # ends by itself
+            row.slots += count
+            row.left -= count
+            if not row.left:  # ends by itself
                 self.rows[self.rows.index(row)] = None
             elif row.slots == self.longest:  # waits until it is moved
                 self._wishes = None
-        return Pending(packed, rows, (self.shape, number))
+        return Pending(packed, rows, (self.shape, number), steps=count)
+
+    def _burst(self, able: list[DecodingRow], most: int) -> int:
+        """How many tokens a turn without drafts gives."""
+        if self.drafting is not None or self.waits or len(self.rows) > self.options.rows[0]:
+            return 1
+        return max(min(most, BURST, *(min(row.left, self.longest - row.slots) for row in able)), 1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -209,7 +226,7 @@ class Pool:
         for row, count in some:
             row.read = row.slots + min(count, number)  # as its memory is rolled back
             row.slots += count
-            row.turns -= count
+            row.left -= count
 
     def _wishes_of(self) -> Wishes:
         wishes = Wishes.none(len(self.rows), self.model.config.vocab_size)

@@ -34,19 +34,51 @@ from llama_jax.inference.state import (
 )
 from llama_jax.model.adapter_table import choose_adapters
 from llama_jax.model.cache import KVCache, over_buffers
-from llama_jax.model.forward import forward, unembed
+from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
-from llama_jax.serving.choosing import ChosenTokens, Wishes, choose_packed, logprob_of, most_probable, pack
+from llama_jax.serving.choosing import (
+    ChosenTokens,
+    Wishes,
+    choose_packed,
+    logprob_of,
+    most_probable,
+    pack,
+    packed_width,
+)
 
 
 def take_turn(
     config: LlamaConfig, params: Llama, state: State, wishes: Wishes, compute: Compute, layout: Layout
 ) -> tuple[State, jax.Array]:
-    """One more token of every live row; and the packed `ChosenTokens`."""
+    """One more token of every live row; and the packed `ChosenTokens` [B, 1, any]."""
     params = choose_adapters(params, wishes.adapter)
     state = state.replace(done=state.done | ~wishes.live)
     state, (_, packed, _) = advance(config, params, state, compute, layout, partial(choose_packed, wishes))
+    return _seen_by_host(state, layout), packed[:, None]
+
+
+def take_burst(
+    config: LlamaConfig,
+    params: Llama,
+    state: State,
+    wishes: Wishes,
+    count: jax.Array,
+    most: int,
+    compute: Compute,
+    layout: Layout,
+) -> tuple[State, jax.Array]:
+    """`take_turn` for `count` tokens, int32[], of at most `most`: [B, most, any], of which the others are not valid."""
+    params = choose_adapters(params, wishes.adapter)
+    state = state.replace(done=state.done | ~wishes.live)
+
+    def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
+        state, (_, packed, _) = advance(config, params, carry[0], compute, layout, partial(choose_packed, wishes))
+        return state, lax.dynamic_update_slice_in_dim(carry[1], packed[:, None], i, 1)
+
+    width = packed_width(head_of(config, params).shape[0])
+    nothing = layout.constrain(jnp.zeros((len(state.done), most, width), jnp.int32), "everywhere")
+    state, packed = lax.fori_loop(0, count, step, (state, nothing))
     return _seen_by_host(state, layout), packed
 
 
@@ -120,7 +152,7 @@ def begin(
     wishes: Wishes,
     layout: Layout,
 ) -> tuple[State, jax.Array]:
-    """The state of a prompt that has been read, with its first token; and the packed `ChosenTokens`.
+    """The state of a prompt that has been read, with its first token; and the packed `ChosenTokens` [1, 1, any].
 
     Args:
       seen: bool[1, rows of the output projection], the prompt's tokens.
@@ -129,7 +161,7 @@ def begin(
     state = state.replace(seen=layout.constrain(seen, "logits"), done=jnp.zeros(1, bool))
     with layout.context():
         state, packed = choose_packed(wishes, state, logits_of(config, params, hidden, layout), layout)
-    return _seen_by_host(state, layout), packed
+    return _seen_by_host(state, layout), packed[:, None]
 
 
 def _seen_by_host(state: State, layout: Layout) -> State:
@@ -257,6 +289,7 @@ class Programs(NamedTuple):
     """The functions of this file, compiled when they are first called with new shapes; states and caches are donated."""
 
     take_turn: Callable[..., Any]
+    take_burst: Callable[..., Any]
     take_drafts: Callable[..., Any]
     take_own_drafts: Callable[..., Any]
     catch_up: Callable[..., Any]
@@ -281,6 +314,7 @@ def programs_for(platform: str) -> Programs:
     options = decoding_on_tpu() if platform == "tpu" else None
     return Programs(
         take_turn=jax.jit(take_turn, static_argnums=(0, 4, 5), donate_argnums=2, compiler_options=options),
+        take_burst=jax.jit(take_burst, static_argnums=(0, 5, 6, 7), donate_argnums=2, compiler_options=options),
         take_drafts=jax.jit(take_drafts, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=options),
         take_own_drafts=jax.jit(
             take_own_drafts, static_argnums=(0, 2, 8, 9, 10, 11), donate_argnums=(4, 5), compiler_options=options

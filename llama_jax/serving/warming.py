@@ -17,7 +17,7 @@ from llama_jax.serving.ahead import compile_ahead
 from llama_jax.serving.choosing import Wishes
 from llama_jax.serving.model import STOPS, ServedModel, Slots
 from llama_jax.serving.options import SMALLEST_PIECE
-from llama_jax.serving.pool import Pool, neighbours
+from llama_jax.serving.pool import BURST, Pool, neighbours
 
 Step = Callable[[], Any]
 
@@ -129,6 +129,8 @@ class _Rows:
         path = [(rows, size) for i, rows in enumerate(options.rows) for size in options.capacities[:: (1, -1)[i % 2]]]
         for shape, following in zip(path, [*path[1:], None], strict=True):
             yield self.take_turn
+            if self.pool.drafting is None and shape[0] == options.rows[0]:
+                yield self.take_burst
             if self.model.draft is not None:
                 yield self.catch_up
             if self.pool.drafting is not None:
@@ -158,6 +160,10 @@ class _Rows:
 
     def take_turn(self) -> Any:
         self.slots, packed = self.model.take_turn(self.slots, self.wishes(self.rows))
+        return packed
+
+    def take_burst(self) -> Any:
+        self.slots, packed = self.model.take_burst(self.slots, self.wishes(self.rows), 1, BURST)
         return packed
 
     def take_drafts(self, number: int) -> Any:

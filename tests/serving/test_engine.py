@@ -19,6 +19,7 @@ from llama_jax.model.window import CacheOptions
 from llama_jax.parallel.mesh import parse_mesh
 from llama_jax.serving.engine import Engine
 from llama_jax.serving.options import EngineOptions, PoolOptions
+from llama_jax.serving.pool import BURST
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
 
 SMALL = EngineOptions(rows=4, long_rows=2, short=64, context=128, piece=16, smallest_capacity=32)
@@ -77,6 +78,17 @@ def alone(model, request, **options):
     )[0]
 
 
+@pytest.fixture
+def bursts(monkeypatch):
+    """Whether a row that is alone gets several tokens in a turn, independently of the clock."""
+
+    def set_to(wanted):
+        monkeypatch.setattr("llama_jax.serving.engine.BURST_SECONDS", 1e9 if wanted else 0.0)
+
+    set_to(True)
+    return set_to
+
+
 def some_request(rng, vocab=512, context=128):
     prompt = [1, *(rng.randrange(3, vocab) for _ in range(rng.choice([0, 3, 15, 16, 17, 31, 40, 64, 90])))]
     sampling = Sampling(
@@ -133,39 +145,41 @@ class TestEveryRequestGetsWhatItGetsAlone:
             assert client.ids == alone(model, client.request).tokens
 
     @pytest.mark.slow
-    def test_with_a_cache_of_int8_and_quantised_weights(self, model):
+    def test_with_a_cache_of_int8_and_quantised_weights(self, model, bursts):
         config, params = model
         params = quantize(params, "int8")
         engine = Engine(config, params, replace(SMALL, cache=CacheOptions(dtype="int8")))
-        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12) for i in range(1, 4)]
+        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12 * i) for i in range(1, 4)]
         exhaust(engine)
         for client in clients:
             assert client.ids == alone((config, params), client.request, cache=CacheOptions(dtype="int8")).tokens
 
     @pytest.mark.slow
-    def test_with_stacked_blocks(self, model):
+    def test_with_stacked_blocks(self, model, bursts):
         config, params = model
         engine = Engine(config, llama_jax.stack(params), SMALL)
-        clients = [Client(engine, prompt=[1, *range(5, 5 + 20 * i)], max_new_tokens=40) for i in range(1, 4)]
+        clients = [Client(engine, prompt=[1, *range(5, 5 + 20 * i)], max_new_tokens=20 * i) for i in range(1, 4)]
         exhaust(engine)
         for client in clients:
             assert client.ids == alone(model, client.request).tokens
 
     @pytest.mark.slow
-    def test_on_a_mesh(self, model, tmp_path):
+    def test_on_a_mesh(self, model, tmp_path, bursts):
         llama_jax.save(tmp_path / "model", *model)
         engine = Engine(*llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2], SMALL)
-        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12) for i in range(1, 4)]
+        clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=12 * i) for i in range(1, 4)]
         exhaust(engine)
         for client in clients:
             assert client.ids == alone(model, client.request).tokens
 
 
-def test_nothing_is_compiled_once_it_is_warm(model, warm_engine):
+def test_nothing_is_compiled_once_it_is_warm(model, warm_engine, bursts):
     rng, before = random.Random(7), warm_engine.stats().compilations_after_ready
     for _ in range(60):
         Client(warm_engine, **some_request(rng), alternatives=rng.choice([0, 3]), score_prompt=rng.random() < 0.2)
         warm_engine.turn()
+    exhaust(warm_engine)
+    Client(warm_engine, prompt=[1, 5], max_new_tokens=120)  # alone, in rows of every size
     exhaust(warm_engine)
     stats = warm_engine.stats()
     assert stats.compilations_after_ready == before
@@ -173,7 +187,70 @@ def test_nothing_is_compiled_once_it_is_warm(model, warm_engine):
     assert sum(stats.finished.values()) >= 60
 
 
+class TestBursts:
+    def test_several_tokens_in_a_turn(self, model, warm_engine, bursts):
+        def taken(wanted, **kwargs):
+            bursts(wanted)
+            engine = Engine(*model, SMALL)
+            client = Client(engine, prompt=[1, 5], max_new_tokens=42, **kwargs)
+            exhaust(engine)
+            return engine.stats().turns, client
+
+        (many, one_by_one), (few, in_bursts) = taken(False), taken(True)
+        assert many == 42  # after the first token one in each turn, and one turn to collect the last
+        assert few == 3 + -(-39 // BURST)  # the first two turns tell how long a token takes
+        assert in_bursts.ids == one_by_one.ids == alone(model, in_bursts.request).tokens
+        assert len(in_bursts.updates) == len(one_by_one.updates)
+        np.testing.assert_allclose(in_bursts.logprobs, one_by_one.logprobs, atol=1e-5)
+        bound = taken(True, constraint=EveryOther(512))  # what is allowed depends on the token before
+        assert bound[0] >= many - 1
+        assert [token % 2 for token in bound[1].ids] == [0, 1] * 21
+
+    def test_they_end_at_the_limit_or_a_stop_token(self, model, warm_engine, bursts):
+        engine = Engine(*model, SMALL)
+        tokens = alone(model, GenerationRequest(prompt=[1, 5], max_new_tokens=14)).tokens
+        for n in range(1, 15):
+            limited = Client(engine, prompt=[1, 5], max_new_tokens=n)
+            exhaust(engine)
+            assert (limited.ids, limited.finish) == (tokens[:n], "length")
+            stopped = Client(engine, prompt=[1, 5], max_new_tokens=40, stop_tokens=[tokens[n - 1]])
+            exhaust(engine)
+            assert (stopped.ids, stopped.finish) == (tokens[: tokens.index(tokens[n - 1])], "stop")
+        assert not any(row for pool in engine.pools for row in pool.rows)
+
+    @pytest.mark.parametrize("length", range(2, 7))
+    def test_they_fit_into_the_slots(self, model, warm_engine, bursts, length):
+        engine = Engine(*model, SMALL)
+        client = Client(engine, prompt=[1, *range(5, 4 + length)], max_new_tokens=128 - length)
+        exhaust(engine)
+        assert client.ids == alone(model, client.request).tokens
+
+    def test_others_that_arrive_wait_for_one(self, model, warm_engine, bursts):
+        engine = Engine(*model, SMALL)
+        first = Client(engine, prompt=[1, 5], max_new_tokens=40)
+        while len(first.ids) < 10:
+            engine.turn()
+        second = Client(engine, prompt=[1, 6], max_new_tokens=20)
+        before = len(first.ids)
+        engine.turn()
+        assert len(second.ids) == 1
+        engine.turn()
+        assert len(first.ids) == before + BURST + 1
+        exhaust(engine)
+        for client in (first, second):
+            assert client.ids == alone(model, client.request).tokens
+
+    def test_among_others_that_come_and_go(self, model, warm_engine, bursts):
+        engine, rng = Engine(*model, SMALL), random.Random(5)
+        for count in (8, 1, 1, 2):
+            come_and_go(engine, [some_request(rng) for _ in range(count)], rng, partial(alone, model))
+
+
 class TestPrefixCache:
+    @pytest.fixture(autouse=True)
+    def deterministic(self, bursts):
+        """What is compared to the bit must not come from two programs."""
+
     def test_cold_warm_and_evicted_are_the_same_bits(self, model, warm_engine):
         prompt = [1, *range(20, 100)]
         kwargs = {"prompt": prompt, "max_new_tokens": 20, "alternatives": 5, "sampling": Sampling(temperature=0.8, seed=3)}
