@@ -7,7 +7,7 @@ threshold per row, found by bisection over the bits of the scores. The vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from flax import struct
 from jax import lax
 
 from llama_jax.inference.checks import checked_numbers
+from llama_jax.ops import cpu
+from llama_jax.ops.cpu import for_cpu
 
 PerRow = Any  # a number, or an array or sequence of one number per row
 
@@ -132,12 +134,18 @@ def _draw(scores: jax.Array, sampling: Sampling, step: jax.Array) -> jax.Array:
     )
 
     def noise(seed: jax.Array, step: jax.Array) -> jax.Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), step), (vocab,), scores.dtype)
+        return jax.random.gumbel(_key(seed, step), (vocab,), scores.dtype)
 
     noisy = scores + jax.vmap(noise)(sampling.seed, step)
     return _argmax(jnp.where(scores >= lowest[:, None], noisy, -jnp.inf))
 
 
+@for_cpu(cpu.fused_noise)
+def _key(seed: jax.Array, step: jax.Array, impl: Hashable = None) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(seed, impl=impl), step)
+
+
+@for_cpu(cpu.argmax)
 def _argmax(scores: jax.Array) -> jax.Array:
     """The first index of the largest score: int32[B]. XLA for CPU vectorises two plain reductions, but not argmax."""
     indices = jnp.arange(scores.shape[-1], dtype=jnp.int32)

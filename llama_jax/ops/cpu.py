@@ -19,6 +19,7 @@ as the plain function and is tested against it. The reasons:
 - Rows of a bfloat16 table are converted to float32, and the conversion is moved out of the loop over tokens, where it is
   one of the whole table: 98 MB for 32,000 rows of 768, once per piece of generated text.
 - Elementwise arithmetic on 16-bit numbers is done in float32, and rounded after each operation.
+- A row's maximum that is compared with the row is written once for every entry. JAX's random numbers are a loop over arrays.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from jax import lax
 
 from llama_jax.ops import native
 from llama_jax.ops.platform import is_divided, lowering_platform, native_code, recomputing
+from llama_jax.ops.threefry import unrolled_threefry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -298,6 +300,36 @@ def one_by_one(plain: Callable[..., Any], program: Callable[..., Any], *args: An
     of one over all processes would meet those of the other.
     """
     return jax.block_until_ready(plain(program, *args))
+
+
+# --- choosing tokens ------------------------------------------------------------------------------------------------------
+
+
+PART = 64  # of a row's scores
+
+
+def argmax(plain: Callable[[jax.Array], jax.Array], scores: jax.Array) -> jax.Array:
+    """`sampling`'s index of the largest score, of the largest part and then in it.
+
+    XLA writes the maximum of each row once for every score and compares the two arrays, then writes the indices: for 64 rows
+    of 32,000 scores 1.8 ms, and so 0.4.
+    """
+    if scores.shape[-1] % PART or is_divided():
+        return plain(scores)
+    parts = scores.reshape(len(scores), -1, PART)
+    best = plain(jnp.max(parts, axis=-1))
+    return best * PART + plain(jax.vmap(lambda row, part: row[part])(parts, best))
+
+
+def fused_noise(plain: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """`sampling`'s key of a random stream, with the same numbers from one fused loop.
+
+    JAX has threefry's rounds as a loop in programs for CPUs, which then writes and reads all numbers in each of five turns:
+    0.23 ms for a row of 32,000 and 19 for 64 rows; unrolled 0.07 and 5.
+    """
+    settings: Any = jax.config
+    same = settings.jax_default_prng_impl == "threefry2x32" and settings.jax_threefry_partitionable
+    return plain(*args, impl=unrolled_threefry()) if same else plain(*args)
 
 
 # --- rotary embedding --------------------------------------------------------------------------------------------------

@@ -1,3 +1,5 @@
+from contextlib import ExitStack
+
 import jax
 import jax.numpy as jnp
 import make_goldens
@@ -8,10 +10,11 @@ from hypothesis import strategies as st
 
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.sampling import _argmax, penalise, sample, threshold
+from llama_jax.inference.sampling import _argmax, _key, penalise, sample, threshold
 
 jit_sample = jax.jit(sample)
 jit_threshold = jax.jit(threshold)
+jit_argmax = jax.jit(_argmax)
 
 
 def settings_of(rows) -> Sampling:
@@ -104,6 +107,47 @@ def test_zero_temperature_is_greedy_whatever_else_is_set():
 def test_the_first_of_equal_scores_wins():
     scores = jnp.array([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-np.inf, -np.inf, -np.inf]])
     np.testing.assert_array_equal(_argmax(scores), [1, 0, 0])
+
+
+@given(st.integers(0, 100_000), st.sampled_from([256, 512, 1280, 300]), st.integers(1, 5))
+def test_the_first_of_equal_scores_wins_in_parts_too(seed, vocab, kinds):
+    """A CPU looks for the largest part of a row first, where its length can be divided."""
+    rng = np.random.default_rng(seed)
+    scores = rng.choice(np.array([-np.inf, -1, 0, 2, np.inf], np.float32)[:kinds], (3, vocab))
+    scores[0, rng.integers(vocab)] = 3
+    np.testing.assert_array_equal(jit_argmax(scores), scores.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("partitionable", [True, False])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_the_noise_is_that_of_jax(dtype, partitionable, impl):
+    """Bit for bit, for every setting of JAX, although a CPU has another program for it."""
+
+    @jax.jit
+    def both(seed, step):
+        plain = jax.random.fold_in(jax.random.key(seed), step)
+        return [jax.random.gumbel(key, (1001,), dtype) for key in (_key(seed, step), plain)]
+
+    settings = jax.enable_x64(dtype == "float64"), jax.threefry_partitionable(partitionable), jax.default_prng_impl(impl)
+    with ExitStack() as stack:
+        for setting in settings:
+            stack.enter_context(setting)
+        for seed, step in [(0, 0), (2**32 - 1, 5), (7, 2**31 - 1)]:
+            ours, plain = both(jnp.uint32(seed), jnp.int32(step))
+            assert ours.dtype == dtype
+            np.testing.assert_array_equal(ours, plain)
+
+
+def test_the_noise_of_many_rows_is_that_of_jax_in_one_loop():
+    seeds, steps = jnp.arange(5, dtype=jnp.uint32), jnp.arange(5)
+    draw = lambda key: jax.jit(jax.vmap(lambda seed, step: jax.random.gumbel(key(seed, step), (700,))))
+    plain = draw(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))
+    ours = draw(_key)
+    np.testing.assert_array_equal(ours(seeds, steps), plain(seeds, steps))
+    if jax.default_backend() == "cpu":
+        loops = [run.lower(seeds, steps).as_text().count("stablehlo.while") for run in (ours, plain)]
+        assert loops[0] < loops[1]
 
 
 def test_a_sharp_distribution_follows_its_probabilities():
