@@ -8,7 +8,7 @@ threshold per row, found by bisection over the bits of the scores. The vocabular
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +69,22 @@ class Sampling(struct.PyTreeNode):
         )
 
 
-def sample(logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array) -> jax.Array:
-    """Choose one token per row.
+class Restriction(NamedTuple):
+    """Tokens that some rows may not choose.
+
+    Attributes:
+      needed: bool[], whether there are any.
+      apply: gives float32[B, V] logits with -inf for these tokens.
+    """
+
+    needed: jax.Array
+    apply: Callable[[jax.Array], jax.Array]
+
+
+def sample(
+    logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Array, restriction: Restriction | None = None
+) -> jax.Array:
+    """Choose one token per row. Where all rows take their most probable one, nothing else of [B, V] is made.
 
     Args:
       logits: float32[B, V].
@@ -81,12 +95,18 @@ def sample(logits: jax.Array, sampling: Sampling, seen: jax.Array, step: jax.Arr
     Returns:
       int32[B].
     """
-    scores = penalise(logits, sampling.repetition_penalty, seen)
+    drawn, penalty = sampling.temperature > 0, sampling.repetition_penalty
 
-    def draw(scores: jax.Array) -> jax.Array:
-        return jnp.where(sampling.temperature > 0, _draw(scores, sampling, step), _argmax(scores))
+    def among_scores(logits: jax.Array) -> jax.Array:
+        if restriction is not None:
+            logits = lax.cond(restriction.needed, restriction.apply, lambda logits: logits, logits)
+        scores = penalise(logits, penalty, seen)
+        return jnp.where(drawn, _draw(scores, sampling, step), _argmax(scores))
 
-    return lax.cond(jnp.any(sampling.temperature > 0), draw, _argmax, scores)
+    changed = jnp.any(drawn | (penalty != 1))
+    if restriction is not None:
+        changed |= restriction.needed
+    return lax.cond(changed, among_scores, _argmax, logits)
 
 
 def penalise(logits: jax.Array, penalty: jax.Array, seen: jax.Array) -> jax.Array:

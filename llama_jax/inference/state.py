@@ -16,7 +16,7 @@ from flax import struct
 from jax import lax
 
 from llama_jax.config import LlamaConfig
-from llama_jax.inference.sampling import Sampling, sample
+from llama_jax.inference.sampling import Restriction, Sampling, sample
 from llama_jax.model.cache import KVCache, grow, init_cache, over_buffers
 from llama_jax.model.forward import forward, head_of, unembed
 from llama_jax.model.options import Compute, Layout, Places
@@ -204,9 +204,11 @@ def logits_of(config: LlamaConfig, params: Llama, hidden: jax.Array, layout: Lay
     return layout.constrain(unembed(config, params, hidden).astype(jnp.float32), "logits")
 
 
-def choose(state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
-    """The state after one more token of every row that is not done, and its log-probability float32[B]."""
-    token = sample(logits, state.request.sampling, state.seen, state.count)
+def choose(
+    state: State, logits: jax.Array, layout: Layout, restriction: Restriction | None = None
+) -> tuple[State, jax.Array]:
+    """The state after one more token of every row that is not done, and its log-probability float32[B] among all tokens."""
+    token = sample(logits, state.request.sampling, state.seen, state.count, restriction)
     token = jnp.where(state.done, state.token, token)
     # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
     logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from llama_jax.inference.sampling import Restriction
 from llama_jax.inference.state import State, choose
 from llama_jax.model.options import Layout
 from llama_jax.serving.requests import MOST_ALTERNATIVES
@@ -69,15 +70,15 @@ def choose_packed(wishes: Wishes, state: State, logits: jax.Array, layout: Layou
 def _choose_without_cache(wishes: Wishes, state: State, logits: jax.Array, layout: Layout) -> tuple[State, jax.Array]:
     valid = ~state.done
     barred = state.count < wishes.least
-    scores = lax.cond(
-        jnp.any(wishes.constrained | barred),
-        lambda: jnp.where(_permitted(state, wishes, barred, logits.shape[-1]), logits, -jnp.inf),
-        lambda: logits,
-    )
-    state, _ = choose(state, layout.constrain(scores, "logits"), layout)
+
+    def permitted(logits: jax.Array) -> jax.Array:
+        allowed = _permitted(state, wishes, barred, logits.shape[-1])
+        return layout.constrain(jnp.where(allowed, logits, -jnp.inf), "logits")
+
+    chosen, logprob = choose(state, logits, layout, Restriction(jnp.any(wishes.constrained | barred), permitted))
     ids, logprobs = most_probable(logits, jnp.any(wishes.alternatives > 0))
-    choice = ChosenTokens(state.token, logprob_of(logits, state.token), valid, ids, logprobs)
-    return state, layout.constrain(pack(choice), "everywhere")
+    choice = ChosenTokens(chosen.token, logprob, valid, ids, logprobs)
+    return chosen, layout.constrain(pack(choice), "everywhere")
 
 
 def logprob_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:

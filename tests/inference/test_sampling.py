@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama_jax import Sampling
 from llama_jax.errors import GenerationError
-from llama_jax.inference.sampling import _argmax, _key, penalise, sample, threshold
+from llama_jax.inference.sampling import Restriction, _argmax, _key, penalise, sample, threshold
 
 jit_sample = jax.jit(sample)
 jit_threshold = jax.jit(threshold)
@@ -148,6 +148,23 @@ def test_the_noise_of_many_rows_is_that_of_jax_in_one_loop():
     if jax.default_backend() == "cpu":
         loops = [run.lower(seeds, steps).as_text().count("stablehlo.while") for run in (ours, plain)]
         assert loops[0] < loops[1]
+
+
+@pytest.mark.parametrize("forbidden", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 2.0}, {"temperature": [0.0, 0.9, 0.0], "seed": 4}])
+def test_what_a_row_may_not_choose_is_never_chosen(settings, forbidden):
+    """Whatever the other rows do, and the rest is chosen as from the logits with -inf."""
+    rng = np.random.default_rng(1)
+    logits, seen = jnp.asarray(rng.standard_normal((3, 128)), jnp.float32), jnp.asarray(rng.random((3, 128)) < 0.5)
+    barred = np.zeros((3, 128), bool)
+    barred[1, np.argsort(logits[1])[-20:]] = True
+    apply = lambda logits: jnp.where(barred, -jnp.inf, logits)
+    sampling, steps = Sampling(**settings).per_row(3), np.arange(3, dtype=np.int32)
+    restricted = jax.jit(lambda needed: sample(logits, sampling, seen, steps, Restriction(needed, apply)))
+    got = np.asarray(restricted(forbidden))
+    want = jit_sample(apply(logits) if forbidden else logits, sampling, seen, steps)
+    np.testing.assert_array_equal(got, want)
+    assert not (forbidden and barred[1, got[1]])
 
 
 def test_a_sharp_distribution_follows_its_probabilities():
