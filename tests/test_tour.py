@@ -16,7 +16,7 @@ import llama_jax
 PACKAGE = Path(llama_jax.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 LEFT_OUT = {  # as the page says
-    *("errors.py", "ops/cpu.py", "ops/native/__init__.py", "ops/platform.py"),
+    *("errors.py", "ops/cpu.py", "ops/native/__init__.py", "ops/platform.py", "ops/threefry.py"),
     *("inference/checks.py", "model/checks.py", "ops/attention/checks.py"),
 }
 # Of sizes that no other test has: what JAX has traced before it does not trace again.
@@ -67,7 +67,7 @@ def test_one_token_through_generate(params):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 14
-    assert lines(files) <= 2220
+    assert lines(files) < 2250  # "some 2,200"
 
 
 def test_one_batch_through_train_step(params):
