@@ -34,6 +34,16 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def add_bos(self) -> bool:
+        """Whether a text begins with the begin-of-sequence token by the vocabulary's own rule; False where it has none."""
+        ...
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether a text ends with the end-of-sequence token by the vocabulary's own rule; False where it has none."""
+        ...
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
@@ -57,10 +67,11 @@ class Tokenizer(Protocol):
         """Whether encoding adds a space before a text, which decoding removes again."""
         ...
 
-    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
-        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token after them if asked for.
+    def encode(self, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False) -> list[int]:
+        """Ids of the text between the begin-of-sequence and the end-of-sequence token.
 
         Args:
+          bos, eos: whether they are put there; by default as the vocabulary's own rule says (`add_bos`, `add_eos`).
           special: whether "<|eot_id|>" and the like in the text are special tokens; by default they are text.
 
         Raises:
@@ -141,10 +152,14 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
 class EncodesParts:
     """`Tokenizer.encode` and `encode_batch` of a vocabulary, by its `encode_parts`."""
 
-    def encode(self: Tokenizer, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+    def encode(
+        self: Tokenizer, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False
+    ) -> list[int]:
         """Ids of the text; see `Tokenizer.encode`."""
         if not isinstance(text, str):
             raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts one by one")
+        bos = self.add_bos if bos is None else bos
+        eos = self.add_eos if eos is None else eos
         for asked, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
             if asked and token < 0:
                 raise TokenizerError(

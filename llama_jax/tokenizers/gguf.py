@@ -9,11 +9,11 @@ from typing import Any
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import Tokenizer, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, SentencePieceTokenizer, write_model
 from llama_jax.tokenizers.settings import Settings
 from llama_jax.tokenizers.tiktoken import SPLIT, TiktokenTokenizer, merges
 
-LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")  # names in use for Llama 3's way to cut a text
 PADDING = "[PAD{}]"  # what llama.cpp's converter calls an id without a token
 
 
@@ -33,9 +33,12 @@ def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
     if model != "gpt2":
         raise reader.error("model", model, "'llama' (SentencePiece) or 'gpt2' (Llama 3's BPE)")
     pre = reader.text("pre")
-    if pre not in LLAMA_3:
-        raise reader.error("pre", pre, f"Llama 3's, which is called {' or '.join(map(repr, LLAMA_3))}")
-    return _bpe(reader)
+    if pre not in PRE_TOKENIZERS:
+        raise TokenizerError(
+            f"{where}: tokenizer.ggml.pre={shown(pre)} is not known; pass the model's own tokenizer.json"
+            " (--tokenizer tokenizer.json)"
+        )
+    return _bpe(reader, PRE_TOKENIZERS[pre])
 
 
 class _Reader:
@@ -79,7 +82,7 @@ class _Reader:
             raise self.error(f"{name}_token_id", value, f"an id below {len(tokens)}")
         return value
 
-    def settings(self, tokens: Sequence[str], bos: int | None, eos: int | None) -> Settings:
+    def settings(self, tokens: Sequence[str], bos: int | None, eos: int | None, add_bos: bool) -> Settings:
         template = self.fields.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise TokenizerError(f"{self.where}: tokenizer.chat_template={shown(template)} must be a text; copy it again")
@@ -88,6 +91,8 @@ class _Reader:
             bos_token=None if bos is None else tokens[bos],
             eos_token=None if eos is None else tokens[eos],
             stop_ids=tuple(token for token in ends if token is not None),
+            add_bos=self.flag("add_bos_token", add_bos),
+            add_eos=self.flag("add_eos_token", False),
             chat_template=template,
         )
 
@@ -103,7 +108,7 @@ def _sentencepiece(reader: _Reader) -> Tokenizer:
     if odd is not None:
         raise reader.error("token_type", odd, f"one of {[int(kind) for kind in EntryKind]} for each token")
     bos, eos = reader.token("bos", tokens, 1), reader.token("eos", tokens, 2)
-    settings = reader.settings(tokens, bos, eos)
+    settings = reader.settings(tokens, bos, eos, add_bos=True)
     kinds = [int(EntryKind.CONTROL) if i in (bos, eos) else kind for i, kind in enumerate(kinds)]
     with library_errors(f"{reader.where} holds no whole SentencePiece vocabulary"):
         model = write_model(
@@ -115,7 +120,7 @@ def _sentencepiece(reader: _Reader) -> Tokenizer:
     return SentencePieceTokenizer(model, reader.where, settings)
 
 
-def _bpe(reader: _Reader) -> Tokenizer:
+def _bpe(reader: _Reader, pre: PreTokenizer) -> Tokenizer:
     from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
@@ -129,11 +134,10 @@ def _bpe(reader: _Reader) -> Tokenizer:
     if len(ids) != len(tokens):
         raise TokenizerError(f"{reader.where}: tokenizer.ggml.tokens has a token twice; copy the file again")
     with library_errors(f"{reader.where} holds no whole BPE vocabulary"):
-        # Llama 3 takes a word that is a token as that token, even where no merges lead to it.
-        library = Library(models.BPE(vocab=ids, merges=pairs, ignore_merges=True))
+        library = Library(models.BPE(vocab=ids, merges=pairs, ignore_merges=pre.ignore_merges))
         library.pre_tokenizer = pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+                *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
@@ -143,7 +147,7 @@ def _bpe(reader: _Reader) -> Tokenizer:
             add = library.add_special_tokens if special else library.add_tokens
             add([AddedToken(token, special=special, normalized=False) for token in these])
     bos, eos = reader.token("bos", tokens), reader.token("eos", tokens)
-    return HuggingFaceTokenizer(library, reader.where, reader.settings(tokens, bos, eos))
+    return HuggingFaceTokenizer(library, reader.where, reader.settings(tokens, bos, eos, pre.add_bos))
 
 
 def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def _scored(pieces: Sequence[Entry], space_prefix: bool) -> dict[str, Any]:
 def _merged(tokens: list[str], pairs: Sequence[Sequence[str]], kinds: Sequence[EntryKind]) -> dict[str, Any]:
     return {
         "model": "gpt2",
-        "pre": LLAMA_3[0],
+        "pre": "llama-bpe",
         "tokens": tokens,
         "merges": [" ".join(pair) for pair in pairs],
         "token_type": [int(kind) for kind in kinds],

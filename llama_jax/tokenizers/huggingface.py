@@ -109,6 +109,8 @@ class HuggingFaceTokenizer(EncodesParts):
         self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
         self.bos_id = self._named(settings.bos_token, USUAL_BOS)
         self.eos_id = self._named(settings.eos_token, USUAL_EOS)
+        self.add_bos = settings.add_bos is not False and self.bos_id >= 0
+        self.add_eos = settings.add_eos is True and self.eos_id >= 0
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 

@@ -76,6 +76,8 @@ class SentencePieceTokenizer(EncodesParts):
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
+        self.add_bos = settings.add_bos is not False and self.bos_id >= 0
+        self.add_eos = settings.add_eos is True and self.eos_id >= 0
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 
