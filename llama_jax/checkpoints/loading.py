@@ -16,7 +16,7 @@ from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
-from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize, say_what_becomes_floats
+from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize, log_what_becomes_floats
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints, is_step
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
@@ -105,7 +105,7 @@ def load(
     if quantize == "keep":
         check_kept(list(opened.tensors.values()), opened.path)
     elif quantize is None and dtype is None:
-        say_what_becomes_floats(opened.tensors.values(), opened.path)
+        log_what_becomes_floats(opened.tensors, opened.path)
         quantize = "keep"
     beside = None if adapter is None else load_adapter(adapter, config)
     table = [load_adapter(each, config) for each in adapters]

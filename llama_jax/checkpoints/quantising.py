@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -47,33 +47,30 @@ def check_kept(tensors: Sequence[Described], where: Location) -> None:
         raise CheckpointError(
             f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
         )
-    if not any(map(_can_be_kept, tensors)):
+    if not any(map(can_be_kept, tensors)):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
             f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
         )
 
 
-def quantized_kinds(tensors: Iterable[Described], *, kept: bool | None = None) -> str:
-    """The kinds of a model's quantized tensors, the most bytes first, as in "q4_1 and q8_0"; "" where there are none.
-
-    Args:
-      kept: only of those that can, or cannot, be kept as they are; None is of both.
-    """
+def quantized_kinds(tensors: Mapping[str, Described], among: Callable[[Described], bool] = lambda tensor: True) -> str:
+    """The kinds of a model's quantized tensors, the most bytes first, as in "q4_1 and q8_0"; "" where there are none."""
     sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        if tensor.kind not in FLOATS and kept in (None, _can_be_kept(tensor)):
+    for tensor in tensors.values():
+        if tensor.kind not in FLOATS and among(tensor):
             sizes[tensor.kind.lower()] += tensor.nbytes
     return " and ".join(kind for kind, _ in sizes.most_common())
 
 
-def say_what_becomes_floats(tensors: Iterable[Described], where: Location) -> None:
+def log_what_becomes_floats(tensors: Mapping[str, Described], where: Location) -> None:
     """Log a line for quantized tensors that cannot be kept."""
-    if kinds := quantized_kinds(tensors, kept=False):
+    if kinds := quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor)):
         _log.warning("%s: tensors in %s become floats: such blocks, or their order of columns, are not kept", where, kinds)
 
 
-def _can_be_kept(tensor: Described) -> bool:
+def can_be_kept(tensor: Described) -> bool:
+    """Whether a tensor is quantized in a kind that the parameters may have."""
     return isinstance(tensor, StoredWeight) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
 
 
@@ -131,7 +128,7 @@ def _width(part: Part) -> int:
 
 def _kept_as(part: Part) -> Kind | None:
     """The kind of the blocks that a tensor has, if it is one that is kept."""
-    return KINDS[part.tensor.kind.lower()] if _can_be_kept(part.tensor) else None
+    return KINDS[part.tensor.kind.lower()] if can_be_kept(part.tensor) else None
 
 
 def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:

@@ -145,7 +145,7 @@ def test_columns_in_another_order_are_not_kept(tmp_path, caplog):
     with pytest.raises(CheckpointError, match=r"columns in another order than their groups \(desc_act\); use int8"):
         llama_jax.load(tmp_path, quantize="keep")
     assert kinds_in_memory(llama_jax.load(tmp_path).params) == "float32"
-    assert "tensors in int4 become floats" in caplog.text
+    assert "tensors in int4_asym become floats" in caplog.text
 
 
 @pytest.mark.parametrize(
