@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from llama_jax.checkpoints import load, open_checkpoint
 from llama_jax.checkpoints.quantising import can_be_kept, quantized_kinds
 from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Llama
 from llama_jax.ops.weights import JoinedWeight, Kept, QuantizedWeight
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
@@ -83,7 +83,7 @@ def load_frozen(
     if quantize == "none":
         kind = "keep" if quantized_kinds(open_checkpoint(path).tensors, can_be_kept) else None
     params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, fitted=False)).params
-    params = _stacked(params.replace(blocks=_alike(params.blocks)))
+    params = _stacked(_alike(params))
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
@@ -96,12 +96,16 @@ def about_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]
         return [f"weights: {kinds}, dequantized to float32, in which they are trained"]
     if recipe.quantize != "none":
         return [f"weights: {kinds}, quantized anew as {recipe.quantize}"]
-    return [f"weights: {quantized_kinds(tensors, can_be_kept) or 'none'} of {kinds} kept as they are, under the adapters"]
+    others = quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor))
+    dequantized = f" ({others} dequantized to {recipe.dtype})" if others else ""
+    return [f"weights: {kinds}, kept as they are under the adapters{dequantized}"]
 
 
-def _alike(blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """Blocks that can be stacked: a matrix that is of one kind in some layers and of another in others becomes floats."""
+def _alike(params: Llama) -> Llama:
+    """Parameters whose blocks can be stacked: a matrix that is of one kind in some layers and of another in others becomes floats."""
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
+    blocks = params.blocks
+    assert isinstance(blocks, tuple)
     paths = [path for path, _ in jax.tree.leaves_with_path(blocks[0], is_leaf=is_weight)]
     layers = [jax.tree.flatten(block, is_leaf=is_weight) for block in blocks]
     found = []
@@ -111,9 +115,8 @@ def _alike(blocks: Sequence[Block]) -> tuple[Block, ...]:
             _log.warning("%s becomes %s: its kind differs from layer to layer", name, weights[0].dtype)
             weights = [weight.decoded() if is_weight(weight) else weight for weight in weights]
         found.append(weights)
-    return tuple(
-        jax.tree.unflatten(form, leaves) for (_, form), leaves in zip(layers, zip(*found, strict=True), strict=True)
-    )
+    made = zip(layers, zip(*found, strict=True), strict=True)
+    return params.replace(blocks=tuple(jax.tree.unflatten(form, leaves) for (_, form), leaves in made))
 
 
 def _stacked(params: Llama) -> Llama:
