@@ -13,8 +13,13 @@ from typing import Protocol
 from llama_jax.errors import TokenizerError, reason_of, shown
 
 Part = str | int  # plain text, or the id of a special token
-# Llama 3's ends of a text, a message and a turn. A vocabulary that has them means them, whichever it calls its eos.
-ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+# The ends of a text, a message and a turn by which llama.cpp knows them. A vocabulary that has one means it, whichever it
+# calls its eos.
+ENDS = {
+    *("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+    *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+    *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+}
 
 
 class Tokenizer(Protocol):
@@ -47,8 +52,9 @@ class Tokenizer(Protocol):
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
-        The end-of-sequence token, Llama 3's ends of a turn and a message, those that the model's own files name, and
-        the begin-of-sequence token, with which llama2.c's stories end.
+        The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
+        begin-of-sequence token, with which llama2.c's stories end. Of a vocabulary in GGUF: exactly those at which
+        llama.cpp ends.
         """
         ...
 
@@ -176,8 +182,19 @@ class EncodesParts:
 
 def ending_ids(bos_id: int, eos_id: int, special_tokens: Mapping[str, int], more: Iterable[int] = ()) -> tuple[int, ...]:
     """What `Tokenizer.stop_ids` says."""
-    ends = {bos_id, eos_id, *(special_tokens[name] for name in ENDS if name in special_tokens), *more}
+    ends = {bos_id, eos_id, *(special_tokens[name] for name in ending_names(special_tokens)), *more}
     return tuple(sorted(token for token in ends if token >= 0))
+
+
+def ending_names(names: Iterable[str]) -> set[str]:
+    """Those of the names that end what is generated; `<|end|>` and `</s>` do not beside certain others."""
+    found = ENDS.intersection(names)
+    calls = found & {"<|call|>", "<|calls|>"}
+    if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):
+        found.discard("<|end|>")
+    if "<|tool_response>" in found:
+        found.discard("</s>")
+    return found
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -1,13 +1,19 @@
 """How BPE vocabularies in GGUF cut a text before merging: llama.cpp's pre-tokenizers by the names in `tokenizer.ggml.pre`.
 
 Source: llama.cpp, src/llama-vocab.cpp and src/unicode.cpp, whose ids are the measure. Its regular expressions differ from
-those of the published tokenizer.json: letters outside ASCII are of both cases (`\\p{Lu}` is `\\p{L}`), `\\d` is ASCII's, and a
-white space character is in no range of characters.
+those of the published tokenizer.json: letters outside ASCII are of both cases (`\\p{Lu}` is `\\p{L}`), `\\d` is ASCII's, a
+white space character is in no range of characters, and what came after Unicode 15.1 is in no category.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer as Library
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def _cased(upper: str, lower: str, after: str = "") -> str:
 DIGIT = r"\p{N}"
 THREE_DIGITS = r"\p{N}{1,3}"
 # Groups of three from the right, the first with what is before the number: what llama.cpp does for AFMoE and Aya.
-GROUPED_DIGITS = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+GROUPED_DIGITS = r"[^\p{N}]*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 GPT_2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{SYMBOLS}|{SPACES}"
 LLAMA_3 = rf"{CONTRACTION}|{WORD}|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|{LINES}"
 QWEN_2 = rf"{CONTRACTION}|{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}"
@@ -235,3 +241,75 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "mellum2": _SINGLE_DIGITS,
     "whitespace": PreTokenizer((r"\S+",), spells_bytes=False),
 }
+
+# What Unicode 16 gave a category, and what lies unassigned between.
+AFTER_UNICODE_15 = (
+    r"\u0897\u1b4e\u1b4f\u1b7f\u1c89\u1c8a\u2427-\u2429\u31e4\u31e5\ua7cb-\ua7cd\ua7da-\ua7dc\x{105c0}-\x{105f3}"
+    r"\x{10d40}-\x{10d8f}\x{10ec2}-\x{10efc}\x{11380}-\x{113e2}\x{116d0}-\x{116e3}\x{11bc0}-\x{11bf9}\x{11f5a}"
+    r"\x{13460}-\x{143fa}\x{16100}-\x{16139}\x{16d40}-\x{16d79}\x{18cff}\x{1cc00}-\x{1ceb3}\x{1e5d0}-\x{1e5ff}"
+    r"\x{1f8b2}-\x{1f8c1}\x{1fa89}-\x{1fa8f}\x{1fabe}\x{1fac6}\x{1fadc}-\x{1fadf}\x{1fae9}\x{1fbcb}-\x{1fbef}"
+)
+
+
+def build(pre: PreTokenizer) -> Library:
+    """The pre-tokenizer as the tokenizers library runs it."""
+    from tokenizers import Regex, pre_tokenizers
+
+    steps: list[Library] = [pre_tokenizers.Split(Regex(_as_of_15(pattern)), "isolated") for pattern in pre.patterns]
+    if pre.spells_bytes:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _as_of_15(pattern: str) -> str:
+    """The pattern, with categories as of Unicode 15.1."""
+    return re.sub(r"\\p{[A-Z]}", lambda found: rf"[{found[0]}&&[^{AFTER_UNICODE_15}]]", pattern)
+
+
+def name_of(described: Mapping[str, Any] | None, ignore_merges: bool) -> str | None:
+    """The name of the pre-tokenizer that a tokenizer.json describes, or None where llama.cpp has none for it.
+
+    Args:
+      ignore_merges: of the file's model.
+    """
+    patterns: list[str] = []
+    for step in _steps(described):
+        kind = step["type"]
+        if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+            patterns.append(step["pattern"]["Regex"])
+        elif kind == "ByteLevel" and not step["add_prefix_space"]:
+            patterns += [GPT_2] * step.get("use_regex", True)
+        elif kind == "Digits":
+            patterns.append(DIGIT if step["individual_digits"] else r"\p{N}+")
+        else:
+            return None
+    wanted = [_plain(pattern) for pattern in patterns], ignore_merges
+    for name, pre in PRE_TOKENIZERS.items():
+        if pre.spells_bytes and ([_plain(pattern) for pattern in pre.patterns], pre.ignore_merges) == wanted:
+            return name
+    return None
+
+
+def _steps(described: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    if described is None:
+        return []
+    return described["pretokenizers"] if described["type"] == "Sequence" else [described]
+
+
+# The published spelling of what llama.cpp spells otherwise.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PUBLISHED = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)": CONTRACTION,
+    _cased(_UPPER, _LOWER, CONTRACTION + "?"): _cased(UPPER, LOWER, CONTRACTION + "?"),
+    _cased(_UPPER, _LOWER): _cased(UPPER, LOWER),
+}
+
+
+def _plain(pattern: str) -> str:
+    """One spelling of the patterns that are the same."""
+    pattern = re.sub(rf"\[(\\p{{[A-Z]}})&&\[\^{re.escape(AFTER_UNICODE_15)}\]\]", r"\1", pattern)
+    pattern = re.sub(r"\\(?:u([0-9a-f]{4})|x{([0-9a-f]+)})", lambda found: chr(int(found[1] or found[2], 16)), pattern)
+    pattern = pattern.replace("\r", r"\r").replace("\n", r"\n")
+    for published, own in PUBLISHED.items():
+        pattern = pattern.replace(published, own)
+    return pattern
