@@ -64,13 +64,9 @@ class ArrayParts:
         out = np.empty(shape, dtype) if out is None else out
         for part in self.parts:
             per_entry = part.tensor.shape[0] // self.shape[0]
-            if (
-                isinstance(part.tensor, Dense)
-                and part.tensor.dtype == dtype
-                and part.columns is None
-                and not part.interleaved
-            ):
-                part.tensor.read_into(start * per_entry, out)
+            tensor, is_moved = part.tensor, part.interleaved or part.columns is not None
+            if isinstance(tensor, Dense) and tensor.dtype == dtype and not is_moved:
+                tensor.read_into(start * per_entry, out)
                 check(out, dtype, part.label)
                 continue
             found = part.tensor.read(start * per_entry, stop * per_entry)
@@ -190,7 +186,7 @@ def _key(place: Place) -> tuple:
 
 
 def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
-    """Call work(start, stop) for runs that cover the union of ranges of the leading axis, on a few threads if they are many."""
+    """Call work(start, stop) for runs that cover the union of ranges of the leading axis, many on a few threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
     step = max(1, (STORED_RUN if array.stored else RUN) // entry, least)
