@@ -224,7 +224,7 @@ def check(found: np.ndarray, target: np.dtype, label: str) -> None:
     largest = np.asarray([bits], f"u{size}").view(found.dtype)[0]
     if not np.isfinite(largest):
         raise CheckpointError(f"{label} holds NaN or infinity; the file is damaged")
-    if float(largest) > float(jnp.finfo(target).max):
+    if found.dtype != target and float(largest) > float(jnp.finfo(target).max):
         raise CheckpointError(f"{label} holds numbers too large for {target}; use another dtype")
 
 

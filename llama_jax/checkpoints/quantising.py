@@ -16,7 +16,7 @@ from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
 from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Memory, Part, check, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
-from llama_jax.checkpoints.tensors import FLOATS, Described, blocks_of
+from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, fitting, shardings_of_planes
 from llama_jax.ops.weights.kinds import MADE
@@ -105,7 +105,14 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
     assert forms[0] is not None
     form = fitting(forms[0].name, columns_on_each(array.shape, sharding))
     _check_columns(array, form, sharding)
-    return _fill_planes(array, form, dtype, sharding, partial(_kept, array, forms[0], form), memory)
+    blocks = replace(array, parts=tuple(replace(part, tensor=_blocks(part)) for part in array.parts))
+    return _fill_planes(blocks, form, dtype, sharding, partial(_kept, blocks, forms[0], form), memory)
+
+
+def _blocks(part: Part) -> Tensor:
+    found = blocks_of(part.tensor)
+    assert found is not None  # by `can_be_kept`
+    return found
 
 
 def _encoded(array: ArrayParts, form: Kind, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
@@ -170,9 +177,7 @@ def _kept(array: ArrayParts, kept: Kind, form: Kind, start: int, stop: int, plan
     """
     for part in array.parts:
         per_entry = part.tensor.shape[0] // array.shape[0]
-        blocks = blocks_of(part.tensor)
-        assert blocks is not None
-        raw = blocks.read(start * per_entry, stop * per_entry)
+        raw = part.tensor.read(start * per_entry, stop * per_entry)
         holes = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
         if part.interleaved:
             heads = holes[0].shape[:-2]
