@@ -87,17 +87,19 @@ class Memory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = np.empty(0, np.uint8)
+        self._taken = 1 << 20  # of a small model, less than a piece
 
     def take(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Aligned memory that is not initialized."""
         size = math.prod(shape) * dtype.itemsize
-        if size > CHUNK // 4:
-            found = _aligned(size)
-        else:
-            padded = -(-size // ALIGNMENT) * ALIGNMENT
-            with self._lock:
+        padded = -(-size // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            self._taken += padded
+            if size > CHUNK // 4:
+                found = _aligned(size)
+            else:
                 if padded > len(self._free):
-                    self._free = _aligned(CHUNK)
+                    self._free = _aligned(min(CHUNK, self._taken))
                 found, self._free = self._free[:size], self._free[padded:]
         return found.view(dtype).reshape(shape)
 

@@ -161,9 +161,10 @@ def _fill_planes(
     targets = [ArrayToFill(*plane.packed(array.shape), place) for plane, place in zip(form.planes, places, strict=True)]
 
     def rows(start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
-        shapes = [(stop - start, *target.shape[1:]) for target in targets]
-        made = [np.empty(shape, target.dtype) for shape, target in zip(shapes, targets, strict=True)]
-        found = [there if there is not None else new for there, new in zip(out, made, strict=True)]
+        found = [
+            np.empty((stop - start, *target.shape[1:]), target.dtype) if there is None else there
+            for there, target in zip(out, targets, strict=True)
+        ]
         put(start, stop, found)
         return found
 
@@ -179,11 +180,11 @@ def _kept(array: ArrayParts, kept: Kind, form: Kind, start: int, stop: int, plan
         per_entry = part.tensor.shape[0] // array.shape[0]
         raw = part.tensor.read(start * per_entry, stop * per_entry)
         holes = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
+        raw = raw.reshape(*holes[0].shape[: len(array.shape) - 1], -1)
         if part.interleaved:
-            heads = holes[0].shape[:-2]
-            pairs = holes[0].shape[-2] // 2
-            raw = raw.reshape(*heads, pairs, 2, -1).swapaxes(-3, -2)
-            holes = [hole.reshape(*heads, 2, pairs, -1) for hole in holes]
+            *heads, rows, _ = raw.shape
+            raw = raw.reshape(*heads, rows // 2, 2, -1).swapaxes(-3, -2)
+            holes = [hole.reshape(*heads, 2, rows // 2, *hole.shape[len(heads) + 1 :]) for hole in holes]
         if kept.of_gguf:
             split_into(holes, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
         else:

@@ -199,7 +199,7 @@ def split(blocks: np.ndarray, planes: tuple[Plane, ...]) -> tuple[np.ndarray, ..
 
 
 def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[Plane, ...]) -> None:
-    """As `split`, into memory for each plane, whose last axis is contiguous.
+    """As `split`, into memory for each plane, which has the axes of the blocks before theirs, and whose last is contiguous.
 
     Bytes are moved by units of up to 16, which NumPy copies as fast as memory is read; runs of single bytes it does not.
     """
@@ -208,7 +208,8 @@ def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[Plan
         size = block * plane.entries // plane.numbers * np.dtype(plane.dtype).itemsize
         unit = np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(min(size & -size, 16), "V16"))
         source = blocks[..., at : at + size].view(unit)
-        target = memory.view(unit).reshape(source.shape)
+        target = memory.view(unit)
+        target = target.reshape(*target.shape[:-1], -1, source.shape[-1])  # one axis as two, which is never a copy
         for i in range(source.shape[-1]):
             target[..., i] = source[..., i]
         at += size
