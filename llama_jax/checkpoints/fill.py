@@ -1,7 +1,7 @@
 """Arrays on devices, filled from tensors in files in runs of rows.
 
-A run of rows is read, checked, cast and copied to its place while it is in the processor's cache, on a few threads: apart
-from the arrays themselves memory holds a few runs, whatever the size of the model.
+A run of rows is read, checked, cast and copied to its place while it is in the processor's cache: apart from the arrays
+themselves memory holds a few runs, whatever the size of the model.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
-CHUNK = 32 << 20  # bytes of memory that arrays much smaller than it share
+PIECE = 16 << 20  # bytes of memory that small arrays share
+LEAST_HUGE = 4 << 20  # bytes from which NumPy asks for huge pages
 RUN = 1 << 20  # bytes read at a time
-FEW_RUNS = 4  # which are not worth threads of their own: several arrays are filled at a time, see `assemble`
-THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)  # on each of which `assemble` fills one array after the other
 # Of an object store: its answer takes tens of milliseconds to begin, so that many are asked for at a time.
 STORED_RUN, STORED_THREADS = 2 << 20, 16
 Place = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
@@ -87,7 +87,7 @@ class Memory:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free = np.empty(0, np.uint8)
-        self._taken = 1 << 20  # of a small model, less than a piece
+        self._taken = LEAST_HUGE // 4  # a small model has less than a piece
 
     def take(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         """Aligned memory that is not initialized."""
@@ -95,11 +95,11 @@ class Memory:
         padded = -(-size // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._taken += padded
-            if size > CHUNK // 4:
+            if size >= LEAST_HUGE:
                 found = _aligned(size)
             else:
                 if padded > len(self._free):
-                    self._free = _aligned(min(CHUNK, self._taken))
+                    self._free = _aligned(min(PIECE, self._taken))
                 found, self._free = self._free[:size], self._free[padded:]
         return found.view(dtype).reshape(shape)
 
@@ -188,7 +188,7 @@ def _key(place: Place) -> tuple:
 
 
 def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
-    """Call work(start, stop) for runs that cover the union of ranges of the leading axis, many on a few threads."""
+    """Call work(start, stop) for runs that cover the union of ranges of the leading axis; of stored ones on threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
     step = max(1, (STORED_RUN if array.stored else RUN) // entry, least)
@@ -197,11 +197,11 @@ def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callab
     for start, stop in ranges:
         runs += [(i, min(i + step, stop)) for i in range(max(start, reached), stop, step)]
         reached = max(reached, stop)
-    if len(runs) <= (1 if array.stored else FEW_RUNS):
+    if not array.stored or len(runs) == 1:
         for run in runs:
             work(*run)
         return
-    with ThreadPoolExecutor(STORED_THREADS if array.stored else THREADS) as threads:
+    with ThreadPoolExecutor(STORED_THREADS) as threads:
         for _ in threads.map(lambda run: work(*run), runs):  # raises what a run raised
             pass
 
