@@ -74,6 +74,12 @@ def can_be_kept(tensor: Described) -> bool:
     return isinstance(tensor, StoredWeight) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
 
 
+def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
+    """The kinds in which `load` keeps the parts of a parameter, None for floats; of parts of one kind that alone."""
+    kinds = tuple(part.tensor.kind.lower() if can_be_kept(part.tensor) else None for part in array.parts)
+    return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
+
+
 def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: Memory) -> Any:
     """A parameter on the devices of `sharding`: an array by `fill`, or a quantised weight in its place.
 
