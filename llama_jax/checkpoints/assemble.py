@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import THREADS, ArrayParts, Memory, Part
+from llama_jax.checkpoints.fill import THREADS, ArrayMemory, ArrayParts, Part
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.quantising import Quantization, fill_weight
 from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype, target_dtype
@@ -47,7 +47,7 @@ def assemble(
     embedding = made_of.embedding.parts[0].tensor
     target = target_dtype(opened.path, dtype, default_dtype(embedding, embedding.dtype))
 
-    memory = Memory()
+    memory = ArrayMemory()
     layers = range(opened.config.n_layers)
     of_block = None if shardings is None else shardings.blocks
     specs: Any = made_of.blocks

@@ -80,7 +80,7 @@ class ArrayParts:
         return out
 
 
-class Memory:
+class ArrayMemory:
     """Memory for the arrays of a model. Small ones lie side by side in large pieces, which have huge pages: to be given
     98 MB takes 8 ms by those, and 50 by pages of 4 KB. A piece is freed with the last of its arrays."""
 
@@ -132,15 +132,15 @@ Rows = Callable[[int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
 def fill(
-    array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: Memory | None = None
+    array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: ArrayMemory | None = None
 ) -> jax.Array:
     """The array on the devices of `sharding` (None: the default device), of which only the rows that they need are read."""
     target = ArrayToFill(array.shape, dtype, sharding)
     rows: Rows = lambda start, stop, out: [array.rows(start, stop, dtype, out[0])]
-    return fill_targets(array, [target], rows, memory or Memory())[0]
+    return fill_targets(array, [target], rows, memory or ArrayMemory())[0]
 
 
-def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: Memory) -> list[jax.Array]:
+def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: ArrayMemory) -> list[jax.Array]:
     """Arrays with one leading axis, made of the rows of `array` by `rows`."""
     places = [target.places() for target in targets]
     distinct = [{_key(place): place for place in there.values()} for there in places]  # several devices may hold the same
@@ -157,7 +157,7 @@ def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, 
 
 
 def shards(
-    array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows, memory: Memory
+    array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows, memory: ArrayMemory
 ) -> list[list[np.ndarray]]:
     """The parts of each target that lie at its places, checked and cast; each run of rows that any needs is read once.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
-from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Memory, Part, check, fill, fill_targets
+from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Part, check, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
 from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
@@ -80,7 +80,9 @@ def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
     return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
 
 
-def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: Memory) -> Any:
+def fill_weight(
+    array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: ArrayMemory
+) -> Any:
     """A parameter on the devices of `sharding`: an array by `fill`, or a quantised weight in its place.
 
     Args:
@@ -160,7 +162,7 @@ def _fill_planes(
     dtype: np.dtype,
     sharding: Any,
     put: Callable[[int, int, Sequence[np.ndarray]], None],
-    memory: Memory,
+    memory: ArrayMemory,
 ) -> QuantizedWeight:
     """A weight whose planes a function fills, given the first and the last of some rows, and contiguous memory for them."""
     places = shardings_of_planes(form, sharding, len(array.shape))
