@@ -249,13 +249,22 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
             library.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
             if name not in SPACES_AS_THEY_ARE:
                 library.normalizer = normalizers.Replace(" ", SPACE)
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-            if kind in LOOKED_FOR or (name in KEEPS_LINES and not token.strip("\n")):
-                special = kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)
-                before = token == MASK and name in MASKED
-                one = AddedToken(token, special=special, normalized=False, lstrip=before, rstrip=i in swallowing)
-                (library.add_special_tokens if special else library.add_tokens)([one])
-    special_tokens = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)}
+        special_tokens = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)}
+        for special, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
+            add(
+                [
+                    AddedToken(
+                        token,
+                        special=special,
+                        normalized=False,
+                        lstrip=token == MASK and name in MASKED,
+                        rstrip=i in swallowing,
+                    )
+                    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+                    if kind in LOOKED_FOR or (name in KEEPS_LINES and not token.strip("\n"))
+                    if (token in special_tokens) is special
+                ]
+            )
     found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, len(tokens))
     found.stop_ids = settings.stop_ids
     return found
