@@ -215,7 +215,7 @@ def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:
 
 
 def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
-    from tokenizers import AddedToken, decoders, models, normalizers
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
     from tokenizers import Tokenizer as Library
 
     name = "gemma4" if model == "gemma4" else reader.text("pre", "default")
@@ -265,6 +265,11 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
                     if (token in special_tokens) is special
                 ]
             )
+        begin = [settings.bos_token] if settings.add_bos and settings.bos_token else []
+        end = [settings.eos_token] if settings.add_eos and settings.eos_token else []
+        library.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end], special_tokens=[(token, ids[token]) for token in {*begin, *end}]
+        )
     found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, len(tokens))
     found.stop_ids = settings.stop_ids
     return found
