@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -133,26 +134,26 @@ Rows = Callable[[int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 def fill(
     array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: ArrayMemory | None = None
-) -> jax.Array:
-    """The array on the devices of `sharding` (None: the default device), of which only the rows that they need are read."""
+) -> Any:
+    """The array on the devices of `sharding`, of which only the rows that they need are read; of NumPy where it is None."""
     target = ArrayToFill(array.shape, dtype, sharding)
     rows: Rows = lambda start, stop, out: [array.rows(start, stop, dtype, out[0])]
     return fill_targets(array, [target], rows, memory or ArrayMemory())[0]
 
 
-def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: ArrayMemory) -> list[jax.Array]:
-    """Arrays with one leading axis, made of the rows of `array` by `rows`."""
+def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: ArrayMemory) -> list[Any]:
+    """Arrays with one leading axis, made of the rows of `array` by `rows`; of NumPy where they have no sharding."""
     places = [target.places() for target in targets]
     distinct = [{_key(place): place for place in there.values()} for there in places]  # several devices may hold the same
     wanted = [(target, list(parts.values())) for target, parts in zip(targets, distinct, strict=True)]
-    found = []
+    found: list[Any] = []
     for target, there, keys, held in zip(targets, places, distinct, shards(array, wanted, rows, memory), strict=True):
+        if target.sharding is None:
+            found += held
+            continue
         parts = dict(zip(keys, held, strict=True))
         pieces = [jax.device_put(parts[_key(place)], device, may_alias=True) for device, place in there.items()]
-        if target.sharding is None:
-            found += pieces
-        else:
-            found.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, pieces))
+        found.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, pieces))
     return found
 
 

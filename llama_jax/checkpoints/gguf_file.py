@@ -102,8 +102,8 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
         axes = header.scalar("I")
         if axes > MOST_AXES:
             raise ValueError(f"tensor {shown(name)} has {axes} axes")
-        shape = tuple(header.scalar(header.length) for _ in range(axes))[::-1]
-        listed.append((name, shape, header.scalar("I"), header.scalar("Q")))
+        *sizes, number, offset = header.scalars(header.length * axes + "IQ")
+        listed.append((name, tuple(sizes[::-1]), number, offset))
 
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:

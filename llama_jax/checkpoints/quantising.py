@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -83,7 +84,7 @@ def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
 def fill_weight(
     array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: ArrayMemory
 ) -> Any:
-    """A parameter on the devices of `sharding`: an array by `fill`, or a quantised weight in its place.
+    """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: one by `fill`, or a quantised weight.
 
     Args:
       dtype: of the computation, and of parameters that are not quantised.
@@ -115,6 +116,14 @@ def fill_weight(
     _check_columns(array, form, sharding)
     blocks = replace(array, parts=tuple(replace(part, tensor=_blocks(part)) for part in array.parts))
     return _fill_planes(blocks, form, dtype, sharding, partial(_kept, blocks, forms[0], form), memory)
+
+
+def placed(params: Any) -> Any:
+    """Parameters of NumPy's arrays on the default device, which takes over their memory if it can: in one call, since each
+    costs as much as ten arrays in it."""
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
+    found = jax.device_put(params, may_alias=True)
+    return jax.tree.map(lambda leaf: leaf.arranged() if is_weight(leaf) else leaf, found, is_leaf=is_weight)
 
 
 def _blocks(part: Part) -> Tensor:
