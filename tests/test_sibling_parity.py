@@ -9,6 +9,7 @@ from test_siblings import PLAIN, SIBLINGS, random_params
 
 import llama_jax
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
+from llama_jax.checkpoints.huggingface_families import FAMILIES
 from llama_jax.config import preset
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
@@ -48,7 +49,7 @@ def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / config.kind
     llama_jax.save(folder, config, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    assert type(theirs).__name__ == f"{config.kind.capitalize()}ForCausalLM"
+    assert type(theirs).__name__ == FAMILIES[config.kind].architecture
     return config, params, theirs.eval(), folder
 
 

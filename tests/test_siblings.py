@@ -16,7 +16,7 @@ from llama_jax import LlamaConfig, Sampling, ops
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.checkpoints.store import name_of
 from llama_jax.cli import main
-from llama_jax.config import KINDS, preset
+from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling, preset
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
@@ -43,8 +43,52 @@ PLAIN = LlamaConfig(
 SIBLINGS = {
     "mistral": replace(PLAIN, window=6),
     "qwen2": replace(PLAIN, qkv_bias=True),
-    "qwen3": replace(PLAIN, qk_norm=True, head_dim=16, tie_embeddings=True),
+    "qwen3": replace(PLAIN, qk_norm="head", head_dim=16, tie_embeddings=True),
     "mixtral": replace(PLAIN, experts=4, experts_per_token=2),
+    "smollm3": replace(PLAIN, n_layers=5, layers=(*[LayerConfig()] * 3, LayerConfig(rope="none")), tie_embeddings=True),
+    "cwm": replace(
+        PLAIN,
+        n_layers=5,
+        layers=(LayerConfig(), *[LayerConfig(6)] * 3),
+        rope_scaling=RopeScaling("llama3", 4.0, original_max_seq_len=32),
+    ),
+    "ministral3": replace(
+        PLAIN,
+        rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=8, mscale=1.0, mscale_all_dim=1.0),
+        query_scaling=QueryScaling(0.1, 8),
+        head_dim=16,
+    ),
+    "olmo2": replace(PLAIN, norm="post", qk_norm="all"),
+    "olmo3": replace(
+        PLAIN,
+        n_layers=5,
+        norm="post",
+        qk_norm="all",
+        layers=(*[LayerConfig(6, "unscaled")] * 3, LayerConfig()),
+        rope_scaling=RopeScaling("yarn", 4.0, original_max_seq_len=16),
+    ),
+    "gemma3_text": replace(
+        PLAIN,
+        n_layers=8,  # a period and two more
+        head_dim=16,
+        layers=(*[LayerConfig(6, "unscaled", 100.0)] * 5, LayerConfig()),
+        rope_scaling=RopeScaling("linear", 8.0),
+        norm="both",
+        norm_offset=1.0,
+        qk_norm="head",
+        activation="gelu",
+        embedding_multiplier=32**0.5,
+        attention_multiplier=24.0**-0.5,
+        tie_embeddings=True,
+    ),
+    "granite": replace(
+        PLAIN,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.25,
+        logits_scaling=8.0,
+    ),
+    "phi3": replace(PLAIN, head_dim=16, rotary_dim=12, n_heads=2, n_kv_heads=1),
 }
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 jit_forward, jit_unembed = (jax.jit(function, static_argnums=0) for function in (forward, unembed))
@@ -61,7 +105,8 @@ def random_params(config, seed=0):
     random = np.random.default_rng(seed)
 
     def drawn(path, leaf):
-        return (("norm" in name_of(path)) + 0.2 * random.standard_normal(leaf.shape)).astype(np.float32)
+        norm = "norm" in name_of(path) and not config.norm_offset
+        return (norm + 0.2 * random.standard_normal(leaf.shape)).astype(np.float32)
 
     return jax.tree.map(jax.device_put, unstack(jax.tree_util.tree_map_with_path(drawn, param_shapes(config))))
 
@@ -84,7 +129,7 @@ def test_the_kind_follows_from_what_a_model_has(kind):
     assert PLAIN.kind == "llama"
     assert set(KINDS) == {"llama", *SIBLINGS}
     with pytest.raises(ConfigError, match="no family of models has qk_norm and qkv_bias together"):
-        _ = replace(PLAIN, qk_norm=True, qkv_bias=True).kind
+        _ = replace(PLAIN, qk_norm="head", qkv_bias=True).kind
 
 
 @each

@@ -19,6 +19,7 @@ SHAPE_FIELDS = (
     "hidden_dim",
     "qkv_bias",
     "qk_norm",
+    "norm",
     "experts",
 )
 
@@ -113,7 +114,7 @@ def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, *, tie_embedd
         norm_eps=1e-6,
         rope_theta=1_000_000.0,
         tie_embeddings=tie_embeddings,
-        qk_norm=True,
+        qk_norm="head",
     )
 
 

@@ -395,11 +395,11 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 # --- elementwise ---------------------------------------------------------------------------------------------------------
 
 
-def gated(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array) -> jax.Array:
+def gated(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
     """`layers.feed_forward`'s product, of 16-bit numbers in float32 and rounded once."""
     if not is_short(gates):
-        return plain(gates, values)
-    return plain(gates.astype(jnp.float32), values.astype(jnp.float32)).astype(gates.dtype)
+        return plain(gates, values, activation)
+    return plain(gates.astype(jnp.float32), values.astype(jnp.float32), activation).astype(gates.dtype)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------------

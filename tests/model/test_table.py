@@ -26,7 +26,7 @@ KINDS = {
     "tied": TIED,
     "untied": UNTIED,
     "qwen2": replace(UNTIED, qkv_bias=True),
-    "qwen3": replace(TIED, qk_norm=True),
+    "qwen3": replace(TIED, qk_norm="head"),
     "mixtral": replace(UNTIED, experts=4, experts_per_token=2),
 }
 each = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
