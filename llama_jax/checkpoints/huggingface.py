@@ -63,6 +63,7 @@ def open_folder(folder: Location) -> Opened:
         else:
             continue
         tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
+        tensors = _of_text(tensors)
         tensors = unfused(config, tensors, FUSED, NAMES)
         if scheme is not None:
             if what != "safetensors":
@@ -80,6 +81,23 @@ def open_folder(folder: Location) -> Opened:
     raise CheckpointError(
         f"{folder} has a config.json but none of the weights it should have: {', '.join(SAFETENSORS + PICKLED)}"
     )
+
+
+LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.|.*)")
+OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
+
+
+def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of a model of text alone, without those for pictures beside it."""
+    found = {name: tensor for name, tensor in tensors.items() if not OTHER_PARTS.match(name)}
+    if len(found) == len(tensors):
+        return found
+
+    def renamed(name: str) -> str:
+        match = LANGUAGE_MODEL.fullmatch(name)
+        return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
+
+    return {renamed(name): tensor for name, tensor in found.items()}
 
 
 def names_of(config: LlamaConfig) -> dict[str, str]:

@@ -104,6 +104,9 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     Raises:
       ConfigError: a model that is not a Llama, or a setting that this library does not support.
     """
+    if isinstance(text := found.get("text_config"), Mapping):  # of a model that also reads pictures
+        shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
+        found = shared | dict(text)
     kind = found.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax reads {', '.join(FAMILIES)}")
@@ -114,10 +117,10 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     if found.get("quantization_config") is not None:
         scheme_from_dict(found["quantization_config"])
 
+    found = dict(family.absent) | dict(found)
     missing = [name for name in _REQUIRED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
-    found = dict(family.absent) | dict(found)
     if "rope_scaling" in family.absent and found.get("rope_parameters"):
         del found["rope_scaling"]  # what is absent is said in the other spelling
     found = family.rope(found)

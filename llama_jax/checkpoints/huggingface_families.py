@@ -372,6 +372,8 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
         {
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
             "max_position_embeddings": 131_072,

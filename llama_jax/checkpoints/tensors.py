@@ -154,6 +154,18 @@ class RowRange(Derived):
 
 
 @dataclass(frozen=True)
+class Shifted(Derived):
+    """A tensor with a number added to every entry."""
+
+    shift: float
+    blocks = None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        found = self.tensor.read(start, stop)
+        return (found.astype(np.float32) + np.float32(self.shift)).astype(found.dtype)
+
+
+@dataclass(frozen=True)
 class Padded(Derived):
     """A tensor followed by rows of zeros."""
 
