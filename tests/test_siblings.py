@@ -17,15 +17,16 @@ from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to
 from llama_jax.checkpoints.store import name_of
 from llama_jax.cli import main
 from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling, preset
-from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.errors import CheckpointError, ConfigError, MeshError
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 from llama_jax.model.trees import param_shapes, parameter_count, stack, unstack
 from llama_jax.parallel.fit import fit, unfit
-from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.parallel.mesh import MeshSizes, make_mesh
+from llama_jax.parallel.specs import step_over
 from llama_jax.training.batch import Batch
 from llama_jax.training.flops import matrix_parameters
-from llama_jax.training.optimizer import OptimizerSettings, make_optimizer
+from llama_jax.training.optimizer import OptimizerSettings, adamw, make_optimizer
 from llama_jax.training.step import init_state, train_step
 
 PLAIN = LlamaConfig(
@@ -160,6 +161,10 @@ def test_each_differs_from_a_llama(models, kind):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mistral", False), ("qwen2", True), ("qwen3", False))),
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("mistral", True), ("qwen2", False), ("qwen3", True))),
         pytest.param(MOST, True, marks=pytest.mark.slow),
+        # Whose layers differ: an index chooses where they are scanned.
+        ("gemma3_text", True),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("smollm3", "cwm", "olmo3")),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("gemma3_text", "ministral3", "granite", "phi3")),
     ],
 )
 def test_the_cache_and_pieces_give_the_same(models, kind, stacked):
@@ -246,6 +251,7 @@ def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
         *(pytest.param(MOST, sizes, marks=pytest.mark.slow) for sizes in (MeshSizes(fsdp=2, tensor=2), MeshSizes(tensor=4))),
         pytest.param("qwen2", MeshSizes(tensor=4), marks=pytest.mark.slow),
         pytest.param("qwen3", MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.slow),
+        *(pytest.param(kind, MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.slow) for kind in ("olmo2", "gemma3_text")),
         *(pytest.param(kind, MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.nightly) for kind in ("mistral", "qwen2")),
         *(pytest.param(kind, MeshSizes(tensor=4), marks=pytest.mark.nightly) for kind in ("mistral", "qwen3")),
     ],
@@ -286,6 +292,35 @@ def test_training_lowers_the_loss(kind, optimizer):
     for (path, a), b in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(before), strict=True):
         assert np.abs(a - b).max() > 0, f"{name_of(path)} learns nothing"
     assert jax.tree.structure(state.ema) == jax.tree.structure(before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("gemma3_text", MeshSizes(context=2, tensor=2)),
+        *(pytest.param(kind, MeshSizes(fsdp=2, context=2), marks=pytest.mark.slow) for kind in ("smollm3", "olmo3")),
+        pytest.param("ministral3", MeshSizes(data=2, tensor=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_over_a_mesh_is_that_of_one_device(kind, sizes):
+    """Also around a ring, whose attention is then of each window of the layers."""
+    config = SIBLINGS[kind]
+    optimizer = adamw(1e-3)
+    found = []
+    for each in (MeshSizes(), sizes):
+        state = init_state(optimizer, stack(random_params(config)))
+        step = jax.jit(partial(step_over(config, make_mesh(each)), optimizer, options=step_options(remat="full")))
+        state, metrics = step(state, Batch(TOKENS[:, :17]))
+        found.append((metrics["loss"], metrics["grad_norm"], state.opt_state))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        assert np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(b)
+
+
+def test_norms_of_all_heads_are_not_copied():
+    """A key/value head that several devices hold would need its part of such a norm as often."""
+    with pytest.raises(MeshError, match=r"n_kv_heads=2 .* cannot be split over tensor=4; 1, 2 would do"):
+        fit(SIBLINGS["olmo2"], MeshSizes(tensor=4), random_params(SIBLINGS["olmo2"]))
 
 
 def test_experts_by_definition():
