@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
-from llama_jax.checkpoints.gguf_file import TYPES, is_gguf, read_file
+from llama_jax.checkpoints.gguf_file import MOST_ENTRIES, TYPES, is_gguf, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
@@ -110,8 +110,8 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     dim, n_heads, n_layers = need("embedding_length"), need("attention.head_count"), need("block_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads), ("block_count", n_layers)):
         require_positive_int(f"{architecture}.{name}", value)
-    if n_layers > len(tensors):  # what is said of each layer is as long as this claims
-        raise ConfigError(f"{architecture}.block_count={n_layers} is more than the {len(tensors)} tensors")
+    if n_layers > MOST_ENTRIES:  # what is said of each layer is as long as this claims
+        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
     head_dim = maybe("attention.key_length", 0)
     sizes = LlamaConfig(
         vocab_size=table.shape[0],

@@ -212,7 +212,7 @@ def _granite_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
 
 def _ministral3_rope(found: dict[str, Any]) -> dict[str, Any]:
     rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
-    beta, context = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings")
+    beta, context = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings", 0)
     rope.pop("max_position_embeddings", None)
     rest = {name: value for name, value in found.items() if name != "rope_scaling"}
     return rest | {"rope_parameters": rope, "query_scaling": None if not beta else QueryScaling(beta, context)}

@@ -33,8 +33,8 @@ def experts(
     spread = jnp.sum(shares[..., None] * jax.nn.one_hot(chosen, len(router), dtype=x.dtype), axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        share, *weights = expert
-        return total + share[..., None] * feed_forward(x, *weights), None
+        share, gate, up, down = expert
+        return total + share[..., None] * feed_forward(x, gate, up, down), None
 
     total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))
     return total
