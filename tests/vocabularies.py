@@ -80,7 +80,15 @@ def bytes_json() -> bytes:
     )
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
+    put_bos(library, SPECIAL_TOKENS[0])
     return library.to_str().encode()
+
+
+def put_bos(library: tokenizers.Tokenizer, bos: str) -> None:
+    """Have texts begin with the token, as the files of Llamas say."""
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, library.token_to_id(bos))]
+    )
 
 
 def spaces_json(*, prefix: str = "prepend") -> bytes:
@@ -110,6 +118,7 @@ def spaces_json(*, prefix: str = "prepend") -> bytes:
     )
     # As in old files, where the library finds them at the start of a text only.
     library.add_special_tokens([tokenizers.AddedToken(name, normalized=True) for name in names[:3]])
+    put_bos(library, "<s>")
     return library.to_str().encode()
 
 

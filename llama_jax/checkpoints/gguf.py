@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
-from llama_jax.checkpoints.gguf_file import MOST_ENTRIES, TYPES, is_gguf, read_file
+from llama_jax.checkpoints.gguf_file import MOST_ENTRIES, TYPES, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
@@ -25,6 +25,7 @@ from llama_jax.checkpoints.tensors import FLOATS, Offset, Opened, Tensor, blocks
 from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.gguf_header import is_gguf
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small

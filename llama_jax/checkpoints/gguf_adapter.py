@@ -17,13 +17,14 @@ import numpy as np
 from llama_jax.checkpoints.fill import check
 from llama_jax.checkpoints.gguf import NAMES
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, architecture_of
-from llama_jax.checkpoints.gguf_file import is_gguf, read_file
+from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.layout import Turned
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.peft import BASES, Names, pairs_of, read_pairs
 from llama_jax.checkpoints.tensors import Tensor, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.gguf_header import is_gguf
 from llama_jax.model.adapters import TARGETS, Lora
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import unstack

@@ -14,7 +14,6 @@ from llama_jax.checkpoints.adapters import attached, attached_table, load_adapte
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
-from llama_jax.checkpoints.gguf_file import is_gguf
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
 from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize
@@ -22,6 +21,7 @@ from llama_jax.checkpoints.steps import existing_step, find_checkpoints, is_step
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
+from llama_jax.gguf_header import is_gguf
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.parallel.fit import fitted

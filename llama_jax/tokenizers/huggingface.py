@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +81,20 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
 class HuggingFaceTokenizer(EncodesParts):
     """A vocabulary that the tokenizers library runs."""
 
-    def __init__(self, library: tokenizers.Tokenizer, where: str, settings: Settings = Settings()) -> None:
+    metadata: Mapping[str, Any] | None = None
+    """The fields of the GGUF file that it was read from."""
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        where: str,
+        settings: Settings = Settings(),
+        special_tokens: Mapping[str, int] | None = None,
+    ) -> None:
         """Take over a tokenizer of the library, found at `where`: this changes it.
+
+        Args:
+          special_tokens: their ids by their names; by default those that the library and the settings call so.
 
         Raises:
           TokenizerError: a decoder of another family.
@@ -91,7 +103,9 @@ class HuggingFaceTokenizer(EncodesParts):
 
         with library_errors(f"{where} is not a tokenizer.json of a Llama"):
             self.spells_bytes, self.space_prefix = _spelling(where, library.decoder)
-            library, special = _find_special_tokens(library, settings)
+            special = special_tokens
+            if special is None:
+                library, special = _find_special_tokens(library, settings)
             added = library.get_added_tokens_decoder()
             self._own_normalizer = library.normalizer
             # What removes the marks runs after the search for special tokens and before all else.
@@ -100,15 +114,16 @@ class HuggingFaceTokenizer(EncodesParts):
             library.no_truncation()
             library.no_padding()
             self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+            self.bos_id = _id_of(library, settings.bos_token, USUAL_BOS, special)
+            self.eos_id = _id_of(library, settings.eos_token, USUAL_EOS, special)
+            self.add_bos, self.add_eos = _adds(library, settings, self.bos_id, self.eos_id)
         self._library = library
         self._where = where
         self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
-        self.special_tokens = special
+        self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
         self._pattern = special_pattern([*self.special_tokens, MARK])
         self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
-        self.bos_id = self._named(settings.bos_token, USUAL_BOS)
-        self.eos_id = self._named(settings.eos_token, USUAL_EOS)
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 
@@ -164,9 +179,23 @@ class HuggingFaceTokenizer(EncodesParts):
             return text
         return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
 
-    def _named(self, name: str | None, usual: Sequence[str]) -> int:
-        names = usual if name is None else [name]
-        return next((self.special_tokens[name] for name in names if name in self.special_tokens), -1)
+
+def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str], special: Mapping[str, int]) -> int:
+    """The id of a token that ends or begins a sequence, or -1."""
+    if name is None:
+        return next((special[name] for name in usual if name in special), -1)
+    found = library.token_to_id(name)
+    return -1 if found is None else found
+
+
+def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int) -> tuple[bool, bool]:
+    """Whether a text begins with the BOS and ends with the EOS: what the library puts around it, as in transformers; where
+    it has nothing to do so (no post-processor), what the settings say."""
+    if library.post_processor is None:
+        return settings.add_bos is True and bos >= 0, settings.add_eos is True and eos >= 0
+    text, put = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
+    begin = next(i for i in range(len(put) + 1) if put[i : i + len(text)] == text)
+    return bos in put[:begin], eos in put[begin + len(text) :]
 
 
 def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, int]]:

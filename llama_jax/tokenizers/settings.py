@@ -30,6 +30,7 @@ class Settings:
     Attributes:
       bos_token, eos_token: the texts of the begin and end-of-sequence tokens.
       stop_ids: tokens that end a reply.
+      add_bos, add_eos: whether a text begins with the one and ends with the other.
       chat_template: the chat format in Jinja.
       added_tokens: tokens that follow the vocabulary's own.
     """
@@ -37,6 +38,8 @@ class Settings:
     bos_token: str | None = None
     eos_token: str | None = None
     stop_ids: tuple[int, ...] = ()
+    add_bos: bool | None = None
+    add_eos: bool | None = None
     chat_template: str | None = None
     added_tokens: tuple[AddedToken, ...] = ()
 

@@ -152,7 +152,7 @@ def test_what_is_no_vocabulary_is_named(tmp_path):
         load_tokenizer(tmp_path / "pipe")
     (tmp_path / "text.txt").write_text("Once upon a time")
     with pytest.raises(
-        TokenizerError, match=r"text.txt is not a SentencePiece model, a rank file of Llama 3 or a tokenizer"
+        TokenizerError, match=r"text.txt is not a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF"
     ):
         load_tokenizer(tmp_path / "text.txt")
     with (tmp_path / "tokenizer.json").open("wb") as file:

@@ -85,9 +85,9 @@ def test_named_ends():
     assert tokenizer.special_tokens["<|end_of_text|>"] in tokenizer.stop_ids
     unknown = from_json(vocabularies.bytes_json(), "here", Settings(bos_token="<none>"))
     with pytest.raises(TokenizerError, match="has no bos token"):
-        unknown.encode("Hi")
+        unknown.encode("Hi", bos=True)
     plain = from_json(vocabularies.bytes_json(), "here", Settings(bos_token="user"))  # a token, but not an added one
-    assert plain.encode("Hi")[0] == plain.special_tokens["user"]
+    assert plain.encode("Hi", bos=True)[0] == plain.special_tokens["user"]
     assert plain.token_bytes(plain.bos_id) == b""
 
 
