@@ -163,7 +163,11 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
 
 # The settings general.file_type and quantization_version, by the kind of the matrices.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
-KEPT_TYPES = FILE_TYPES | {"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
+KEPT_TYPES = FILE_TYPES | {
+    **{"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "MXFP4": 38},
+    **{"IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ3_XXS": 23, "IQ3_S": 26},
+    **{"IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37},
+}
 QUANTIZED = ("Q8_0", "Q4_0")  # what is made of floats here
 QUANTIZATION_VERSION = 2
 

@@ -16,7 +16,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
 from llama_jax.ops.weights import ChangedWeight, JoinedWeight, Name, QuantizedWeight, fitting, quantized, shardings_of_planes
-from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights.kinds import KINDS, MADE
 from llama_jax.ops.weights.planes import bits_of
 from llama_jax.ops.weights.weight import columns_on_each
 
@@ -85,12 +85,13 @@ def quantize(params: Llama, kind: Name) -> Llama:
     """The parameters with their matrices in fewer bits, rounded to nearest: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0".
 
     A file is better quantised while it is read (`checkpoints.load`), without ever holding the dense model. A tree of
-    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters.
+    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters, of any kind.
 
     Raises:
       ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
     """
-    if kind not in MADE:
+    planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    if kind not in (KINDS if planned else MADE):
         raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MADE)}")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
