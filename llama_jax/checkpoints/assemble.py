@@ -11,7 +11,7 @@ import numpy as np
 from llama_jax.checkpoints.fill import ArrayParts, Part
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.quantising import Quantization, fill_weight
-from llama_jax.checkpoints.tensors import FLOATS, Opened, target_dtype
+from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype, target_dtype
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama, Row, shape_of
 from llama_jax.model.trees import build
@@ -31,8 +31,8 @@ def assemble(
     """Parameters with a tuple of blocks. All names and shapes are checked before the first tensor is read.
 
     Args:
-      dtype: of all parameters; None takes that of the stored embedding, and mixed files are then cast to it.
-      quantize: the kind that the matrices are kept in, see `quantising.fill_weight`; None keeps floats.
+      dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
+      quantize: the kind that the matrices are kept in, see `quantising.fill_weight`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` for all layers; None puts all on the default
         device. Each process reads only the rows of a sharded array that its own devices need.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
@@ -41,7 +41,8 @@ def assemble(
       CheckpointError: a tensor that is missing, unexpected, of the wrong shape or not finite; the message names it.
     """
     made_of = plan(opened)
-    target = target_dtype(opened.path, dtype, made_of.embedding.parts[0].tensor.dtype)
+    embedding = made_of.embedding.parts[0].tensor
+    target = target_dtype(opened.path, dtype, default_dtype(embedding, embedding.dtype))
 
     def read(part: Any, sharding: Any) -> Any:
         places = jax.tree.map(lambda _: None, part) if sharding is None else sharding

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
-from llama_jax.checkpoints.gguf_file import MOST_ENTRIES, TYPES, read_file
+from llama_jax.checkpoints.gguf_file import TYPES, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.tensors import FLOATS, Offset, Opened, Tensor, blocks_of, kind_of
+from llama_jax.checkpoints.tensors import FLOATS, Described, Offset, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.gguf_header import is_gguf
+from llama_jax.gguf_header import MOST_ENTRIES, is_gguf
 from llama_jax.storage import Location
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
@@ -172,6 +172,11 @@ QUANTIZED = ("Q8_0", "Q4_0")  # what is made of floats here
 QUANTIZATION_VERSION = 2
 
 
+def can_be_kept(tensor: Described) -> bool:
+    """Whether a tensor is in blocks that are written as they are."""
+    return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
+
+
 def write_file(
     path: Path,
     opened: Opened,
@@ -208,7 +213,7 @@ def write_file(
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
 
     def stored_as(piece: WrittenTensor) -> str:
-        if keep and piece.tensor.kind in KEPT_TYPES and blocks_of(piece.tensor) is not None:
+        if keep and can_be_kept(piece.tensor):
             return piece.tensor.kind
         return "F32" if len(piece.tensor.shape) == 1 else kind
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,7 +15,7 @@ from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
 from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Part, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
-from llama_jax.checkpoints.tensors import Described, blocks_of
+from llama_jax.checkpoints.tensors import FLOATS, Described, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
 from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, fitting, shardings_of_planes
@@ -23,6 +25,7 @@ from llama_jax.ops.weights.weight import columns_on_each
 from llama_jax.storage import Location
 
 Quantization = Literal[Name, "keep"]
+_log = logging.getLogger("llama_jax.checkpoints")
 AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
 
 
@@ -44,12 +47,31 @@ def check_kept(tensors: Sequence[Described], where: Location) -> None:
         raise CheckpointError(
             f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
         )
-    of_orbax = any(isinstance(tensor, StoredWeight) for tensor in tensors)
-    if not of_orbax and not any(tensor.kind.lower() in KINDS and blocks_of(tensor) is not None for tensor in tensors):
+    if not any(map(can_be_kept, tensors)):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
             f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
         )
+
+
+def quantized_kinds(tensors: Mapping[str, Described], among: Callable[[Described], bool] = lambda tensor: True) -> str:
+    """The kinds of a model's quantized tensors, the most bytes first, as in "q4_1 and q8_0"; "" where there are none."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if tensor.kind not in FLOATS and among(tensor):
+            sizes[tensor.kind.lower()] += tensor.nbytes
+    return " and ".join(kind for kind, _ in sizes.most_common())
+
+
+def log_what_becomes_floats(tensors: Mapping[str, Described], where: Location) -> None:
+    """Log a line for quantized tensors that cannot be kept."""
+    if kinds := quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor)):
+        _log.warning("%s: tensors in %s become floats: such blocks, or their order of columns, are not kept", where, kinds)
+
+
+def can_be_kept(tensor: Described) -> bool:
+    """Whether a tensor is quantized in a kind that the parameters may have."""
+    return isinstance(tensor, StoredWeight) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
 
 
 def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any) -> Any:
@@ -63,16 +85,16 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
     Raises:
       CheckpointError: rows that are not made of whole blocks, or what `fill` raises.
     """
-    if quantize is None or not array.is_matrix:
+    forms = [_kept_as(part) if quantize == "keep" else None for part in array.parts]
+    if not array.is_matrix or (quantize in (None, "keep") and not any(forms)):
         exchanged = array.stored and reads_others(array.shape, sharding)
         return (fill_by_rows if exchanged else fill)(array, dtype, sharding)
-    if quantize != "keep":
+    if quantize is not None and quantize != "keep":
         form = fitting(quantize, columns_on_each(array.shape, sharding))
         _check_columns(array, form, sharding)
         return _fill_planes(
             array, form, dtype, sharding, lambda start, stop: _encoded(array.rows(start, stop, np.dtype(np.float32)), form)
         )
-    forms = [_kept_as(part) for part in array.parts]
     if len(set(forms)) > 1:
         parts = [replace(part, columns=None) for part in array.parts]
         shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
@@ -81,8 +103,7 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
             for shape, part in zip(shapes, parts, strict=True)
         ]
         return JoinedWeight(tuple(fill_weight(one, dtype, quantize, sharding) for one in alone))
-    if forms[0] is None:
-        return fill(array, dtype, sharding)
+    assert forms[0] is not None
     form = fitting(forms[0].name, columns_on_each(array.shape, sharding))
     _check_columns(array, form, sharding)
     return _fill_planes(array, form, dtype, sharding, _reading_blocks(array, forms[0], form))
@@ -107,8 +128,7 @@ def _width(part: Part) -> int:
 
 def _kept_as(part: Part) -> Kind | None:
     """The kind of the blocks that a tensor has, if it is one that is kept."""
-    form = KINDS.get(part.tensor.kind.lower())
-    return form if form is not None and blocks_of(part.tensor) is not None else None
+    return KINDS[part.tensor.kind.lower()] if can_be_kept(part.tensor) else None
 
 
 def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
@@ -117,7 +137,8 @@ def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
     if columns % (form.block * parts):
         over = f" on each of {parts} devices" if parts > 1 else ""
         raise CheckpointError(
-            f"{array.parts[0].label} has rows of {columns} numbers, and {form.name} needs multiples of {form.block}{over}"
+            f"{array.parts[0].label} has rows of {columns} numbers, and {form.name} needs multiples of {form.block}{over};"
+            " pass dtype= (--dtype) for floats"
         )
 
 

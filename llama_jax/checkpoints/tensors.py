@@ -14,6 +14,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
+from llama_jax.ops.platform import lowering_platform
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
 
@@ -37,6 +38,18 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
     if jax.dtypes.canonicalize_dtype(target) != target:
         raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
     return target
+
+
+def default_dtype(embedding: Described, stored: np.dtype) -> np.dtype:
+    """The type of the parameters that are floats, and of the computation, where none is asked for.
+
+    Args:
+      embedding: if it is quantized: bfloat16 on accelerators, and on a CPU, whose kernels compute in float32, float32.
+      stored: its type if it is not, which is the result then.
+    """
+    if embedding.kind not in FLOATS and lowering_platform() != "cpu":
+        return BFLOAT16
+    return stored
 
 
 class Described(Protocol):

@@ -157,7 +157,7 @@ def test_k_quantised_blocks_are_read_by_rows_as_the_package_reads_them_whole(kin
 
 def test_a_q4_k_m_that_llama_cpp_quantised(logits):
     """Its logits beside it are llama.cpp's, which rounds activations to int8 as well: alike, not equal."""
-    config, params, _ = llama_jax.load(FORMATS / "q4_k_m.gguf")
+    config, params, _ = llama_jax.load(FORMATS / "q4_k_m.gguf", "float32")
     assert config == WIDE
     assert {t.kind for t in open_checkpoint(FORMATS / "q4_k_m.gguf").tensors.values()} == {"F32", "Q4_K", "Q6_K"}
     got, theirs = np.asarray(logits(config, params, TOKENS))[0], np.load(FORMATS / "q4_k_m.npy")

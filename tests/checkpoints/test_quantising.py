@@ -95,11 +95,12 @@ def test_stacked_layers_are_those_one_by_one(stories_model):
 
 
 def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
-    config, params, tokenizer = llama_jax.load(Q4_K_M, quantize="keep")
+    config, params, tokenizer = llama_jax.load(Q4_K_M)  # floats are asked for
+    same(llama_jax.load(Q4_K_M, quantize="keep").params, params)
     qkv = params.blocks[0].attention.qkv
     assert isinstance(qkv, JoinedWeight)
     assert [part.kind for part in qkv.parts] == ["q4_k", "q4_k", "q6_k"]
-    _, dense, _ = llama_jax.load(Q4_K_M)
+    _, dense, _ = llama_jax.load(Q4_K_M, "float32")
     same(jit_dequantize(params), dense)
     llama_jax.save(tmp_path / "saved.gguf", config, params, tokenizer)
     llama_jax.convert(Q4_K_M, tmp_path / "converted.gguf")
@@ -265,7 +266,9 @@ def test_orbax_keeps_planes(kind, tmp_path, stories_model):
     llama_jax.save(tmp_path / "a", config, found, tokenizer, format="orbax")
     same(llama_jax.load(tmp_path / "a").params, found)
     same(llama_jax.load(tmp_path / "a", quantize="keep").params, found)
-    assert llama_jax.load(tmp_path / "a", "bfloat16").params.blocks[0].attention.out.dtype == jnp.bfloat16
+    in_bfloat16 = llama_jax.load(tmp_path / "a", "bfloat16", quantize="keep").params
+    assert in_bfloat16.blocks[0].attention.out.dtype == jnp.bfloat16
+    same(llama_jax.load(tmp_path / "a", "float32").params, jit_dequantize(found))
     kinds = {tensor.kind for tensor in open_checkpoint(tmp_path / "a").tensors.values()}
     assert kinds == {"F32", kind.upper(), *(["INT4_64"] if kind == "int4" else [])}
 
@@ -275,7 +278,7 @@ def test_orbax_in_another_way(tmp_path, stories_model):
     config, params, tokenizer = stories_model
     found = quantize(params, "int8")
     llama_jax.convert(bundled(), tmp_path / "a", format="orbax", quantize="int8")
-    same(llama_jax.load(tmp_path / "a", "float32").params, found)
+    same(llama_jax.load(tmp_path / "a").params, found)
     same(llama_jax.load(tmp_path / "a", "float32", quantize="fp8").params, quantize(jit_dequantize(found), "fp8"))
     llama_jax.save(tmp_path / "b", config, found, tokenizer, format="orbax", dtype="float32")
     same(llama_jax.load(tmp_path / "b").params, jit_dequantize(found))
