@@ -104,7 +104,7 @@ def _chosen_experts(
 
     @recomputed
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, sizes: jax.Array) -> jax.Array:
-        return grouped(gated(gates, values), down, sizes, gather=on_first)
+        return grouped(gated(gates, values, "silu"), down, sizes, gather=on_first)
 
     results = project_gated(gates, values, down, sizes)
     by_token = results.at[jnp.argsort(by_expert)].get(unique_indices=True).reshape(*chosen.shape, dim)
