@@ -335,7 +335,7 @@ def test_experts_by_definition():
             g = gate[e] @ x[t]
             want[t] += scores[e] / scores[chosen].sum() * (down[e] @ (g / (1 + np.exp(-g)) * (up[e] @ x[t])))
     operands = (jax.device_put(np.asarray(a, np.float32)) for a in (x, router, gate, up, down))
-    np.testing.assert_allclose(ops.experts(*operands, per_token=2), want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ops.experts(*operands, routing=ops.Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
 def test_of_experts_a_token_is_multiplied_with_a_few():

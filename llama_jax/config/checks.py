@@ -22,7 +22,7 @@ def check_sizes(config: Any) -> None:
         require_positive_int(name, getattr(config, name))
     require_number("norm_eps", config.norm_eps, above=0.0)
     require_number("rope_theta", config.rope_theta, above=1.0)
-    for name in ("tie_embeddings", "qkv_bias"):
+    for name in ("tie_embeddings", "qkv_bias", "normalize_expert_weights"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be True or False")
     if config.n_heads % config.n_kv_heads:
@@ -34,6 +34,10 @@ def check_sizes(config: Any) -> None:
             require_positive_int(name, getattr(config, name))
         if config.experts_per_token > config.experts:
             raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
+        if config.activation != "silu":
+            raise ConfigError(f"activation={config.activation!r} is not supported with experts; 'silu' is")
+    elif not config.normalize_expert_weights:
+        raise ConfigError("normalize_expert_weights=False is for models with experts; leave it out")
     for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
         if not isinstance(getattr(config, name), kind | None):
             raise ConfigError(f"{name}={shown(getattr(config, name))} must be a {kind.__name__} or None")

@@ -52,6 +52,8 @@ class LlamaConfig:
         (Granite 3; Gemma's embedding by sqrt(dim)).
       experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
         et al. 2024, section 2); 0 for a single one.
+      normalize_expert_weights: the weights of the chosen experts sum to one; else they are their shares of the softmax over
+        the scores of all E (Qwen3-MoE, `norm_topk_prob`).
 
     Raises:
       ConfigError: an impossible size; the message names it.
@@ -74,6 +76,7 @@ class LlamaConfig:
     qk_norm: Literal["head", "all"] | None = None
     experts: int = 0
     experts_per_token: int = 0
+    normalize_expert_weights: bool = True
     layers: tuple[LayerConfig, ...] = ()
     norm: Literal["pre", "post", "both"] = "pre"
     norm_offset: float = 0.0

@@ -133,7 +133,7 @@ def run(
         mixed = mix(which, heads, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
         normed = layout.constrain(norm(after, block.ffn_norm), "normed")
-        after = after + added(_feed_forward(config, block, normed), block.ffn_post_norm)
+        after = after + added(_feed_forward(config, block, normed, layout), block.ffn_post_norm)
         after = layout.constrain(after, "residual")
         return after, buffers, None if tap is None else tap(hidden, after, heads.keys, heads.values)
 
@@ -316,13 +316,19 @@ def _view_of(
     return buffers, fresh if cache.fresh else View(*buffers, layer, step.lengths)
 
 
-def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array) -> jax.Array:
+def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, layout: Layout) -> jax.Array:
     """The feed-forward layer that the block has."""
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation)
-    return ops.experts(normed, weights.router, *matrices, per_token=config.experts_per_token)
+    return ops.experts(
+        normed,
+        weights.router,
+        *matrices,
+        routing=ops.Routing(config.experts_per_token, config.normalize_expert_weights),
+        sharding=layout.experts,
+    )
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:

@@ -142,11 +142,12 @@ def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activa
     @recomputed
     def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
         """The product is as large as either: its projection is computed with it, so that it need not be saved."""
-        return project(_gated(gates, values, activation), down)
+        return project(gated(gates, values, activation), down)
 
     return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
 
 
 @for_cpu(cpu.gated)
-def _gated(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
+def gated(gates: jax.Array, values: jax.Array, activation: Activation = "silu") -> jax.Array:
+    """activation(gates) * values."""
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values
