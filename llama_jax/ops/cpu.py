@@ -201,6 +201,17 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     return (coarse + fine / FINER) * factors * scales
 
 
+def multiply_group(
+    plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any
+) -> jax.Array:
+    """`grouped.multiply_group`: by `native`, which reads the group's matrix where it lies. For XLA it must be copied."""
+    if hasattr(weight, "planes") and is_native(weight.kind):
+        return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
+    if not hasattr(weight, "project") and _is_read_once(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
+        return native.multiply_floats(x, weight, group).astype(out_dtype)
+    return plain(x, weight, group, out_dtype)
+
+
 def is_native(kind: str) -> bool:
     """Whether matmuls with weights of a kind are native code in what is traced now."""
     return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable("blocks")

@@ -19,11 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from llama_jax.ops.layers import PRODUCT, multiply, project, sum_of_outer
+from llama_jax.ops import cpu
+from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.layers import PRODUCT, project, sum_of_outer
 from llama_jax.ops.platform import lowering_platform, native_code, planned_for, recomputing
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 512, 8  # rows multiplied at once
-ROWS_OF_A_GROUP = 5  # for each row that the last block of a group may compute in vain
+LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
+ROWS_OF_A_GROUP = 8  # for each row of the smallest block, of which half may be computed in vain
 KERNEL_ROWS, KERNEL_COLUMNS = (128, 512), 512  # a tile of the TPU's kernel: rows at least and at most, columns
 
 
@@ -90,19 +92,20 @@ _cast_and_gathered.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def _grouped_project(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
-    """`grouped` of a weight that has a `project`; as that, it has a derivative for `x` alone."""
-    multiply_block = lambda rows, matrix: project(rows, matrix)
+    """`grouped` of a quantized weight; it has a derivative for `x` alone."""
+    multiply_block = partial(multiply_group, out_dtype=x.dtype)
     return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype))
 
 
 def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
     weight, sizes = residuals
-    like = jax.ShapeDtypeStruct((len(gradient), weight.shape[2]), gradient.dtype)
+    dtype, (_, _, columns) = gradient.dtype, weight.shape
 
-    def transposed(rows: jax.Array, matrix: Any) -> jax.Array:
-        zeros = jnp.zeros((len(rows), weight.shape[2]), rows.dtype)
-        return jax.vjp(lambda x: project(x, matrix), zeros)[1](rows)[0]
+    def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((len(rows), columns), dtype)
+        return jax.vjp(lambda x: project(x, _matrix(weight, group)), zeros)[1](rows)[0]
 
+    like = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
     return _by_blocks(transposed, gradient, weight, sizes, like), None, None
 
 
@@ -200,23 +203,20 @@ def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype:
     if mode == "outer":
         return _outer_by_blocks(a, b, sizes, out_dtype)
     if mode == "rows":
-        return _by_blocks(partial(multiply, out_dtype=out_dtype), a, b, sizes, _shape_of_rows(a, b.shape[1], out_dtype))
+        multiply_block = partial(multiply_group, out_dtype=out_dtype)
+        return _by_blocks(multiply_block, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[1]), out_dtype))
 
-    def transposed(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    def transposed(rows: jax.Array, weight: jax.Array, group: jax.Array) -> jax.Array:
         wide = jnp.promote_types(rows.dtype, jnp.float32)
-        return jnp.tensordot(rows, matrix, 1, preferred_element_type=wide).astype(out_dtype)
+        return jnp.tensordot(rows, _matrix(weight, group), 1, preferred_element_type=wide)
 
-    return _by_blocks(transposed, a, b, sizes, _shape_of_rows(a, b.shape[2], out_dtype))
-
-
-def _shape_of_rows(x: jax.Array, width: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((len(x), width), dtype)
+    return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
 
 
 def _blocks(rows: int, groups: int) -> tuple[int, ...]:
     """Lengths of the blocks into which a group's rows are divided, the longest first: powers of two.
 
-    The last may reach beyond the group; so it is short where groups are, to compute at most a tenth in vain.
+    The last may reach beyond the group. It is short where groups are: of even groups a sixteenth is computed in vain.
     """
     smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
     largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
@@ -253,49 +253,71 @@ def _for_each_block(
 
 
 def _by_blocks(
-    multiply_block: Callable[[jax.Array, Any], jax.Array], x: jax.Array, weight: Any, sizes: jax.Array, out: Any
+    multiply_block: Callable[[jax.Array, Any, jax.Array], jax.Array], x: jax.Array, weight: Any, sizes: jax.Array, out: Any
 ) -> jax.Array:
-    """`multiply_block(rows, matrix)` of blocks of each group's rows, as an array like `out`.
+    """`multiply_block(rows, weight, group)` of blocks of each group's rows, as an array like `out`.
 
     A block that reaches beyond its group writes rows of the next one, which then writes them itself.
     """
     rows, groups = len(x), len(sizes)
     lengths = _blocks(rows, groups)
-    padding = [(0, lengths[-1] - 1), (0, 0)]
-    x = jnp.pad(x, padding)
-    take = lambda group: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, group, keepdims=False), weight)
+    padded = cpu.keep(jnp.pad(x, [(0, lengths[-1] - 1), (0, 0)]))
+    found = cpu.keep(jnp.zeros((rows + lengths[-1] - 1, out.shape[1]), out.dtype))
 
-    def of_block(matrix: Any, length: int, start: jax.Array, out: jax.Array) -> jax.Array:
-        found = multiply_block(lax.dynamic_slice_in_dim(x, start, length), matrix)
-        return lax.dynamic_update_slice_in_dim(out, found.astype(out.dtype), start, axis=0)
+    def of_block(group: jax.Array, length: int, start: jax.Array, found: Any) -> Any:
+        product = multiply_block(_slice(padded, start, length), weight, group)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return jax.tree.map(put, found, cpu.keep(product.astype(out.dtype)))
 
-    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: jax.Array) -> jax.Array:
-        return _for_each_block(lengths, start, size, partial(of_block, take(group)), out)
+    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, found: Any) -> Any:
+        return _for_each_block(lengths, start, size, partial(of_block, group), found)
 
-    found = jnp.zeros((len(x), out.shape[1]), out.dtype)
     if rows <= groups and lowering_platform() != "cpu":
         # A loop of known length: a GPU otherwise waits for the host before each turn.
         group_of_row = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
-        return lax.fori_loop(0, rows, lambda i, out: of_block(take(group_of_row[i]), 1, i, out), found)
-    return _for_each_group(sizes, of_group, found)[:rows]
+        found = lax.fori_loop(0, rows, lambda i, found: of_block(group_of_row[i], 1, i, found), found)
+    else:
+        found = _for_each_group(sizes, of_group, found)
+    return cpu.restore(found)[:rows]
+
+
+def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
+    return cpu.restore(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
+
+
+def _matrix(weight: Any, group: jax.Array) -> Any:
+    take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
+    return cpu.restore(jax.tree.map(take, cpu.keep(weight)))
+
+
+@for_cpu(cpu.multiply_group)
+def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) -> jax.Array:
+    """[R, K] by the matrix [N, K] of one group: [R, N].
+
+    Args:
+      weight: [E, N, K], an array or a quantized weight.
+    """
+    return project(x, _matrix(weight, group), out_dtype=out_dtype)
 
 
 def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     wide = jnp.promote_types(a.dtype, jnp.float32)
     lengths = _blocks(len(a), len(sizes))
-    a, b = (jnp.pad(array, [(0, lengths[-1] - 1), (0, 0)]) for array in (a, b))
+    padded = [cpu.keep(jnp.pad(array, [(0, lengths[-1] - 1), (0, 0)])) for array in (a, b)]
 
-    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: jax.Array) -> jax.Array:
+    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: Any) -> Any:
         def add(length: int, at: jax.Array, total: jax.Array) -> jax.Array:
-            rows, others = (lax.dynamic_slice_in_dim(array, at, length) for array in (a, b))
+            rows, others = (_slice(array, at, length) for array in padded)
             if length == lengths[-1] > 1:  # the last
                 rows = jnp.where((at + jnp.arange(length) < start + size)[:, None], rows, 0)
             return total + sum_of_outer(rows, others, wide)
 
-        total = _for_each_block(lengths, start, size, add, jnp.zeros(out.shape[1:], wide))
-        return lax.dynamic_update_index_in_dim(out, total.astype(out.dtype), group, axis=0)
+        total = _for_each_block(lengths, start, size, add, jnp.zeros((a.shape[1], b.shape[1]), wide))
+        put = partial(lax.dynamic_update_index_in_dim, index=group, axis=0)
+        return jax.tree.map(put, out, cpu.keep(total.astype(out_dtype)))
 
-    return _for_each_group(sizes, of_group, jnp.zeros((len(sizes), a.shape[1], b.shape[1]), out_dtype))
+    found = cpu.keep(jnp.zeros((len(sizes), a.shape[1], b.shape[1]), out_dtype))
+    return cpu.restore(_for_each_group(sizes, of_group, found))
 
 
 # --- by the kernel of TPUs -------------------------------------------------------------------------------------------------
@@ -308,7 +330,7 @@ def _by_kernel(
 
     rows, (least, most) = len(a), KERNEL_ROWS
     # A tile with rows of two groups is computed for each: so they are short where groups are.
-    tile = max(least, min(most, _power_of_two(max(1, rows // (2 * ROWS_OF_A_GROUP * len(sizes))))))
+    tile = max(least, min(most, _power_of_two(max(1, rows // (ROWS_OF_A_GROUP * len(sizes))))))
     tile = min(tile, -(-rows // 16) * 16)
     padding = [(0, -rows % tile), (0, 0)]
     a, options = jnp.pad(a, padding), dict(preferred_element_type=out_dtype, interpret=interpret)
