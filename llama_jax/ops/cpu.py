@@ -212,6 +212,13 @@ def multiply_group(
     return plain(x, weight, group, out_dtype)
 
 
+def blocks(plain: Callable[..., tuple[int, ...]], rows: int, groups: int, dtype: Any) -> tuple[int, ...]:
+    """`grouped`'s lengths of blocks: where groups have few rows none that `native` does not multiply."""
+    most = FEW_ROWS.get(str(dtype), 0) if native_code.value else 0
+    few = rows <= most * groups
+    return tuple(length for length in plain(rows, groups, dtype) if length <= most or not few)
+
+
 def is_native(kind: str) -> bool:
     """Whether matmuls with weights of a kind are native code in what is traced now."""
     return kind in native.KINDS and lowering_platform() == "cpu" and not is_divided() and native.usable("blocks")

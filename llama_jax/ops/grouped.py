@@ -213,7 +213,8 @@ def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype:
     return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
 
 
-def _blocks(rows: int, groups: int) -> tuple[int, ...]:
+@for_cpu(cpu.blocks)
+def _blocks(rows: int, groups: int, dtype: Any) -> tuple[int, ...]:
     """Lengths of the blocks into which a group's rows are divided, the longest first: powers of two.
 
     The last may reach beyond the group. It is short where groups are: of even groups a sixteenth is computed in vain.
@@ -260,7 +261,7 @@ def _by_blocks(
     A block that reaches beyond its group writes rows of the next one, which then writes them itself.
     """
     rows, groups = len(x), len(sizes)
-    lengths = _blocks(rows, groups)
+    lengths = _blocks(rows, groups, x.dtype)
     padded = cpu.keep(jnp.pad(x, [(0, lengths[-1] - 1), (0, 0)]))
     found = cpu.keep(jnp.zeros((rows + lengths[-1] - 1, out.shape[1]), out.dtype))
 
@@ -302,7 +303,7 @@ def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) 
 
 def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    lengths = _blocks(len(a), len(sizes))
+    lengths = _blocks(len(a), len(sizes), a.dtype)
     padded = [cpu.keep(jnp.pad(array, [(0, lengths[-1] - 1), (0, 0)])) for array in (a, b)]
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: Any) -> Any:
