@@ -33,6 +33,7 @@ MODELS = SIBLINGS | {
     "phi3, window": replace(SIBLINGS["phi3"], window=7, tie_embeddings=True),
     "smollm3, window": replace(SIBLINGS["smollm3"], layers=(*[LayerConfig()] * 3, LayerConfig(6, "none"))),
     "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
+    "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
 }
 TOKENS = np.random.default_rng(1).integers(0, PLAIN.vocab_size, (2, 33), dtype=np.int32)
 
@@ -139,7 +140,7 @@ def test_what_transformers_writes_is_read(model, tmp_path):
 
 
 ONE_OF_EACH = ("mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "smollm3-3b", "cwm-32b", "ministral-3-8b")
-ONE_OF_EACH += ("olmo-2-7b", "olmo-3-32b", "gemma-3-1b", "gemma-3-27b", "granite-3.3-8b", "phi-3-mini-4k")
+ONE_OF_EACH += ("olmo-2-7b", "olmo-3-32b", "gemma-3-1b", "gemma-3-27b", "granite-3.3-8b", "phi-3-mini-4k", "qwen3-30b-a3b")
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)

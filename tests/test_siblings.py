@@ -46,6 +46,7 @@ SIBLINGS = {
     "qwen2": replace(PLAIN, qkv_bias=True),
     "qwen3": replace(PLAIN, qk_norm="head", head_dim=16, tie_embeddings=True),
     "mixtral": replace(PLAIN, experts=4, experts_per_token=2),
+    "qwen3_moe": replace(PLAIN, qk_norm="head", head_dim=16, hidden_dim=24, experts=6, experts_per_token=3),
     "smollm3": replace(PLAIN, n_layers=5, layers=(*[LayerConfig()] * 3, LayerConfig(rope="none")), tie_embeddings=True),
     "cwm": replace(
         PLAIN,

@@ -113,6 +113,7 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     if n_layers > MOST_ENTRIES:  # what is said of each layer is as long as this claims
         raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
     head_dim = maybe("attention.key_length", 0)
+    more = own.fields(maybe, n_layers)
     sizes = LlamaConfig(
         vocab_size=table.shape[0],
         dim=dim,
@@ -120,13 +121,13 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
         n_heads=n_heads,
         n_kv_heads=maybe("attention.head_count_kv", n_heads),
         head_dim=head_dim,
-        hidden_dim=need("feed_forward_length"),
+        hidden_dim=more.pop("hidden_dim", None) or need("feed_forward_length"),
         max_seq_len=need("context_length"),
         norm_eps=short_decimal(need("attention.layer_norm_rms_epsilon")),
         rope_theta=maybe("rope.freq_base", 10_000.0),
         tie_embeddings=NAMES["lm_head"] not in tensors,
         rope_scaling=None,
-        **own.fields(maybe, n_layers),
+        **more,
     )
     for key, size in (("rope.dimension_count", sizes.rotated_dim), ("attention.value_length", sizes.head_dim)):
         if maybe(key, size) != size:

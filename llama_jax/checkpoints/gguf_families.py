@@ -82,6 +82,21 @@ def _llama_settings(config: LlamaConfig) -> dict[str, Any]:
     return _only_window_settings(config) | counts
 
 
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+
+
+def _qwen3moe(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    count, used, width = (maybe(key, 0) for key in EXPERTS)
+    hidden = {"hidden_dim": width} if width else {}
+    return {"qk_norm": "head", "experts": count, "experts_per_token": used} | hidden
+
+
+def _qwen3moe_settings(config: LlamaConfig) -> dict[str, Any]:
+    if not config.normalize_expert_weights:
+        raise CheckpointError("llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors")
+    return dict(zip(EXPERTS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
+
+
 SMOLLM3 = (*[LayerConfig()] * 3, LayerConfig(rope="none"))
 
 
@@ -185,6 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(("llama", "mistral", "mixtral"), True, ("expert_count", WINDOW), _llama, _llama_settings),
     "qwen2": Architecture(("qwen2",), fields=lambda maybe, n: {"qkv_bias": True}),
     "qwen3": Architecture(("qwen3",), fields=lambda maybe, n: {"qk_norm": "head"}),
+    "qwen3moe": Architecture(("qwen3_moe",), False, EXPERTS[:1], _qwen3moe, _qwen3moe_settings),
     "smollm3": Architecture(("smollm3",), True, (), lambda maybe, n: {"layers": SMOLLM3}, _smollm3_settings),
     "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW,), _olmo2, _olmo2_settings),
     "gemma3": Architecture(("gemma3_text",), False, (WINDOW,), _gemma3, _gemma3_settings, norm_shift=1.0),

@@ -100,12 +100,17 @@ def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {renamed(name): tensor for name, tensor in found.items()}
 
 
+QWEN_EXPERTS = {"router": "model.layers.{}.mlp.gate.weight"}
+QWEN_EXPERTS |= {f"expert_{name}": f"model.layers.{{}}.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
 def names_of(config: LlamaConfig) -> dict[str, str]:
-    """The names of a model's tensors, which for one part depend on where its norms are."""
-    return NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
+    """The names of a model's tensors, of which some depend on where its norms are, or on the family of its experts."""
+    found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
+    return found | (QWEN_EXPERTS if config.experts and config.kind == "qwen3_moe" else {})
 
 
-EXPERT = re.compile(r"(model\.layers\.\d+\.block_sparse_moe\.experts)\.(\d+)\.(w[123]\.weight)")
+EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(\d+)\.(\w+\.weight)")
 
 
 def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

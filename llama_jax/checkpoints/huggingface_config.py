@@ -136,7 +136,7 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         n_heads=n_heads,
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         head_dim=found.get("head_dim") or 0,
-        hidden_dim=found["intermediate_size"],
+        hidden_dim=more.pop("hidden_dim", found["intermediate_size"]),
         max_seq_len=found.get("max_position_embeddings", 2048),
         norm_eps=found.get("rms_norm_eps", 1e-6),
         rope_theta=theta,

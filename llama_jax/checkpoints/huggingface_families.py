@@ -264,6 +264,31 @@ def _moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return _own_window(config, rope) | counts
 
 
+def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
+    for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if found.get(name, supported) not in (supported, None):
+            raise ConfigError(f"{name}={shown(found[name], 40)} is not supported: all layers must have experts")
+    return _alike(found) | {
+        "qk_norm": "head",
+        "hidden_dim": found["moe_intermediate_size"],
+        "experts": found.get("num_experts") or found["num_local_experts"],
+        "experts_per_token": found["num_experts_per_tok"],
+        "normalize_expert_weights": found["norm_topk_prob"],
+    }
+
+
+def _qwen3_moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    return _no_window(config, rope) | {
+        "intermediate_size": config.hidden_dim * config.experts_per_token,  # of layers without experts: as released models
+        "moe_intermediate_size": config.hidden_dim,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalize_expert_weights,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _no_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"use_sliding_window": False}
 
@@ -302,6 +327,20 @@ FAMILIES: dict[str, Family] = {
         ("sliding_window", "num_local_experts"),
         _moe,
         _moe_settings,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "moe_intermediate_size": 768,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+        ("sliding_window", "num_local_experts"),
+        _qwen3_moe,
+        _qwen3_moe_settings,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",

@@ -12,6 +12,7 @@ Kind = Literal[
     "qwen2",
     "qwen3",
     "mixtral",
+    "qwen3_moe",
     "smollm3",
     "cwm",
     "ministral3",
@@ -29,6 +30,7 @@ KINDS: dict[Kind, set[str]] = {
     "qwen2": {"qkv_bias"},
     "qwen3": {"qk_norm=head"},
     "mixtral": {"window", "experts"},
+    "qwen3_moe": {"qk_norm=head", "experts", "normalize_expert_weights=False"},
     "cwm": {"layers with a window"},
     "smollm3": {"layers without rope", "layers with a window"},
     "ministral3": {"query_scaling"},
@@ -58,6 +60,7 @@ def features(config: Any) -> set[str]:
     found |= {f"norm={config.norm}"} if config.norm != "pre" else set()
     found |= {f"qk_norm={config.qk_norm}"} if config.qk_norm else set()
     found |= {"activation"} if config.activation != "silu" else set()
+    found |= {"normalize_expert_weights=False"} if not config.normalize_expert_weights else set()
     found |= {"layers with a window"} if any(layer.window for layer in config.layers) else set()
     found |= {"layers without rope"} if any(layer.rope == "none" for layer in config.layers) else set()
     found |= {"layers with unscaled rope"} if any(layer.rope == "unscaled" for layer in config.layers) else set()

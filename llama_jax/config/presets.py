@@ -186,6 +186,11 @@ def _granite(*sizes: int, attention_multiplier: float, logits_scaling: float) ->
     )
 
 
+def _qwen3_moe(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> LlamaConfig:
+    dense = _qwen3(dim, n_layers, n_heads, hidden_dim)
+    return replace(dense, n_kv_heads=4, experts=128, experts_per_token=8)
+
+
 _MISTRAL = replace(_llama2(4096, 32, 32, 8, 14_336, max_seq_len=32_768), window=4096)
 _MIXTRAL = replace(_MISTRAL, window=None, rope_theta=1_000_000.0, experts=8, experts_per_token=2)
 
@@ -277,6 +282,8 @@ PRESETS: dict[str, LlamaConfig] = {
     "granite-3.3-8b": _granite(4096, 40, 32, 8, 12_800, attention_multiplier=0.0078125, logits_scaling=16.0),
     "phi-3-mini-4k": replace(_llama2(3072, 32, 32, 32, 8192), vocab_size=32_064, window=2047),
     "phi-4": replace(_llama2(5120, 40, 40, 10, 17_920, max_seq_len=16_384), vocab_size=100_352, rope_theta=250_000.0),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
     "stories-260k": _stories(64, 5, 8, 512, n_kv_heads=4, vocab_size=512),
     "stories-15m": _stories(288, 6, 6, 256, n_kv_heads=6, vocab_size=32_000),
     "stories-42m": _stories(512, 8, 8, 1024, n_kv_heads=8, vocab_size=32_000),

@@ -148,6 +148,6 @@ def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activa
 
 
 @for_cpu(cpu.gated)
-def gated(gates: jax.Array, values: jax.Array, activation: Activation = "silu") -> jax.Array:
+def gated(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
     """activation(gates) * values."""
     return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values

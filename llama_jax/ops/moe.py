@@ -104,7 +104,7 @@ def _chosen_experts(
 
     @recomputed
     def project_gated(gates: jax.Array, values: jax.Array, down: Any, sizes: jax.Array) -> jax.Array:
-        return grouped(gated(gates, values), down, sizes, gather=on_first)
+        return grouped(gated(gates, values, "silu"), down, sizes, gather=on_first)
 
     results = project_gated(gates, values, down, sizes)
     by_token = results.at[jnp.argsort(by_expert)].get(unique_indices=True).reshape(*chosen.shape, dim)
@@ -117,8 +117,8 @@ def all_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, 
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
-        weight, *matrices = expert
-        return total + weight[..., None] * feed_forward(x, *matrices), None
+        weight, gate, up, down = expert
+        return total + weight[..., None] * feed_forward(x, gate, up, down), None
 
     total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))
     return total
