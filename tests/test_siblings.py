@@ -46,7 +46,7 @@ SIBLINGS = {
     "qwen2": replace(PLAIN, qkv_bias=True),
     "qwen3": replace(PLAIN, qk_norm="head", head_dim=16, tie_embeddings=True),
     "mixtral": replace(PLAIN, experts=4, experts_per_token=2),
-    "qwen3_moe": replace(PLAIN, qk_norm="head", head_dim=16, hidden_dim=24, experts=6, experts_per_token=3),
+    "qwen3_moe": replace(PLAIN, qk_norm="head", head_dim=16, hidden_dim=32, experts=6, experts_per_token=3),
     "smollm3": replace(PLAIN, n_layers=5, layers=(*[LayerConfig()] * 3, LayerConfig(rope="none")), tie_embeddings=True),
     "cwm": replace(
         PLAIN,
@@ -385,6 +385,10 @@ RELEASES = {
     | dict(tie_word_embeddings=True, head_dim=128, attention_bias=False, rope_scaling=None, sliding_window=None),
     "qwen3-32b": settings("qwen3", **sizes(5120, 25_600, 64, 64, 8, 40_960, 151_936, 1e-6, 1_000_000), **QWEN)
     | dict(head_dim=128, attention_bias=False, rope_scaling=None, sliding_window=None),
+    "qwen3-30b-a3b": settings("qwen3_moe", **sizes(2048, 6144, 48, 32, 4, 40_960, 151_936, 1e-6, 1_000_000.0), **QWEN)
+    | dict(head_dim=128, attention_bias=False, rope_scaling=None, sliding_window=None, decoder_sparse_step=1)
+    | dict(mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
+    | dict(output_router_logits=False, router_aux_loss_coef=0.001),
 }
 
 
@@ -404,6 +408,9 @@ def test_released_config_json(name):
         ("mistral", {"sliding_window": 0}, "window=0 must be a positive integer"),
         ("mixtral", {"num_experts_per_tok": 5}, "experts_per_token=5 must be at most experts=4"),
         ("mixtral", {"num_local_experts": None}, "experts=None must be a positive integer"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: all layers must have experts"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: all layers must have experts"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "normalize_expert_weights=1 must be True or False"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("mistral", {"num_local_experts": 4}, "num_local_experts=4 is not supported; a mistral has"),
         ("qwen2", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not supported"),
@@ -422,6 +429,15 @@ def test_what_is_not_there_is_what_transformers_takes():
     assert (mixtral.experts, mixtral.experts_per_token, mixtral.norm_eps, mixtral.rope_theta) == (8, 2, 1e-5, 1e6)
     assert config_from_dict(least | {"model_type": "qwen3"}).head_dim == 128
     assert config_from_dict(least | {"model_type": "qwen2"}).window is None
+
+
+def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path):
+    config, params = models["qwen3_moe"]
+    config = replace(config, normalize_expert_weights=False)
+    llama_jax.save(tmp_path / "model", config, params)
+    assert llama_jax.load(tmp_path / "model").config == config
+    with pytest.raises(CheckpointError, match="llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors"):
+        llama_jax.save(tmp_path / "model.gguf", config, params)
 
 
 def test_missing_experts_are_named(models, tmp_path):
@@ -445,7 +461,7 @@ def test_commands_know_them(models, kind, tmp_path, monkeypatch, capsys):
     words = {"mistral": "attention window", "qwen2": "biases", "qwen3": "key norms", "mixtral": "4, 2 for a token"}
     words |= {"smollm3": "1 layers over all tokens, without RoPE", "olmo2": "after attention", "granite": "logits scaling"}
     words |= {"ministral3": "query scaling", "olmo3": "4 layers within 6 tokens, with unscaled RoPE", "phi3": "12 of a head"}
-    words |= {"gemma3_text": "theta 100"}
+    words |= {"gemma3_text": "theta 100", "qwen3_moe": "6, 3 for a token"}
     for path in ("model", "model.gguf"):
         monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(tmp_path / path)])
         main()
