@@ -26,6 +26,7 @@ from llama_jax.ops.platform import lowering_platform, native_code, planned_for, 
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
 ROWS_OF_A_GROUP = 8  # for each row of the smallest block, of which half may be computed in vain
+GPU_ROWS = 2  # for each group, up to which they are multiplied one by one
 KERNEL_ROWS, KERNEL_COLUMNS = (128, 512), 512  # a tile of the TPU's kernel: rows at least and at most, columns
 
 
@@ -202,6 +203,8 @@ mlir.register_lowering(grouped_matmul, mlir.lower_fun(_compute, multiple_results
 def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     if mode == "outer":
         return _outer_by_blocks(a, b, sizes, out_dtype)
+    if mode == "rows" and lowering_platform() == "gpu" and len(a) <= GPU_ROWS * len(sizes):
+        return _row_by_row(a, b, sizes).astype(out_dtype)
     if mode == "rows":
         multiply_block = partial(multiply_group, out_dtype=out_dtype)
         return _by_blocks(multiply_block, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[1]), out_dtype))
@@ -275,8 +278,8 @@ def _by_blocks(
 
     if rows <= groups and lowering_platform() != "cpu":
         # A loop of known length: a GPU otherwise waits for the host before each turn.
-        group_of_row = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
-        found = lax.fori_loop(0, rows, lambda i, found: of_block(group_of_row[i], 1, i, found), found)
+        group_of = _groups_of_rows(sizes, rows)
+        found = lax.fori_loop(0, rows, lambda i, found: of_block(group_of[i], 1, i, found), found)
     else:
         found = _for_each_group(sizes, of_group, found)
     return cpu.restore(found)[:rows]
@@ -299,6 +302,21 @@ def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) 
       weight: [E, N, K], an array or a quantized weight.
     """
     return project(x, _matrix(weight, group), out_dtype=out_dtype)
+
+
+def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Few rows on a GPU: as sums of products, which XLA fuses with the slice of the weights; for a matmul it copies that."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def multiply_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        numbers, group = row
+        return jnp.sum(_matrix(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
+
+    return lax.map(multiply_row, (x, _groups_of_rows(sizes, len(x))))
+
+
+def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right", method="compare_all")
 
 
 def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
@@ -331,7 +349,7 @@ def _by_kernel(
 
     rows, (least, most) = len(a), KERNEL_ROWS
     # A tile with rows of two groups is computed for each: so they are short where groups are.
-    tile = max(least, min(most, _power_of_two(max(1, rows // (ROWS_OF_A_GROUP * len(sizes))))))
+    tile = max(least, min(most, _power_of_two(max(1, rows // (2 * ROWS_OF_A_GROUP * len(sizes))))))
     tile = min(tile, -(-rows // 16) * 16)
     padding = [(0, -rows % tile), (0, 0)]
     a, options = jnp.pad(a, padding), dict(preferred_element_type=out_dtype, interpret=interpret)
