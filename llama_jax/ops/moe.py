@@ -117,8 +117,8 @@ def all_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, 
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
-        weight, *matrices = expert
-        return total + weight[..., None] * feed_forward(x, *matrices), None
+        weight, gate, up, down = expert
+        return total + weight[..., None] * feed_forward(x, gate, up, down), None
 
     total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))
     return total
