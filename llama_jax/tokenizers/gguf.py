@@ -12,7 +12,7 @@ from typing import Any
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import ENDS, Tokenizer, ending_names, library_errors
-from llama_jax.tokenizers.huggingface import BYTE, SPACE, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, SentencePieceTokenizer, write_model
 from llama_jax.tokenizers.settings import Settings
@@ -215,7 +215,7 @@ def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:
 
 
 def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
-    from tokenizers import AddedToken, decoders, models, normalizers
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
     from tokenizers import Tokenizer as Library
 
     name = "gemma4" if model == "gemma4" else reader.text("pre", "default")
@@ -231,10 +231,13 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
     if name in ALWAYS_BOS:
         settings = replace(settings, add_bos=True)
     swallowing = reader.swallowing(tokens, kinds)
+    # A byte that no token is becomes nothing, but what is on both sides of it does not merge.
+    missing = [character for character in CHARACTER_BYTES if pre.spells_bytes and character not in ids]
+    beyond = {character: len(tokens) + i for i, character in enumerate(missing)}
     with library_errors(f"{reader.where} holds no whole BPE vocabulary"):
         library = Library(
             models.BPE(
-                vocab=ids,
+                vocab=ids | beyond,
                 merges=_pairs(reader, required=name not in NO_MERGES),
                 ignore_merges=pre.ignore_merges,
                 byte_fallback=not pre.spells_bytes,
@@ -246,14 +249,28 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
             library.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
             if name not in SPACES_AS_THEY_ARE:
                 library.normalizer = normalizers.Replace(" ", SPACE)
-        for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-            if kind in LOOKED_FOR or (name in KEEPS_LINES and not token.strip("\n")):
-                special = kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)
-                before = token == MASK and name in MASKED
-                one = AddedToken(token, special=special, normalized=False, lstrip=before, rstrip=i in swallowing)
-                (library.add_special_tokens if special else library.add_tokens)([one])
-    special_tokens = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)}
-    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens)
+        special_tokens = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)}
+        for special, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
+            add(
+                [
+                    AddedToken(
+                        token,
+                        special=special,
+                        normalized=False,
+                        lstrip=token == MASK and name in MASKED,
+                        rstrip=i in swallowing,
+                    )
+                    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+                    if kind in LOOKED_FOR or (name in KEEPS_LINES and not token.strip("\n"))
+                    if (token in special_tokens) is special
+                ]
+            )
+        begin = [settings.bos_token] if settings.add_bos and settings.bos_token else []
+        end = [settings.eos_token] if settings.add_eos and settings.eos_token else []
+        library.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end], special_tokens=[(token, ids[token]) for token in {*begin, *end}]
+        )
+    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, len(tokens))
     found.stop_ids = settings.stop_ids
     return found
 

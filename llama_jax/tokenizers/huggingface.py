@@ -90,11 +90,13 @@ class HuggingFaceTokenizer(EncodesParts):
         where: str,
         settings: Settings = Settings(),
         special_tokens: Mapping[str, int] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Take over a tokenizer of the library, found at `where`: this changes it.
 
         Args:
           special_tokens: their ids by their names; by default those that the library and the settings call so.
+          vocab_size: V, where the library's vocabulary is larger: what is beyond becomes nothing in a text.
 
         Raises:
           TokenizerError: a decoder of another family.
@@ -113,7 +115,9 @@ class HuggingFaceTokenizer(EncodesParts):
             library.normalizer = normalizers.Sequence(steps)
             library.no_truncation()
             library.no_padding()
-            self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+            whole = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+            self.vocab_size = whole if vocab_size is None else vocab_size
+            self._beyond = whole > self.vocab_size
             self.bos_id = _id_of(library, settings.bos_token, USUAL_BOS, special)
             self.eos_id = _id_of(library, settings.eos_token, USUAL_EOS, special)
             self.add_bos, self.add_eos = _adds(library, settings, self.bos_id, self.eos_id)
@@ -136,7 +140,7 @@ class HuggingFaceTokenizer(EncodesParts):
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
             text = MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
         with library_errors(f"{self._where} cannot encode a text"):
-            return self._library.encode(text, add_special_tokens=False).ids
+            return self._within(self._library.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with no count of characters, which the library keeps otherwise."""
@@ -144,7 +148,7 @@ class HuggingFaceTokenizer(EncodesParts):
             check_text(text)
         with library_errors(f"{self._where} cannot encode a text"):
             found = self._library.encode_batch_fast(list(map(self._as_text, texts)), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        return [self._within(encoding.ids) for encoding in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
@@ -172,7 +176,14 @@ class HuggingFaceTokenizer(EncodesParts):
     def description(self) -> dict[str, Any]:
         """The content of its ``tokenizer.json``."""
         own = self._own_normalizer
-        return json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
+        whole = json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
+        if self._beyond:
+            vocabulary = whole["model"]["vocab"]
+            whole["model"]["vocab"] = {token: i for token, i in vocabulary.items() if i < self.vocab_size}
+        return whole
+
+    def _within(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if i < self.vocab_size] if self._beyond else ids
 
     def _as_text(self, text: str) -> str:
         if not any(first in text for first in self._first):  # known ten times sooner than by the pattern

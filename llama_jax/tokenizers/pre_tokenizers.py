@@ -76,7 +76,7 @@ LLAMA_3 = rf"{CONTRACTION}|{WORD}|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|{LINES}"
 QWEN_2 = rf"{CONTRACTION}|{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}"
 AFTER_WORDS = rf"{SYMBOLS}[\r\n/]*|{LINES}"
 GPT_4O = rf"{_cased(UPPER, LOWER, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}"
-DEEPSEEK_WORDS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
+DEEPSEEK_WORDS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
 DEEPSEEK_3 = (THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")
 # Of U+0800 to U+4E00 the white space is left out: U+1680, U+2000 to 200A, 2028, 2029, 202F, 205F and 3000.
 DEEPSEEK_ASIAN = r"(?:(?!\s)[\u0800-\u9fa5\uac00-\ud7ff])+"

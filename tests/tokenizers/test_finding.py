@@ -171,6 +171,8 @@ def test_saved_settings_are_what_transformers_reads(tmp_path):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin_of_text|>",
         "eos_token": "<|end_of_text|>",
+        "add_bos_token": True,
+        "add_eos_token": False,
     }
     ends = json.loads((tmp_path / "b/generation_config.json").read_text())["eos_token_id"]
     assert tuple(ends) == tuple(token for token in tokenizer.stop_ids if token != tokenizer.bos_id)
