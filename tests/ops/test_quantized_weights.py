@@ -325,6 +325,20 @@ def test_as_accelerators_multiply(kind, tokens, platform, monkeypatch):
     assert (f"f32[4,{rows},24]" in program) == apart  # sums of its four groups
 
 
+@pytest.mark.parametrize("kind", OF_GGUF)
+def test_a_gpu_decodes_blocks_for_one_token_in_one_kernel(kind):
+    """Without a loop over chunks, and with factors made for each number, as no other platform makes them."""
+    weight = weight_of(kind)
+    x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (1, 512)), np.float32))
+    with planned_for("gpu"):
+        found = jax.jit(ops.project)(x, weight)
+        program = str(jax.make_jaxpr(ops.project)(x, weight))
+    wanted = np.asarray(x, np.float64) @ numbers(weight).T.astype(np.float64)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    assert "while" not in program
+    assert "scan" not in program
+
+
 def test_parts_of_different_kinds_side_by_side():
     rng = np.random.default_rng(0)
     parts = [jax.device_put(np.asarray(rng.normal(0, 0.1, (2, wide, 4, 256)), np.float32)) for wide in (3, 1, 1)]

@@ -36,7 +36,7 @@ KINDS = (
 )
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-SECONDS = 120  # limit for the compiler, which takes five for `floats` and eight for `blocks`
+SECONDS = 120  # limit for the compiler, which takes five for `floats` and ten for `blocks`
 
 _log = logging.getLogger("llama_jax.native")
 

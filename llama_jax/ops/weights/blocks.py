@@ -13,11 +13,12 @@ from llama_jax.ops.weights.planes import (
     Array,
     Kind,
     Plane,
+    for_each,
     groups_of,
-    joined,
     looked_up,
     nibbles,
     rows_of,
+    shifted,
     split,
     wide,
 )
@@ -38,16 +39,21 @@ def _encode_by(name: str, planes: tuple[Plane, ...], bytes_of_block: int) -> Cal
 
 
 def _scaled(factors: Array, numbers: Array, offsets: Array | None = None) -> Array:
-    """[..., D] from factors and offsets, [..., groups], and the numbers in their order, however grouped."""
-    found = factors[..., None] * wide(numbers.reshape(*factors.shape, -1))
-    return rows_of(found if offsets is None else found + offsets[..., None])
+    """[..., D] from factors and offsets, [..., groups, 1 | size], and the numbers in their order, however grouped."""
+    found = factors * wide(numbers.reshape(*factors.shape[:-1], -1))
+    return rows_of(found if offsets is None else found + offsets)
+
+
+def _each(x: Array) -> Array:
+    """A factor or offset for each group."""
+    return wide(x)[..., None]
 
 
 # --- blocks of 32 ----------------------------------------------------------------------------------------------------------
 
 
 def _decode_q8_0(d: Array, values: Array) -> Array:
-    return _scaled(wide(d), groups_of(values, 32))
+    return _scaled(_each(d), values)
 
 
 def _nibbles_of_32(values: Array) -> Array:
@@ -57,8 +63,8 @@ def _nibbles_of_32(values: Array) -> Array:
 
 def _five_bits(high: Array, values: Array) -> Array:
     """[..., blocks, 32], whose fifth bits are four bytes of each block."""
-    fifth = (high[..., None] >> np.arange(8, dtype=np.uint8)) & 1
-    return _nibbles_of_32(values) | (groups_of(rows_of(fifth), 32) << np.uint8(4))
+    low, fifth = _nibbles_of_32(values), shifted(groups_of(high, 1), tuple(range(8)), 1)
+    return low | (fifth.reshape(low.shape) << np.uint8(4))
 
 
 def _centered(numbers: Array, zero: int) -> Array:
@@ -67,83 +73,78 @@ def _centered(numbers: Array, zero: int) -> Array:
 
 
 def _decode_q4_0(d: Array, values: Array) -> Array:
-    return _scaled(wide(d), _centered(_nibbles_of_32(values), 8))
+    return _scaled(_each(d), _centered(_nibbles_of_32(values), 8))
 
 
 def _decode_q4_1(d: Array, m: Array, values: Array) -> Array:
-    return _scaled(wide(d), _nibbles_of_32(values), wide(m))
+    return _scaled(_each(d), _nibbles_of_32(values), _each(m))
 
 
 def _decode_q5_0(d: Array, high: Array, values: Array) -> Array:
-    return _scaled(wide(d), _centered(_five_bits(high, values), 16))
+    return _scaled(_each(d), _centered(_five_bits(high, values), 16))
 
 
 def _decode_q5_1(d: Array, m: Array, high: Array, values: Array) -> Array:
-    return _scaled(wide(d), _five_bits(high, values), wide(m))
+    return _scaled(_each(d), _five_bits(high, values), _each(m))
 
 
 def _decode_iq4_nl(d: Array, values: Array) -> Array:
-    return _scaled(wide(d), looked_up(IQ4, _nibbles_of_32(values)))
+    return _scaled(_each(d), looked_up(IQ4, _nibbles_of_32(values)))
 
 
 def _decode_mxfp4(e: Array, values: Array) -> Array:
-    return _scaled(_half_of_e8m0(e), looked_up(E2M1, _nibbles_of_32(values)))
-
-
-def _half_of_e8m0(e: Array) -> Array:
-    """2 ** (e - 128), half of what the byte stands for: the bits of a float32, which is denormal for 0 and 1."""
-    exponent = e.astype(np.uint32)
-    normal = (exponent > 1).astype(np.uint32)
-    bits = ((exponent - normal) * normal << 23) | (1 - normal) << (21 + exponent * (1 - normal))
-    return bits.view(np.float32)
+    """The factor is 2 ** (e - 128), half of what the byte stands for: bits of a float32, denormal for 0 and 1."""
+    exponent = e.astype(np.int32)
+    factor = ((exponent - 1) << 23).clip(np.int32(1 << 21) << exponent.clip(0, 1)).view(np.float32)
+    return _scaled(_each(factor), looked_up(E2M1, _nibbles_of_32(values)))
 
 
 # --- blocks of 256 ---------------------------------------------------------------------------------------------------------
 
 
 def _scales_and_mins(packed: Array) -> tuple[Array, Array]:
-    """Of a block of 256 in 4 or 5 bits: eight factors and eight minima of 6 bits in 12 bytes, [..., 8] each."""
-    twelve = groups_of(packed, 12)
-    first, second, third = twelve[..., :4], twelve[..., 4:8], twelve[..., 8:]
-    scales = joined([first & 63, (third & 15) | ((first >> 2) & 48)])
-    mins = joined([second & 63, (third >> 4) | ((second >> 2) & 48)])
-    return scales, mins
+    """Of a block in 4 or 5 bits: eight factors and eight minima of 6 bits in 12 bytes, [..., blocks, 2, 4, 1 | 32] each."""
+    four = for_each(packed.reshape(*packed.shape[:-1], -1, 3, 4), 32)
+    first, second, third = (four[..., i : i + 1, :, :] for i in range(3))
+    # The first four have six bits of a byte; the last two of the same byte, and half of another.
+    shift, mask, half = (np.asarray(x, np.uint8).reshape(2, 1, 1) for x in ((0, 2), (63, 48), (0, 15)))
+    return ((first >> shift) & mask) | (third & half), ((second >> shift) & mask) | ((third >> 4) & half)
 
 
 def _times(d: Array, integers: Array) -> Array:
-    """[..., blocks] by [..., blocks, groups]: the factors of all groups of a row."""
-    return rows_of(wide(d)[..., None] * wide(integers))
+    """[..., blocks] by [..., blocks, *groups, 1 | size]: the factors of all groups of a row."""
+    found = d.reshape(*d.shape, *[1] * (integers.ndim - d.ndim)).astype(np.float32) * wide(integers)
+    return found.reshape(*d.shape[:-1], -1, integers.shape[-1])
 
 
 def _nibbles_of_k(values: Array) -> Array:
     """uint8[..., D / 2] as [..., blocks, 8, 32]."""
-    numbers = nibbles(values, 64)
-    return numbers.reshape(*numbers.shape[:-3], -1, 8, 32)
+    return nibbles(values, 64).reshape(*values.shape[:-1], -1, 8, 32)
 
 
 def _pairs_of_k(values: Array) -> Array:
     """Numbers of 2 bits, uint8[..., D / 4], as [..., blocks, 16, 16]: every 32 bytes are 128 of them."""
-    bytes_ = groups_of(values, 32)
-    numbers = joined([(bytes_ >> np.uint8(2 * i)) & 3 for i in range(4)])
-    return numbers.reshape(*numbers.shape[:-2], -1, 16, 16)
+    numbers = shifted(groups_of(values, 32), (0, 2, 4, 6), 3)
+    return numbers.reshape(*values.shape[:-1], -1, 16, 16)
 
 
 def _bits_of_k(high: Array) -> Array:
-    """Bits, uint8[..., D / 8], as [..., blocks, 256]: every byte has one of each 32 numbers of the block."""
-    return joined([(groups_of(high, 32) >> np.uint8(i)) & 1 for i in range(8)])
+    """Bits, uint8[..., D / 8], as [..., blocks, 8, 32]: every byte has one of each 32 numbers of the block."""
+    return shifted(groups_of(high, 32), tuple(range(8)), 1)
 
 
 def _decode_q2_k(scales: Array, values: Array, d: Array, dmin: Array) -> Array:
-    both = groups_of(scales, 16)
+    both = groups_of(scales, 16)[..., None]
     return _scaled(_times(d, both & 15), _pairs_of_k(values), -_times(dmin, both >> 4))
 
 
 def _decode_q3_k(high: Array, values: Array, scales: Array, d: Array) -> Array:
-    numbers = _pairs_of_k(values)
-    numbers = _centered(numbers | (_bits_of_k(high).reshape(numbers.shape) << np.uint8(2)), 4)
-    twelve = groups_of(scales, 12)  # sixteen factors: their lower four bits, and the upper two
-    low, above = twelve[..., :8], twelve[..., 8:]
-    six = joined([low & 15, low >> 4]) | (joined([(above >> np.uint8(2 * i)) & 3 for i in range(4)]) << np.uint8(4))
+    low = _pairs_of_k(values)
+    numbers = _centered(low | (_bits_of_k(high).reshape(low.shape) << np.uint8(2)), 4)
+    four = for_each(scales.reshape(*scales.shape[:-1], -1, 3, 4), 16)[..., None, :, :, :]
+    lower = four[..., :2, :, :] >> np.asarray([0, 4], np.uint8).reshape(2, 1, 1, 1)  # of sixteen factors four bits
+    upper = four[..., 2:, :, :] >> np.asarray([0, 2, 4, 6], np.uint8).reshape(2, 2, 1, 1)  # and the other two
+    six = (lower & 15) | ((upper & 3) << np.uint8(4))
     return _scaled(_times(d, _centered(six, 32)), numbers)
 
 
@@ -153,23 +154,24 @@ def _decode_q4_k(d: Array, dmin: Array, scales: Array, values: Array) -> Array:
 
 
 def _decode_q5_k(d: Array, dmin: Array, scales: Array, high: Array, values: Array) -> Array:
-    numbers = _nibbles_of_k(values)
-    numbers = numbers | (_bits_of_k(high).reshape(numbers.shape) << np.uint8(4))
+    numbers = _nibbles_of_k(values) | (_bits_of_k(high) << np.uint8(4))
     factors, mins = _scales_and_mins(scales)
     return _scaled(_times(d, factors), numbers, -_times(dmin, mins))
 
 
 def _decode_q6_k(low: Array, high: Array, scales: Array, d: Array) -> Array:
     upper = _pairs_of_k(high)
-    numbers = nibbles(low, 128).reshape(upper.shape) | (upper << np.uint8(4))  # of each 128 numbers 64 bytes
-    return _scaled(_times(d, groups_of(scales, 16)), _centered(numbers, 32))
+    lower = nibbles(low, 128)  # of each 128 numbers 64 bytes
+    numbers = _centered(lower.reshape(upper.shape) | (upper << np.uint8(4)), 32)
+    return _scaled(_times(d, groups_of(scales, 16)[..., None]), numbers)
 
 
 def _decode_iq4_xs(d: Array, high: Array, low: Array, values: Array) -> Array:
     """Eight factors of 6 bits in each block: two bits of one integer, and half a byte."""
-    upper = (high[..., None] >> np.arange(0, 16, 2, dtype=np.uint16)) & 3
-    six = _centered(nibbles(low, 2).reshape(upper.shape) | (upper.astype(np.uint8) << np.uint8(4)), 32)
-    return _scaled(_times(d, six), looked_up(IQ4, _nibbles_of_32(values)))
+    upper = for_each(high, 32)[..., None, None, :] >> np.arange(0, 16, 2, dtype=np.uint16).reshape(4, 2, 1)
+    lower = for_each(groups_of(low, 4), 32)[..., None, :] >> np.asarray([[0], [4]], np.uint8)
+    six = (lower & 15) | ((upper & 3).astype(np.uint8) << np.uint8(4))
+    return _scaled(_times(d, _centered(six, 32)), looked_up(IQ4, _nibbles_of_32(values)))
 
 
 _HALF, _BYTE, _SIGNED = np.float16, np.uint8, np.int8

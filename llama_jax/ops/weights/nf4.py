@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llama_jax.ops.weights.planes import Array, Kind, Plane, groups_of, joined, looked_up, rows_of, wide
+from llama_jax.ops.weights.planes import Array, Kind, Plane, groups_of, looked_up, rows_of, shifted, wide
 
 BLOCK = 64
 # The sixteen: quantiles of a normal distribution, with zero and both ends (QLoRA, appendix E).
@@ -56,8 +56,8 @@ DYNAMIC = dynamic_map()
 
 def _numbers(values: Array) -> Array:
     """uint8[..., D / 2] as float32[..., D / 64, 64]: of each byte the high half first."""
-    pairs = groups_of(values, 1)
-    return groups_of(looked_up(NF4, rows_of(joined([pairs >> 4, pairs & 15]))), BLOCK)
+    pairs = shifted(groups_of(values, 1), (4, 0), 15)
+    return groups_of(looked_up(NF4, pairs.reshape(*values.shape[:-1], -1)), BLOCK)
 
 
 def _decode(values: Array, factors: Array) -> Array:

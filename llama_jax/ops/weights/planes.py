@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from llama_jax.ops.platform import lowering_platform
+
 Array = Any  # numpy.ndarray or jax.Array
 
 # Integers of 4 bits: two in a byte in a GPU's and a TPU's memory. Files, NumPy and CPUs have them `packed`, see `order`.
@@ -167,18 +169,32 @@ def joined(arrays: list[Array]) -> Array:
     return np.concatenate(arrays, -1) if isinstance(arrays[0], np.ndarray) else jnp.concatenate(arrays, -1)
 
 
+def shifted(x: Array, shifts: tuple[int, ...], mask: int) -> Array:
+    """Parts of integers, [..., n] as [..., len(shifts), n]; a concatenation XLA would write before it is read."""
+    return (x[..., None, :] >> np.asarray(shifts, x.dtype)[:, None]) & mask
+
+
 def nibbles(x: Array, size: int) -> Array:
     """uint8[..., D / 2] as [..., groups, 2, size / 2]: of each group's bytes the low halves, and then the high ones."""
-    pairs = groups_of(x, size // 2)
-    return joined([pairs & 15, pairs >> 4]).reshape(*pairs.shape[:-1], 2, size // 2)
+    return shifted(groups_of(x, size // 2), (0, 4), 15)
+
+
+def for_each(x: Array, size: int) -> Array:
+    """What `size` numbers share, [..., n] as [..., n, 1]; on a GPU [..., n, size].
+
+    XLA would write factors that several operations make, and read them again; made for each number they stay in registers.
+    """
+    if isinstance(x, np.ndarray) or lowering_platform() != "gpu":
+        return x[..., None]
+    return jnp.broadcast_to(x[..., None], (*x.shape, size))
 
 
 def looked_up(table: np.ndarray, indices: Array) -> Array:
-    """Entries of a table. Of sixteen, JAX selects by the bits of the index: a gather is slower on accelerators."""
+    """Entries of a table. Of sixteen, a TPU selects by the bits of the index: it gathers slowly."""
     if isinstance(indices, np.ndarray):
         return table[indices]
-    if len(table) > 16:
-        return jnp.asarray(table)[indices.astype(np.int32)]
+    if len(table) > 16 or lowering_platform() == "gpu":
+        return jnp.asarray(table).at[indices.astype(np.int32)].get(mode="promise_in_bounds")
     found = [jnp.float32(number) for number in table]
     for bit in range(4):
         high = (indices >> np.uint8(bit)) & 1 == 1
