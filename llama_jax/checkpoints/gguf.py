@@ -25,8 +25,8 @@ from llama_jax.checkpoints.tensors import FLOATS, Described, Offset, Opened, Ten
 from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.gguf_header import MOST_ENTRIES, is_gguf
-from llama_jax.storage import Location
+from llama_jax.gguf_header import MOST_ENTRIES, is_gguf, open_header
+from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
@@ -51,7 +51,7 @@ def open_file(path: Location) -> Opened:
     fields: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for part in _parts(path):
-        more, found = read_file(part)
+        more, found = read_file(part, texts=isinstance(path, StoredPath))
         if double := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is in another part as well; copy all parts again")
         fields = more | fields  # the first part has the settings
@@ -155,6 +155,9 @@ def _parts(path: Location) -> list[Location]:
 def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> Tokenizer | None:
     if fields.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
         return find_tokenizer(path.parent, vocab_size)
+    if not isinstance(path, StoredPath):  # whose texts were passed over, since reading a model does not need them
+        with open_header(_parts(path)[0], CheckpointError) as header:
+            fields = header.fields()
     from llama_jax.tokenizers.gguf import from_metadata
 
     found = from_metadata(fields, str(path))

@@ -36,7 +36,7 @@ TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.
 
 def recognises(path: Location) -> bool:
     """Whether it is a GGUF of an adapter."""
-    return path.is_file() and is_gguf(path) and read_file(path)[0].get(TYPE) == "adapter"
+    return path.is_file() and is_gguf(path) and read_file(path, texts=False)[0].get(TYPE) == "adapter"
 
 
 def base_in(path: Location) -> str | None:

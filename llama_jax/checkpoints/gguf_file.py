@@ -83,19 +83,19 @@ class BlockTensor:
         return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
 
 
-def read_file(path: Location) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """All settings by key, with the format's version as ``GGUF.version``, and all tensors by name.
+def read_file(path: Location, *, texts: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """All settings by key, see `Header.fields`, and all tensors by name.
 
     Raises:
       CheckpointError: a damaged file, or a tensor of a type that is not supported.
     """
     with open_header(path, CheckpointError) as header:
-        return _read(path, header)
+        return _read(path, header, texts)
 
 
-def _read(path: Location, header: Header) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensor_count = header.tensor_count
-    fields = header.fields()
+    fields = header.fields(texts=texts)
     listed = []
     for _ in range(tensor_count):
         name = header.string()

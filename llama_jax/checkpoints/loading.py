@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +34,29 @@ from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
 
-class Checkpoint(NamedTuple):
-    """A model and its vocabulary; `tokenizer` is None if there is none with the weights."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and its vocabulary, which unpacks as ``config, params, tokenizer``.
+
+    Attributes:
+      read_tokenizer: gives the vocabulary; see `tokenizer`.
+    """
 
     config: LlamaConfig
     params: Llama
-    tokenizer: Tokenizer | None
+    read_tokenizer: Callable[[], Tokenizer | None]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The vocabulary, or None if there is none with the weights; read when it is first asked for.
+
+        Raises:
+          TokenizerError: a damaged vocabulary.
+        """
+        return self.read_tokenizer()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.config, self.params, self.tokenizer))
 
 
 @taking_the_newest
@@ -79,11 +98,11 @@ def load(
         layers of a training run into the host's memory first).
 
     Returns:
-      The configuration, the parameters with one block per layer, and the tokenizer.
+      The configuration, the parameters with one block per layer, and the tokenizer, read when it is asked for.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
-      TokenizerError: a damaged vocabulary.
+      TokenizerError: the given vocabulary is damaged; of the model's own when it is asked for.
       MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
     """
     _check_dtype(dtype)
@@ -114,12 +133,11 @@ def load(
 
         shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
         config = fitted(config, mesh)
-    # The vocabulary first: a damaged one is noticed before minutes are spent on the weights.
-    if tokenizer is None:
-        vocabulary = opened.tokenizer()
-    else:
+    read_tokenizer = opened.tokenizer
+    if tokenizer is not None:
         vocabulary = load_tokenizer(tokenizer)
         warn_if_small(vocabulary, opened.config.vocab_size, tokenizer)
+        read_tokenizer = lambda: vocabulary
     if isinstance(opened, store.Stored):
         params = store.load_params(opened, dtype, shardings=shardings)
         if quantize != "keep":
@@ -133,7 +151,7 @@ def load(
         params = attached(opened.config, params, beside, mesh)
     if table:
         params = attached_table(opened.config, params, table, mesh)
-    return Checkpoint(config, params, vocabulary)
+    return Checkpoint(config, params, read_tokenizer)
 
 
 @taking_the_newest

@@ -113,6 +113,11 @@ class Dense:
         found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
         return found.view(self.dtype).reshape(stop - start, *self.shape[1:])
 
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """The rows from `start` on that fill contiguous memory of the tensor's type."""
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        read_bytes(self.path, self.offset + start * row, out.nbytes, out.reshape(-1).view(np.uint8))
+
     def entry(self, index: int) -> Dense:
         """One of the tensors that a tensor with three axes holds."""
         return replace(self, offset=self.offset + index * self.nbytes // self.shape[0], shape=self.shape[1:])
@@ -291,13 +296,13 @@ class Opened:
     tokenizer: Callable[[], Tokenizer | None]
 
 
-def read_bytes(path: Location, offset: int, count: int) -> np.ndarray:
-    """`count` bytes of a file from `offset`: uint8[count].
+def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
+    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given.
 
     Raises:
       CheckpointError: the file ends before; it changed since it was opened.
     """
-    found = np.empty(count, np.uint8)
+    found = np.empty(count, np.uint8) if out is None else out
     filled = 0
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
         file.seek(offset)

@@ -102,7 +102,7 @@ def about_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]
 
 
 def _alike(params: Llama) -> Llama:
-    """Parameters whose blocks can be stacked: a matrix that is of one kind in some layers and of another in others becomes floats."""
+    """Parameters whose blocks can be stacked: a matrix whose kind differs from layer to layer becomes floats."""
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
     blocks = params.blocks
     assert isinstance(blocks, tuple)

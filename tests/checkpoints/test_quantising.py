@@ -1,13 +1,14 @@
 """Models whose matrices are quantised while they are read, or kept in the blocks of a GGUF."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_dequantize, jit_logits
+from conftest import jit_dequantize, jit_init, jit_logits
 
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
@@ -124,6 +125,14 @@ def test_written_in_blocks_and_kept(kind, tmp_path, stories_model):
     same(kept, quantize(params, kind))
     llama_jax.save(tmp_path / "b.gguf", config, kept, tokenizer)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_parts_of_one_kind_lie_side_by_side(tmp_path):
+    """Queries, keys and values of several heads, those of a GGUF in another order of rows: every block is at its place."""
+    config = replace(llama_jax.preset("stories-260k"), n_heads=4, n_kv_heads=2, hidden_dim=128, n_layers=1)
+    params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
+    llama_jax.save(tmp_path / "a.gguf", config, params)
+    same(llama_jax.load(tmp_path / "a.gguf").params, unstack(params))
 
 
 def test_other_formats_hold_the_numbers(tmp_path, stories_model):

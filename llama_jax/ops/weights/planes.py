@@ -8,7 +8,7 @@ as JAX's, so that files are read with what computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,23 @@ def split(blocks: np.ndarray, planes: tuple[Plane, ...]) -> tuple[np.ndarray, ..
         found.append(part.reshape(*blocks.shape[:-2], -1))
         at += size
     return tuple(found)
+
+
+def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[Plane, ...]) -> None:
+    """As `split`, into memory for each plane, which has the axes of the blocks before theirs, and whose last is contiguous.
+
+    Bytes are moved by units of up to 16, which NumPy copies as fast as memory is read; runs of single bytes it does not.
+    """
+    at, block = 0, planes_block(planes)
+    for memory, plane in zip(out, planes, strict=True):
+        size = block * plane.entries // plane.numbers * np.dtype(plane.dtype).itemsize
+        unit = np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(min(size & -size, 16), "V16"))
+        source = blocks[..., at : at + size].view(unit)
+        target = memory.view(unit)
+        target = target.reshape(*target.shape[:-1], -1, source.shape[-1])  # one axis as two, which is never a copy
+        for i in range(source.shape[-1]):
+            target[..., i] = source[..., i]
+        at += size
 
 
 def join(planes: tuple[np.ndarray, ...], kind: Kind) -> np.ndarray:
