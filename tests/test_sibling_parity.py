@@ -3,13 +3,16 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_siblings import PLAIN, SIBLINGS, random_params
 
 import llama_jax
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
-from llama_jax.config import preset
+from llama_jax.checkpoints.huggingface_families import FAMILIES
+from llama_jax.checkpoints.store import name_of
+from llama_jax.config import LayerConfig, preset
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 
@@ -26,7 +29,11 @@ MODELS = SIBLINGS | {
     "qwen2, tied": replace(SIBLINGS["qwen2"], tie_embeddings=True, n_heads=8, norm_eps=1e-3),
     "qwen3, untied": replace(SIBLINGS["qwen3"], tie_embeddings=False, n_kv_heads=4, rope_theta=500.0),
     "mixtral, window": replace(SIBLINGS["mixtral"], window=5, experts=6, experts_per_token=3),
+    "gemma3_text, scaled": replace(SIBLINGS["gemma3_text"], attention_multiplier=24.0**-0.5, n_layers=6),
+    "phi3, window": replace(SIBLINGS["phi3"], window=7, tie_embeddings=True),
+    "smollm3, window": replace(SIBLINGS["smollm3"], layers=(*[LayerConfig()] * 3, LayerConfig(6, "none"))),
     "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
+    "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
 }
 TOKENS = np.random.default_rng(1).integers(0, PLAIN.vocab_size, (2, 33), dtype=np.int32)
 
@@ -48,7 +55,7 @@ def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / config.kind
     llama_jax.save(folder, config, params)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    assert type(theirs).__name__ == f"{config.kind.capitalize()}ForCausalLM"
+    assert type(theirs).__name__ == FAMILIES[config.kind].architecture
     return config, params, theirs.eval(), folder
 
 
@@ -95,6 +102,34 @@ def test_packed_rows(model):
     np.testing.assert_allclose(unembed(config, params, hidden), np.concatenate(want, axis=1), atol=1e-4, rtol=0)
 
 
+def test_gradients(model, tmp_path):
+    """Of the mean loss of all parameters, which transformers writes as if they were a model."""
+    import torch
+
+    config, params, theirs, _ = model
+
+    def loss(params):
+        logits = llama_jax.logits(config, params, TOKENS[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), TOKENS[:, 1:, None], axis=-1))
+
+    value, found = jax.jit(jax.value_and_grad(loss))(params)
+    tokens = torch.from_numpy(TOKENS).long()
+    theirs.zero_grad()
+    wanted = torch.nn.functional.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+    wanted.backward()
+    np.testing.assert_allclose(value, wanted.item(), atol=1e-5)
+    kept = [parameter.data.clone() for parameter in theirs.parameters()]
+    for parameter in theirs.parameters():
+        parameter.data.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    theirs.save_pretrained(tmp_path / "gradients")
+    for parameter, data in zip(theirs.parameters(), kept, strict=True):
+        parameter.data.copy_(data)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(llama_jax.load(tmp_path / "gradients").params), jax.tree.leaves(found), strict=True
+    ):
+        np.testing.assert_allclose(b, a, atol=1e-4 * max(1, np.abs(a).max()), err_msg=name_of(path))
+
+
 def test_what_transformers_writes_is_read(model, tmp_path):
     config, params, theirs, _ = model
     theirs.save_pretrained(tmp_path / "theirs")
@@ -104,7 +139,11 @@ def test_what_transformers_writes_is_read(model, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b"])
+ONE_OF_EACH = ("mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "smollm3-3b", "cwm-32b", "ministral-3-8b")
+ONE_OF_EACH += ("olmo-2-7b", "olmo-3-32b", "gemma-3-1b", "gemma-3-27b", "granite-3.3-8b", "phi-3-mini-4k", "qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_preset_is_theirs(name):
     """Its settings, as written here, give a model of as many parameters there, and come back."""
     import torch
@@ -117,6 +156,23 @@ def test_a_preset_is_theirs(name):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     assert sum(p.numel() for p in model.parameters()) == llama_jax.parameter_count(config)
     assert config_from_dict(theirs.to_dict()) == config
+
+
+def test_the_text_of_a_multimodal_model(tmp_path):
+    """A folder of pictures and text, as transformers writes it: the language model alone is read."""
+    import torch
+    import transformers
+
+    text = config_to_dict(SIBLINGS["gemma3_text"]) | {"pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 16, "patch_size": 8}
+    whole = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    theirs = transformers.Gemma3ForConditionalGeneration(whole).eval()
+    theirs.save_pretrained(tmp_path / "whole")
+    config, params, _ = llama_jax.load(tmp_path / "whole")
+    assert config == SIBLINGS["gemma3_text"]
+    np.testing.assert_allclose(jit_logits(config, params, TOKENS), logits_of(theirs, TOKENS), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SIBLINGS)

@@ -142,6 +142,8 @@ def save_adapter(
     Raises:
       CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp does not support.
     """
+    if config.kind == "phi3":
+        raise CheckpointError("adapters of a phi3, whose projections other libraries hold in one matrix, cannot be written")
     if Path(path).suffix.lower() == ".gguf":
         with appearing(locate(path), folder=False, overwrite=overwrite) as file:
             gguf_adapter.write(file, config, adapters, lora, base)

@@ -1,7 +1,6 @@
 """Models in GGUF: one file with settings, vocabulary and tensors, plain or quantised; or such a file split into several.
 
-Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py, for the keys; for the layout see `gguf_file`. For
-the architecture "llama" llama.cpp rotates pairs of adjacent features, so files store the rows of q and k interleaved.
+Source: ggml-org/llama.cpp, convert_hf_to_gguf.py and gguf-py, for the keys; for the layout see `gguf_file`.
 """
 
 from __future__ import annotations
@@ -10,28 +9,29 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
 from llama_jax.checkpoints.gguf_file import TYPES, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
-from llama_jax.checkpoints.layout import WrittenTensor, pieces
+from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.tensors import FLOATS, Described, Opened, Tensor, blocks_of, kind_of
+from llama_jax.checkpoints.tensors import FLOATS, Described, Offset, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
+from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.gguf_header import is_gguf, open_header
+from llama_jax.gguf_header import MOST_ENTRIES, is_gguf, open_header
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
 NAMES = names("gguf")
-# The architectures that are read, by kind of model: Mistral and Mixtral go by Llama's name.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-INTERLEAVED = ("llama",)  # of the others llama.cpp turns the halves of a head
+NORM = "norm.weight"
 IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -65,13 +65,19 @@ def open_file(path: Location) -> Opened:
         config = config_from_fields(fields, tensors)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    architecture = ARCHITECTURES[fields["general.architecture"]]
+    tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
+    tensors = unfused(config, tensors, architecture.fused, NAMES)
+    if architecture.norm_shift:
+        shift = -architecture.norm_shift
+        tensors = {name: Offset(t, shift) if name.endswith(NORM) else t for name, t in tensors.items()}
     return Opened(
         format=f"GGUF version {fields['GGUF.version']}",
         path=path,
         config=config,
-        tensors={name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)},
+        tensors=tensors,
         names=NAMES,
-        interleaved=fields["general.architecture"] in INTERLEAVED,
+        interleaved=architecture.interleaved,
         tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
     )
 
@@ -83,9 +89,10 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
       ConfigError: a model that is not a Llama, or a setting that is missing or not supported.
     """
     architecture = fields.get("general.architecture")
-    if architecture not in ARCHITECTURES.values():
-        known = ", ".join(sorted(set(ARCHITECTURES.values())))
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"general.architecture={shown(architecture)} is not supported; llama_jax reads {known}")
+    own = ARCHITECTURES[architecture]
 
     def need(key: str) -> Any:
         if f"{architecture}.{key}" not in fields:
@@ -93,42 +100,43 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
         return fields[f"{architecture}.{key}"]
 
     def maybe(key: str, default: Any) -> Any:
-        return fields.get(f"{architecture}.{key}", default)
+        return short_decimal(fields.get(f"{architecture}.{key}", default))
 
-    for key in () if architecture == "llama" else ("expert_count", "attention.sliding_window"):
-        if maybe(key, 0) != 0:
+    for key in REFUSED:
+        if key not in own.reads and maybe(key, 0) != 0:
             raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
     table = tensors.get(NAMES["embedding"])
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
-    dim, n_heads = need("embedding_length"), need("attention.head_count")
+    dim, n_heads, n_layers = need("embedding_length"), need("attention.head_count"), need("block_count")
+    for name, value in (("embedding_length", dim), ("attention.head_count", n_heads), ("block_count", n_layers)):
+        require_positive_int(f"{architecture}.{name}", value)
+    if n_layers > MOST_ENTRIES:  # what is said of each layer is as long as this claims
+        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
     head_dim = maybe("attention.key_length", 0)
+    more = own.fields(maybe, n_layers)
     sizes = LlamaConfig(
         vocab_size=table.shape[0],
         dim=dim,
-        n_layers=need("block_count"),
+        n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=maybe("attention.head_count_kv", n_heads),
         head_dim=head_dim,
-        hidden_dim=need("feed_forward_length"),
+        hidden_dim=more.pop("hidden_dim", None) or need("feed_forward_length"),
         max_seq_len=need("context_length"),
         norm_eps=short_decimal(need("attention.layer_norm_rms_epsilon")),
-        rope_theta=short_decimal(maybe("rope.freq_base", 10_000.0)),
+        rope_theta=maybe("rope.freq_base", 10_000.0),
         tie_embeddings=NAMES["lm_head"] not in tensors,
         rope_scaling=None,
-        window=maybe("attention.sliding_window", 0) or None,
-        qkv_bias=architecture == "qwen2",
-        qk_norm=architecture == "qwen3",
-        experts=maybe("expert_count", 0),
-        experts_per_token=maybe("expert_used_count", 0),
+        **more,
     )
-    for key in ("rope.dimension_count", "attention.value_length"):
-        if maybe(key, sizes.head_dim) != sizes.head_dim:
+    for key, size in (("rope.dimension_count", sizes.rotated_dim), ("attention.value_length", sizes.head_dim)):
+        if maybe(key, size) != size:
             raise ConfigError(
                 f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
             )
     as_llama = {re.sub(rf"^{architecture}\.", "llama.", key): value for key, value in fields.items()}
-    return with_scaling(as_llama, sizes, tensors)
+    return with_scaling(as_llama, sizes, tensors, whole_yarn=own.whole_yarn)
 
 
 def _parts(path: Location) -> list[Location]:
@@ -196,8 +204,14 @@ def write_file(
     from llama_jax.tokenizers.gguf import to_metadata
 
     c = opened.config
-    architecture = ARCHITECTURES[c.kind]
-    todo = pieces(opened, interleaved=architecture in INTERLEAVED)
+    architecture = architecture_of(c.kind)
+    own = ARCHITECTURES[architecture]
+    names, todo = NAMES, pieces(opened, interleaved=own.interleaved)
+    if own.fused:
+        todo, fused_names = fused(todo, own.fused)
+        names = names | fused_names
+    if own.norm_shift:
+        todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
     keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
     if kind not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
@@ -215,7 +229,7 @@ def write_file(
     most = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1).most_common(1)[
         0
     ][0]
-    rope, rope_tensors = settings_and_tensors(c)
+    rope, rope_tensors = settings_and_tensors(c, whole_yarn=own.whole_yarn)
     rope = {re.sub(r"^llama\.", f"{architecture}.", key): value for key, value in rope.items()}
 
     writer = GGUFWriter(path, architecture)
@@ -231,15 +245,11 @@ def write_file(
         writer.add_head_count_kv(c.n_kv_heads)
         writer.add_key_length(c.head_dim)
         writer.add_value_length(c.head_dim)
-        writer.add_rope_dimension_count(c.head_dim)
+        writer.add_rope_dimension_count(c.rotated_dim)
         writer.add_layer_norm_rms_eps(c.norm_eps)
-        if c.window is not None:
-            writer.add_sliding_window(c.window)
-        if c.experts:
-            writer.add_expert_count(c.experts)
-            writer.add_expert_used_count(c.experts_per_token)
+        settings = {f"{architecture}.{key}": value for key, value in own.settings(c).items()}
         vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
-        for key, value in (rope | vocabulary).items():
+        for key, value in (rope | settings | vocabulary).items():
             writer.add_key_value(key, value, *_gguf_types(value))
 
         for name, factors in rope_tensors.items():
@@ -247,7 +257,7 @@ def write_file(
         for piece, stored in zip(todo, kinds, strict=True):
             raw = GGMLQuantizationType[stored]
             shape = quants.quant_shape_to_byte_shape(piece.tensor.shape, raw)
-            name = NAMES[piece.part].format(piece.layer)
+            name = names[piece.part].format(piece.layer)
             writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=raw)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -274,5 +284,5 @@ def _gguf_types(value: Any) -> tuple[Any, Any]:
     from gguf import GGUFValueType as Type
 
     if isinstance(value, list):
-        return Type.ARRAY, {int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
+        return Type.ARRAY, {bool: Type.BOOL, int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
     return {bool: Type.BOOL, int: Type.UINT32, float: Type.FLOAT32, str: Type.STRING}[type(value)], None

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from llama_jax.checkpoints.fill import check
-from llama_jax.checkpoints.gguf import ARCHITECTURES, INTERLEAVED, NAMES
+from llama_jax.checkpoints.gguf import NAMES
+from llama_jax.checkpoints.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.layout import Turned
 from llama_jax.checkpoints.memory import Held
@@ -46,7 +47,7 @@ def base_in(path: Location) -> str | None:
 def read(path: Location, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> tuple[Lora, Llama, str | None]:
     """The adapter in a file: its settings, its tensors, and the base that it names; see `adapters.load_adapter`."""
     fields, tensors = read_file(path)
-    wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": ARCHITECTURES[config.kind]}
+    wanted = {TYPE: "adapter", ADAPTER_TYPE: "lora", "general.architecture": architecture_of(config.kind)}
     for key, value in wanted.items():
         if fields.get(key) != value:
             raise CheckpointError(f"{path}: {key}={shown(fields.get(key), 40)}, but an adapter of this base has {value!r}")
@@ -80,7 +81,7 @@ def write(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: st
     blocks = unfit(config, unstack(adapters)).blocks
     assert isinstance(blocks, tuple)
     tensors = _as_file(config, blocks, lora)
-    writer = GGUFWriter(path, ARCHITECTURES[config.kind])
+    writer = GGUFWriter(path, architecture_of(config.kind))
     try:
         writer.add_type("adapter")
         writer.add_string(ADAPTER_TYPE, "lora")
@@ -110,7 +111,7 @@ def _as_file(config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora) -> dict
 
 def _turned(tensors: dict[str, Tensor], config: LlamaConfig, *, interleave: bool) -> dict[str, Tensor]:
     """The same with the rows of B of queries and keys in the other rotary layout, where the architecture has that."""
-    if ARCHITECTURES[config.kind] not in INTERLEAVED:
+    if not ARCHITECTURES[architecture_of(config.kind)].interleaved:
         return tensors
     rotary = [name for name, (_, share) in BASES.items() if share.rotary]
     those = {_keys(name, layer)[1] for name in rotary for layer in range(config.n_layers)} & tensors.keys()

@@ -39,17 +39,24 @@ FIXED = {
     "yarn_attn_factor": 1.0,
     "yarn_log_multiplier": 0,
 }
+# Of these, what architectures with the whole of yarn read, and its name here.
+YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
 PREFIX = "llama.rope.scaling."
 LARGEST_NOTE = 1 << 20  # characters
 
 
-def with_scaling(fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping[str, Tensor]) -> LlamaConfig:
+def with_scaling(
+    fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping[str, Tensor], *, whole_yarn: bool = False
+) -> LlamaConfig:
     """The configuration with the rope scaling that settings and tensors describe.
+
+    Args:
+      whole_yarn: whether the architecture reads all settings of yarn.
 
     Raises:
       ConfigError: a scaling that llama.cpp does not have, or settings that contradict each other.
     """
-    found = replace(plain, rope_scaling=_found(fields, plain, tensors))
+    found = replace(plain, rope_scaling=_found(fields, plain, tensors, whole_yarn))
     if OUR_NOTE not in fields:
         return found
     note = fields[OUR_NOTE]
@@ -59,12 +66,14 @@ def with_scaling(fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping
     return with_note(found, note)
 
 
-def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor]) -> RopeScaling | None:
+def _found(
+    fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor], whole_yarn: bool
+) -> RopeScaling | None:
     kind = fields.get(f"{PREFIX}type", "none")
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ConfigError(f"{PREFIX}type={shown(kind, 40)} is not supported; none, linear, yarn and longrope are")
     for name, supported in FIXED.items():
-        if fields.get(PREFIX + name, supported) != supported:
+        if fields.get(PREFIX + name, supported) != supported and not (whole_yarn and name in YARN):
             raise ConfigError(
                 f"{PREFIX}{name}={shown(fields[PREFIX + name], 40)} is not supported; llama.cpp takes {supported}"
             )
@@ -87,8 +96,16 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
     if kind == "yarn":
         if factor is None:
             raise ConfigError(f"{PREFIX}factor is missing")
+        settings: dict[str, Any] = {"original_max_seq_len": original}
+        if whole_yarn:
+            turns = {name: fields.get(PREFIX + key, FIXED[key]) for key, name in YARN.items() if name}
+            settings |= {name: short_decimal(value) for name, value in turns.items()}
+        if weight := fields.get(f"{PREFIX}yarn_log_multiplier", 0.0):
+            if sharper != 1:
+                raise ConfigError(f"{PREFIX}attn_factor={shown(sharper, 40)} is not supported beside yarn_log_multiplier")
+            return RopeScaling("yarn", factor, **settings, mscale=1.0, mscale_all_dim=short_decimal(weight))
         sharp = None if sharper == 1 else short_decimal(yarn_attention_factor(max(factor, 1.0)) * sharper)
-        return RopeScaling("yarn", factor, original_max_seq_len=original, attention_factor=sharp)
+        return RopeScaling("yarn", factor, **settings, attention_factor=sharp)
     if kind == "longrope":
         if factor not in (None, 0, 1):
             raise ConfigError(f"{PREFIX}factor={shown(factor, 40)} is not supported where the type is 'longrope'")
@@ -111,12 +128,12 @@ def _found(fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str,
     stored = _numbers(tensors[FACTORS])
     settings = {name: fields.get(key, default) for key, (name, default) in OUR_LLAMA3.items()}
     llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
-    if stored.shape != (config.head_dim // 2,) or not np.allclose(factors_of(config, llama3), stored, rtol=1e-4):
+    if stored.shape != (config.rotated_dim // 2,) or not np.allclose(factors_of(config, llama3), stored, rtol=1e-4):
         raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
     return None if llama3.factor == 1 else llama3
 
 
-def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def settings_and_tensors(config: LlamaConfig, *, whole_yarn: bool = False) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name.
 
     Raises:
@@ -143,12 +160,17 @@ def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str,
     if known.kind == "linear":
         return settings, {}
     for name, only in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
-        if known.kind == "yarn" and getattr(known, name) != only:
+        if known.kind == "yarn" and whole_yarn and name != "truncate":
+            settings[f"{PREFIX}yarn_{name}"] = float(getattr(known, name))
+        elif known.kind == "yarn" and getattr(known, name) != only:
             raise CheckpointError(
                 f"rope scaling kind={scaling.kind!r} with {name}={getattr(known, name)} has no place in GGUF,"
                 f" whose readers take {only}; write Hugging Face's format or orbax"
             )
     settings[f"{PREFIX}original_context_length"] = known.original_max_seq_len
+    if whole_yarn and known.mscale == 1.0:
+        settings[f"{PREFIX}yarn_log_multiplier"] = float(known.mscale_all_dim or 0.0)
+        return settings, {}
     settings[f"{PREFIX}attn_factor"] = sharpening(config, known)
     if known.kind == "yarn":
         settings[f"{PREFIX}attn_factor"] /= yarn_attention_factor(known.factor)  # by which llama.cpp multiplies it
@@ -158,7 +180,7 @@ def settings_and_tensors(config: LlamaConfig) -> tuple[dict[str, Any], dict[str,
 
 def factors_of(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
     """The divisors of the frequencies by a scaling: float64[H/2]."""
-    plain = inverse_frequencies(config.head_dim, config.rope_theta)
+    plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
     return plain / _scaled(config, scaling)[0]
 
 
@@ -168,7 +190,7 @@ def sharpening(config: LlamaConfig, scaling: RopeScaling) -> float:
 
 
 def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
-    plain = inverse_frequencies(config.head_dim, config.rope_theta)
+    plain = inverse_frequencies(config.rotated_dim, config.rope_theta)
     frequencies, factor = SCALINGS[scaling.kind](plain, config.rope_theta, None, scaling)
     return np.asarray(frequencies), factor
 

@@ -18,11 +18,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.checkpoints.huggingface_config import read_config, read_scheme, write_config
-from llama_jax.checkpoints.layout import WrittenTensor, pieces
+from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.quantized_files import with_weights
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, kind_of, read_bytes
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.files import LARGEST_JSON, read_object
 from llama_jax.storage import Location, StoredPath
@@ -30,6 +31,11 @@ from llama_jax.tokenizers import Tokenizer, find_tokenizer
 
 # Name in the file, by what it is here.
 NAMES = names("huggingface")
+# Where one tensor holds several of the table's, by rows in this order (Phi-3): its name, and theirs.
+FUSED = {
+    "model.layers.{}.self_attn.qkv_proj.weight": ("q", "k", "v"),
+    "model.layers.{}.mlp.gate_up_proj.weight": ("gate", "up"),
+}
 # Buffers that old versions of transformers saved with the weights; the configuration says the same.
 IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 # The two ways to store the weights, the better first: name of a single file, and of the index of several.
@@ -57,6 +63,8 @@ def open_folder(folder: Location) -> Opened:
         else:
             continue
         tensors = {name: tensor for name, tensor in tensors.items() if not IGNORED.fullmatch(name)}
+        tensors = _of_text(tensors)
+        tensors = unfused(config, tensors, FUSED, NAMES)
         if scheme is not None:
             if what != "safetensors":
                 raise CheckpointError(f"{folder} has quantised weights in {what}; they are read from safetensors")
@@ -66,7 +74,7 @@ def open_folder(folder: Location) -> Opened:
             path=folder,
             config=config,
             tensors=_experts_joined(folder, tensors),
-            names=NAMES,
+            names=names_of(config),
             interleaved=False,
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
         )
@@ -75,7 +83,34 @@ def open_folder(folder: Location) -> Opened:
     )
 
 
-EXPERT = re.compile(r"(model\.layers\.\d+\.block_sparse_moe\.experts)\.(\d+)\.(w[123]\.weight)")
+LANGUAGE_MODEL = re.compile(r"(?:model\.)?language_model\.(?:model\.)?(lm_head\.|.*)")
+OTHER_PARTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
+
+
+def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under the names of a model of text alone, without those for pictures beside it."""
+    found = {name: tensor for name, tensor in tensors.items() if not OTHER_PARTS.match(name)}
+    if len(found) == len(tensors):
+        return found
+
+    def renamed(name: str) -> str:
+        match = LANGUAGE_MODEL.fullmatch(name)
+        return name if match is None else match[1] if match[1].startswith("lm_head.") else f"model.{match[1]}"
+
+    return {renamed(name): tensor for name, tensor in found.items()}
+
+
+QWEN_EXPERTS = {"router": "model.layers.{}.mlp.gate.weight"}
+QWEN_EXPERTS |= {f"expert_{name}": f"model.layers.{{}}.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")}
+
+
+def names_of(config: LlamaConfig) -> dict[str, str]:
+    """The names of a model's tensors, of which some depend on where its norms are, or on the family of its experts."""
+    found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
+    return found | (QWEN_EXPERTS if config.experts and config.kind == "qwen3_moe" else {})
+
+
+EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(\d+)\.(\w+\.weight)")
 
 
 def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -109,8 +144,8 @@ def _experts_apart(piece: WrittenTensor) -> list[WrittenTensor]:
     return [replace(piece, tensor=tensor.entry(i), expert=i) for i in range(tensor.shape[0])]
 
 
-def _name(piece: WrittenTensor) -> str:
-    name = NAMES[piece.part].format(piece.layer)
+def _name(names: Mapping[str, str], piece: WrittenTensor) -> str:
+    name = names[piece.part].format(piece.layer)
     return name if piece.expert is None else name.replace(".experts.", f".experts.{piece.expert}.")
 
 
@@ -134,14 +169,18 @@ def write_folder(
       kind: of all tensors, as safetensors spells it; None keeps each tensor's own.
       largest_file: bytes of tensors in a file; more become several files and an index.
     """
+    names = names_of(opened.config)
     todo = [one for piece in pieces(opened, interleaved=False) for one in _experts_apart(piece)]
+    if opened.config.kind == "phi3":
+        todo, fused_names = fused(todo, FUSED)
+        names |= fused_names
     kinds = [kind or kind_of(piece.tensor.dtype) for piece in todo]
     sizes = [math.prod(p.tensor.shape) * FLOATS[k].itemsize for p, k in zip(todo, kinds, strict=True)]
     files: list[dict[str, tuple[str, tuple[int, ...], int]]] = [{}]
     for piece, stored, size in zip(todo, kinds, sizes, strict=True):
         if files[-1] and sum(n for *_, n in files[-1].values()) + size > largest_file:
             files.append({})
-        files[-1][_name(piece)] = (stored, piece.tensor.shape, size)
+        files[-1][_name(names, piece)] = (stored, piece.tensor.shape, size)
 
     walk = iter(progress(todo) if progress else todo)
     weight_map: dict[str, str] = {}
@@ -158,11 +197,11 @@ def write_folder(
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (folder / SAFETENSORS[1]).write_text(json.dumps(index, indent=2) + "\n")
-    ids: dict[str, Any] = {}
+    ids: dict[str, Any] = {"pad_token_id": None}  # not what transformers takes where nothing is said
     if tokenizer is not None:
         tokenizer.save(folder)
         named = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        ids = {name: token for name, token in named.items() if token >= 0}
+        ids |= {name: token for name, token in named.items() if token >= 0}
     write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
 
 

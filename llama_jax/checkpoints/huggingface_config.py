@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from llama_jax.checkpoints.huggingface_families import FAMILIES
 from llama_jax.checkpoints.quantized_config import Scheme, scheme_from_dict
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
@@ -29,22 +30,6 @@ SETTINGS = {
     "experts": "num_local_experts",
     "experts_per_token": "num_experts_per_tok",
 }
-# What transformers takes for a setting that is not there, by the kind of model.
-ABSENT: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "head_dim": 128},
-    "mixtral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-}
-ARCHITECTURES = {kind: f"{kind.capitalize()}ForCausalLM" for kind in ABSENT}
 # Settings that change what is computed, with the value that each of these models has. Others, such as dropout, token ids and
 # settings of a trainer, do not matter here.
 PLAIN = {
@@ -63,13 +48,8 @@ PLAIN = {
     "use_qk_norm": False,
     "use_sliding_window": False,
     "use_mrope": False,
-}
-# Of these, what a kind of model reads, or what means nothing to it.
-READ = {
-    "mistral": ("sliding_window",),
-    "qwen2": ("sliding_window",),  # where use_sliding_window is set, which is refused
-    "qwen3": ("sliding_window",),
-    "mixtral": ("sliding_window", "num_local_experts"),
+    "use_bidirectional_attention": False,
+    "clip_qkv": None,
 }
 # Name here of what a rope scaling says, by its name in the file where the two differ.
 ROPE_NAMES = {"original_max_position_embeddings": "original_max_seq_len"}
@@ -124,22 +104,28 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     Raises:
       ConfigError: a model that is not a Llama, or a setting that this library does not support.
     """
+    if isinstance(text := found.get("text_config"), Mapping):  # of a model that also reads pictures
+        shared = {name: found[name] for name in ("quantization_config", "tie_word_embeddings") if name in found}
+        found = shared | dict(text)
     kind = found.get("model_type")
-    if not isinstance(kind, str) or kind not in ABSENT:
-        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax reads {', '.join(ABSENT)}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"model_type={shown(kind)} is not supported; llama_jax reads {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
     for name, supported in PLAIN.items():
-        if found.get(name, supported) not in (supported, None) and name not in READ.get(kind, ()):
+        if found.get(name, supported) not in (supported, None) and name not in family.reads:
             raise ConfigError(f"{name}={shown(found[name])} is not supported; a {kind} has {name}={supported!r}")
     if found.get("quantization_config") is not None:
         scheme_from_dict(found["quantization_config"])
 
+    found = dict(family.absent) | dict(found)
     missing = [name for name in _REQUIRED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
-    found = ABSENT[kind] | dict(found)
-    window = found.get("sliding_window") if kind in ("mistral", "mixtral") else None
-    _check_layers(found, "full_attention" if window is None else "sliding_attention")
+    if "rope_scaling" in family.absent and found.get("rope_parameters"):
+        del found["rope_scaling"]  # what is absent is said in the other spelling
+    found = family.rope(found)
     theta, scaling = _rope(found)
+    more = family.fields(found | {"theta": theta, "scaled": scaling is not None})
     note = found.get(NOTE)
     n_heads = found["num_attention_heads"]
     n_kv_heads = found.get("num_key_value_heads")
@@ -150,26 +136,15 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         n_heads=n_heads,
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         head_dim=found.get("head_dim") or 0,
-        hidden_dim=found["intermediate_size"],
+        hidden_dim=more.pop("hidden_dim", found["intermediate_size"]),
         max_seq_len=found.get("max_position_embeddings", 2048),
         norm_eps=found.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=found.get("tie_word_embeddings", False),
-        window=window,
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-        experts=found["num_local_experts"] if kind == "mixtral" else 0,
-        experts_per_token=found["num_experts_per_tok"] if kind == "mixtral" else 0,
+        **more,
     )
     return config if note is None else with_note(config, note)
-
-
-def _check_layers(found: Mapping[str, Any], needed: str) -> None:
-    """Raise unless all layers attend in the same way."""
-    kinds = found.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
-        raise ConfigError(f"layer_types={shown(kinds)} is not supported; all layers must be {needed!r}")
 
 
 def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -248,17 +223,11 @@ def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
         if scaling.kind == "dynamic":
             context = settings.pop("original_max_seq_len")
         rope |= {names.get(name, name): value for name, value in settings.items() if value is not None}
-    kind = config.kind
-    more: dict[str, Any] = {}
-    if kind in ("mistral", "mixtral"):
-        more["sliding_window"] = config.window
-    if kind in ("qwen2", "qwen3"):
-        more["use_sliding_window"] = False
-    if kind == "mixtral":
-        more |= {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+    family = FAMILIES[config.kind]
+    parameters = rope | {"rope_theta": config.rope_theta}
     return {
-        "model_type": kind,
-        "architectures": [ARCHITECTURES[kind]],
+        "model_type": config.kind,
+        "architectures": [family.architecture],
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "num_hidden_layers": config.n_layers,
@@ -268,9 +237,9 @@ def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
         "intermediate_size": config.hidden_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope | {"rope_theta": config.rope_theta},
+        "rope_parameters": parameters,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-    } | more
+    } | family.settings(config, parameters)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llama_jax.checkpoints.assemble import plan
 from llama_jax.checkpoints.fill import RUN, cast, check
 from llama_jax.checkpoints.names import Share, shares_of
-from llama_jax.checkpoints.tensors import Derived, Opened, Tensor, blocks_of
-from llama_jax.model.params import rows
+from llama_jax.checkpoints.tensors import Derived, Joined, Opened, RowRange, Tensor, blocks_of
+from llama_jax.config import LlamaConfig
+from llama_jax.model.params import TABLE, rows, shape_of
 from llama_jax.ops.rotary_order import half_from_interleaved, interleaved_from_half
 from llama_jax.storage import StoredPath
 
@@ -107,3 +109,44 @@ def pieces(opened: Opened, *, interleaved: bool) -> list[WrittenTensor]:
     layers = [piece(share, i) for i in range(config.n_layers) for row in table if row.in_blocks for share in shares_of(row)]
     first, *rest = (piece(share) for row in table if not row.in_blocks for share in shares_of(row))
     return [first, *layers, *rest]
+
+
+def unfused(
+    config: LlamaConfig, tensors: Mapping[str, Tensor], fused_names: Mapping[str, Sequence[str]], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The tensors, with each that holds several parts of a layer as those parts.
+
+    Args:
+      fused_names: by the name of such a tensor, "{}" standing for the layer, the parts that it holds by rows in order.
+      names: of each part.
+    """
+    found = dict(tensors)
+    rows = {share.name: shape_of(share.axes, config)[0] for row in TABLE for share in shares_of(row)}
+    for name, parts in fused_names.items():
+        if name.format(0) not in found:
+            continue
+        ends = list(itertools.accumulate((rows[part] for part in parts), initial=0))
+        for i in range(config.n_layers):
+            whole = found.get(name.format(i))
+            if whole is None or whole.shape[0] != ends[-1]:
+                continue  # named as missing or misshapen where all names and shapes are checked
+            del found[name.format(i)]
+            for part, start, stop in zip(parts, ends, ends[1:], strict=False):
+                found[names[part].format(i)] = RowRange(whole, start, stop)
+    return found
+
+
+def fused(
+    todo: Sequence[WrittenTensor], fused_names: Mapping[str, Sequence[str]]
+) -> tuple[list[WrittenTensor], dict[str, str]]:
+    """The inverse for tensors to be written, and the names of those that hold several parts."""
+    groups = {parts[0]: parts for parts in fused_names.values()}
+    rest = {part for parts in groups.values() for part in parts[1:]}
+    found = []
+    for i, piece in enumerate(todo):
+        if piece.part in groups:
+            parts = [piece.tensor, *(after.tensor for after in todo[i + 1 : i + len(groups[piece.part])])]
+            piece = replace(piece, tensor=Joined(parts, 0))
+        if piece.part not in rest:
+            found.append(piece)
+    return found, {parts[0]: name for name, parts in fused_names.items()}

@@ -23,6 +23,7 @@ from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
 from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Tensor, read_bytes
 from llama_jax.config import LlamaConfig
+from llama_jax.config.kinds import features
 from llama_jax.errors import CheckpointError, ConfigError
 from llama_jax.model.params import rows, shape_of
 from llama_jax.model.rope import rotary_frequencies
@@ -259,8 +260,11 @@ def write_file(
       CheckpointError: the format has no room for something in this model's configuration.
     """
     c = opened.config
-    fixed: dict[str, Any] = {"window": None, "qkv_bias": False, "qk_norm": False, "experts": 0}
-    fixed |= {"norm_eps": NORM_EPS, "rope_theta": THETA, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
+    if beyond := features(c):
+        raise CheckpointError(
+            f"{' and '.join(sorted(beyond))} has no place in llama2.c's format, whose code has Llamas alone"
+        )
+    fixed: dict[str, Any] = {"norm_eps": NORM_EPS, "rope_theta": THETA, "rope_scaling": None, "head_dim": c.dim // c.n_heads}
     for name, value in fixed.items():
         if getattr(c, name) != value:
             found = c.rope_scaling.kind if name == "rope_scaling" and c.rope_scaling else getattr(c, name)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.huggingface import NAMES
+from llama_jax.checkpoints.huggingface import names_of
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import Opened, kind_of
 from llama_jax.config import LlamaConfig
@@ -110,6 +110,7 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None)
     """The parameters under Hugging Face's names, as if they had been opened."""
     stacked = jax.tree.map(np.asarray, params.blocks) if isinstance(params.blocks, Block) else None
     tensors: dict[str, Held | HeldBlocks] = {}
+    names = names_of(config)
 
     def put(row: Row, node: Any, layer: int = 0) -> None:
         leaf, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(node)), 0
@@ -121,7 +122,7 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None)
                 last = first + shape_of(share.width, config)[0]
                 held, first = jax.tree.map(lambda array, some=slice(first, last): array[:, some], leaf), last
             quantized = isinstance(held, QuantizedWeight)
-            tensors[NAMES[share.name].format(layer)] = HeldBlocks(held, shape) if quantized else Held(held, shape)
+            tensors[names[share.name].format(layer)] = HeldBlocks(held, shape) if quantized else Held(held, shape)
 
     for row in rows(config):
         if not row.in_blocks:
@@ -129,4 +130,4 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None)
             continue
         for i in range(config.n_layers):
             put(row, params.blocks[i] if isinstance(params.blocks, tuple) else jax.tree.map(lambda a, i=i: a[i], stacked), i)
-    return Opened("parameters in memory", Path("parameters"), config, tensors, NAMES, False, lambda: tokenizer)
+    return Opened("parameters in memory", Path("parameters"), config, tensors, names, False, lambda: tokenizer)

@@ -107,6 +107,25 @@ SHARES: dict[tuple[str, str], tuple[Share, ...]] = {
     ("blocks.attention.key_norm", "H"): (
         Share("key_norm", "H", "model.layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight"),
     ),
+    ("blocks.attention.query_norm", "K G H"): (
+        Share("query_norm", "N*H", "model.layers.{}.self_attn.q_norm.weight", "blk.{}.attn_q_norm.weight"),
+    ),
+    ("blocks.attention.key_norm", "K 1 H"): (
+        Share("key_norm", "K*H", "model.layers.{}.self_attn.k_norm.weight", "blk.{}.attn_k_norm.weight"),
+    ),
+    # With a norm before and after each sublayer Hugging Face calls the one before the feed-forward otherwise, see
+    # `huggingface.names_of`.
+    ("blocks.attention_post_norm", "D"): (
+        Share(
+            "attention_post_norm",
+            "D",
+            "model.layers.{}.post_attention_layernorm.weight",
+            "blk.{}.post_attention_norm.weight",
+        ),
+    ),
+    ("blocks.ffn_post_norm", "D"): (
+        Share("ffn_post_norm", "D", "model.layers.{}.post_feedforward_layernorm.weight", "blk.{}.post_ffw_norm.weight"),
+    ),
     ("blocks.attention.out", "D N*H"): (
         Share(
             "out",

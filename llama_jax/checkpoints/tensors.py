@@ -153,6 +153,37 @@ class Derived:
 
 
 @dataclass(frozen=True)
+class RowRange(Derived):
+    """Rows [start, stop) of a tensor as a tensor of their own."""
+
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.tensor.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes * (self.stop - self.start) // self.tensor.shape[0]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.tensor.read(self.start + start, self.start + stop)
+
+
+@dataclass(frozen=True)
+class Offset(Derived):
+    """A tensor with a number added to every entry."""
+
+    shift: float
+    blocks = None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        found = self.tensor.read(start, stop)
+        return (found.astype(np.float32) + np.float32(self.shift)).astype(found.dtype)
+
+
+@dataclass(frozen=True)
 class Padded(Derived):
     """A tensor followed by rows of zeros."""
 
@@ -212,6 +243,13 @@ class Joined(Combined):
                 found.append(part.read(low, high))
             first += rows
         return found[0] if len(found) == 1 else np.concatenate(found)
+
+    @property
+    def blocks(self) -> Joined | None:
+        """Those of its parts, where all are quantised and joined by rows."""
+        found = [each for part in self.parts if (each := blocks_of(part)) is not None]
+        whole = self.axis == 0 and len(found) == len(self.parts) and len({part.kind for part in self.parts}) == 1
+        return Joined(found, 0) if whole else None
 
 
 @dataclass(frozen=True)

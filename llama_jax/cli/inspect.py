@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -181,12 +182,34 @@ def _files_of(tensor: Any) -> list[Location]:
     return _files_of(tensor.tensor) if isinstance(tensor, Derived) else [tensor.path]
 
 
+NORMS = {"post": "after attention and feed-forward", "both": "before and after attention and feed-forward"}
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+
 def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
     """The parts of a model that no Llama has."""
     rows = [["attention window", f"{c['window']:,} tokens"]] if c["window"] else []
     rows += [["query, key and value biases", "yes"]] if c["qkv_bias"] else []
-    rows += [["query and key norms", "yes"]] if c["qk_norm"] else []
+    rows += (
+        [["query and key norms", f"of {'each head' if c['qk_norm'] == 'head' else 'all heads together'}"]]
+        if c["qk_norm"]
+        else []
+    )
+    kinds = Counter(_attention_of(c["layers"][i % len(c["layers"])]) for i in range(c["n_layers"] if c["layers"] else 0))
+    rows += [["attention", f"{count:,} layers {words}"] for words, count in kinds.items()]
+    rows += [["rotated features", f"{c['rotary_dim']:,} of a head"]] if c["rotary_dim"] else []
+    if c["query_scaling"]:
+        rows.append(["query scaling", "beta {beta:g} beyond {context:,} tokens".format(**c["query_scaling"])])
+    rows += [["norms", NORMS[c["norm"]]]] if c["norm"] != "pre" else []
+    rows += [["activation", c["activation"]]] if c["activation"] != "silu" else []
+    rows += [[name.replace("_", " "), f"{c[name]:g}"] for name in MULTIPLIERS if c[name] not in (None, 1)]
     return rows + ([["experts", f"{c['experts']:,}, {c['experts_per_token']:,} for a token"]] if c["experts"] else [])
+
+
+def _attention_of(layer: Mapping[str, Any]) -> str:
+    seen = "over all tokens" if layer["window"] is None else f"within {layer['window']:,} tokens"
+    theta = "" if layer["rope_theta"] is None else f" and theta {layer['rope_theta']:,.12g}"
+    return seen + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
 
 
 def _kinds(tensors: Mapping[str, Described]) -> dict[str, dict[str, Any]]:

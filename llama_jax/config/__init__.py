@@ -1,6 +1,7 @@
 """The configuration of a Llama: its sizes, checked once, and the published ones."""
 
 from llama_jax.config.kinds import KINDS, Kind
+from llama_jax.config.layers import LayerConfig, QueryScaling, period
 from llama_jax.config.llama import LlamaConfig
 from llama_jax.config.presets import PRESETS, SHAPE_FIELDS, ffn_hidden_dim, preset
 from llama_jax.config.rope import NEEDED, ROPE_FIELDS, RopeScaling, RopeScalingKind
@@ -12,9 +13,12 @@ __all__ = [
     "ROPE_FIELDS",
     "SHAPE_FIELDS",
     "Kind",
+    "LayerConfig",
     "LlamaConfig",
+    "QueryScaling",
     "RopeScaling",
     "RopeScalingKind",
     "ffn_hidden_dim",
+    "period",
     "preset",
 ]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from llama_jax.config.layers import LayerConfig, QueryScaling
 from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.config.rope import RopeScaling, check_fits
 from llama_jax.errors import ConfigError, shown
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "qk_norm": (None, "head", "all"),
+    "norm": ("pre", "post", "both"),
+    "activation": ("silu", "gelu"),
+}
 
 
 def check_sizes(config: Any) -> None:
@@ -15,7 +22,7 @@ def check_sizes(config: Any) -> None:
         require_positive_int(name, getattr(config, name))
     require_number("norm_eps", config.norm_eps, above=0.0)
     require_number("rope_theta", config.rope_theta, above=1.0)
-    for name in ("tie_embeddings", "qkv_bias", "qk_norm"):
+    for name in ("tie_embeddings", "qkv_bias", "normalize_expert_weights"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be True or False")
     if config.n_heads % config.n_kv_heads:
@@ -27,8 +34,24 @@ def check_sizes(config: Any) -> None:
             require_positive_int(name, getattr(config, name))
         if config.experts_per_token > config.experts:
             raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
-    if not isinstance(config.rope_scaling, RopeScaling | None):
-        raise ConfigError(f"rope_scaling={shown(config.rope_scaling)} must be a RopeScaling or None")
+        if config.activation != "silu":
+            raise ConfigError(f"activation={config.activation!r} is not supported with experts; 'silu' is")
+    elif not config.normalize_expert_weights:
+        raise ConfigError("normalize_expert_weights=False is for models with experts; leave it out")
+    for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
+        if not isinstance(getattr(config, name), kind | None):
+            raise ConfigError(f"{name}={shown(getattr(config, name))} must be a {kind.__name__} or None")
+    for name, known in CHOICES.items():
+        if getattr(config, name) not in known:
+            raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be one of {', '.join(map(repr, known))}")
+    for name in ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"):
+        if getattr(config, name) is not None:
+            require_number(name, getattr(config, name), above=0.0)
+    require_number("norm_offset", config.norm_offset)
+    if not isinstance(config.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in config.layers):
+        raise ConfigError(f"layers={shown(config.layers)} must be a tuple of LayerConfig")
+    if config.layers and config.window is not None:
+        raise ConfigError(f"window={config.window} is that of all layers; with `layers` each has its own")
 
 
 def check_heads(config: Any) -> None:
@@ -36,5 +59,9 @@ def check_heads(config: Any) -> None:
     require_positive_int("head_dim", config.head_dim)
     if config.head_dim % 2:
         raise ConfigError(f"head_dim={config.head_dim} must be even: rotary embedding turns pairs of features")
+    if config.rotary_dim is not None:
+        require_positive_int("rotary_dim", config.rotary_dim)
+        if config.rotary_dim % 2 or config.rotary_dim >= config.head_dim:
+            raise ConfigError(f"rotary_dim={config.rotary_dim} must be even and below head_dim={config.head_dim}")
     if config.rope_scaling is not None:
-        check_fits(config.rope_scaling, config.head_dim)
+        check_fits(config.rope_scaling, config.rotated_dim)

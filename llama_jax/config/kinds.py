@@ -6,16 +6,65 @@ from typing import Any, Literal
 
 from llama_jax.errors import ConfigError
 
-Kind = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral"]
+Kind = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "smollm3",
+    "cwm",
+    "ministral3",
+    "olmo2",
+    "olmo3",
+    "gemma3_text",
+    "granite",
+    "phi3",
+]
 
-# What the families of models have beyond Llama.
+# What the families have beyond Llama: fields, and the names that `features` gives to what layers and values add.
 KINDS: dict[Kind, set[str]] = {
     "llama": set(),
     "mistral": {"window"},
     "qwen2": {"qkv_bias"},
-    "qwen3": {"qk_norm"},
+    "qwen3": {"qk_norm=head"},
     "mixtral": {"window", "experts"},
+    "qwen3_moe": {"qk_norm=head", "experts", "normalize_expert_weights=False"},
+    "cwm": {"layers with a window"},
+    "smollm3": {"layers without rope", "layers with a window"},
+    "ministral3": {"query_scaling"},
+    "olmo2": {"norm=post", "qk_norm=all"},
+    "olmo3": {"norm=post", "qk_norm=all", "layers with a window", "layers with unscaled rope"},
+    "gemma3_text": {
+        "norm=both",
+        "norm_offset",
+        "qk_norm=head",
+        "activation",
+        "embedding_multiplier",
+        "attention_multiplier",
+        "layers with a window",
+        "layers with unscaled rope",
+    },
+    "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
+    "phi3": {"window", "rotary_dim"},
 }
+_FIELDS = ("window", "qkv_bias", "experts", "query_scaling", "norm_offset", "rotary_dim", "attention_multiplier")
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def features(config: Any) -> set[str]:
+    """What a model of this configuration has beyond Llama, in the words of `KINDS`."""
+    found = {name for name in _FIELDS if getattr(config, name)}
+    found |= {name for name in _MULTIPLIERS if getattr(config, name) != 1}
+    found |= {f"norm={config.norm}"} if config.norm != "pre" else set()
+    found |= {f"qk_norm={config.qk_norm}"} if config.qk_norm else set()
+    found |= {"activation"} if config.activation != "silu" else set()
+    found |= {"normalize_expert_weights=False"} if not config.normalize_expert_weights else set()
+    found |= {"layers with a window"} if any(layer.window for layer in config.layers) else set()
+    found |= {"layers without rope"} if any(layer.rope == "none" for layer in config.layers) else set()
+    found |= {"layers with unscaled rope"} if any(layer.rope == "unscaled" for layer in config.layers) else set()
+    return found
 
 
 def kind_of(config: Any) -> Kind:
@@ -24,8 +73,8 @@ def kind_of(config: Any) -> Kind:
     Raises:
       ConfigError: none has.
     """
-    here = {name for name in ("window", "qkv_bias", "qk_norm", "experts") if getattr(config, name)}
-    for kind, features in KINDS.items():
-        if here <= features:
+    here = features(config)
+    for kind, theirs in KINDS.items():
+        if here <= theirs:
             return kind
     raise ConfigError(f"no family of models has {' and '.join(sorted(here))} together")

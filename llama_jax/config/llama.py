@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from llama_jax.config.checks import check_heads, check_sizes
 from llama_jax.config.kinds import Kind, kind_of
+from llama_jax.config.layers import LayerConfig, QueryScaling, period
 from llama_jax.config.rope import RopeScaling
 from llama_jax.errors import ConfigError
 
@@ -35,9 +37,23 @@ class LlamaConfig:
       tie_embeddings: the output projection is the embedding.
       window: a token sees itself and the window - 1 tokens before it (Mistral: Jiang et al. 2023, section 2); None for all.
       qkv_bias: a bias after the projections of queries, keys and values (Qwen2).
-      qk_norm: RMSNorm of every query and key before the rotary embedding (Qwen3).
+      layers: a period of layers that differ in their attention, repeated over the depth: layer i is
+        ``layers[i % len(layers)]``. Empty where all are alike; `window` is then that of all, otherwise None.
+      qk_norm: RMSNorm of queries and keys before the rotary embedding: of each head ("head", Qwen3), or of all heads
+        together ("all", OLMo 2).
+      norm: where the RMSNorms of a layer are: "pre", before attention and feed-forward; "post", after them and before the
+        residual sum (OLMo 2: 2025, section 3.2); "both" (Gemma 3).
+      norm_offset: added to the weights of all RMSNorms (1 in Gemma, whose files hold their distance from 1).
+      activation: of the gate: "silu", or "gelu" by the tanh approximation (Gemma).
+      rotary_dim: features of each head that are rotated, the first ones (Phi-4-mini); head_dim unless given.
+      query_scaling: queries of late positions are multiplied, see `QueryScaling`; None for none (Ministral 3).
+      embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: factors of the embedding, of what
+        attention and feed-forward add, of the scores (1 / sqrt(head_dim) unless given), and the divisor of the logits
+        (Granite 3; Gemma's embedding by sqrt(dim)).
       experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
         et al. 2024, section 2); 0 for a single one.
+      normalize_expert_weights: the weights of the chosen experts sum to one; else they are their shares of the softmax over
+        the scores of all E (Qwen3-MoE, `norm_topk_prob`).
 
     Raises:
       ConfigError: an impossible size; the message names it.
@@ -57,9 +73,20 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     window: int | None = None
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "all"] | None = None
     experts: int = 0
     experts_per_token: int = 0
+    normalize_expert_weights: bool = True
+    layers: tuple[LayerConfig, ...] = ()
+    norm: Literal["pre", "post", "both"] = "pre"
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu"] = "silu"
+    rotary_dim: int | None = None
+    query_scaling: QueryScaling | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    logits_scaling: float = 1.0
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -70,6 +97,11 @@ class LlamaConfig:
         check_heads(self)
         if self.head_dim * self.n_heads == self.dim:
             object.__setattr__(self, "head_dim", _Following(self.head_dim))
+        if self.layers:
+            layers = period(self.layers)
+            alike = len(layers) == 1 and layers[0].rope == "model"
+            object.__setattr__(self, "layers", () if alike else layers)
+            object.__setattr__(self, "window", layers[0].window if alike else None)
 
     @property
     def kind(self) -> Kind:
@@ -79,6 +111,25 @@ class LlamaConfig:
           ConfigError: none has; such a model can be trained, and no other program could read it.
         """
         return kind_of(self)
+
+    def layer(self, index: int) -> LayerConfig:
+        """How the layer of this number attends."""
+        return self.layers[index % len(self.layers)] if self.layers else LayerConfig(self.window)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerConfig, ...]:
+        """The different layers in the order of their first appearance."""
+        return tuple(dict.fromkeys(map(self.layer, range(min(self.n_layers, max(len(self.layers), 1))))))
+
+    @property
+    def rotated_dim(self) -> int:
+        """Features of each head that the rotary embedding rotates."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the scores."""
+        return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
 
     @property
     def queries_per_kv_head(self) -> int:

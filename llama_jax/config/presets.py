@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llama_jax.config.layers import LayerConfig, QueryScaling
 from llama_jax.config.llama import LlamaConfig
 from llama_jax.config.rope import RopeScaling
 from llama_jax.errors import ConfigError
@@ -19,6 +20,7 @@ SHAPE_FIELDS = (
     "hidden_dim",
     "qkv_bias",
     "qk_norm",
+    "norm",
     "experts",
 )
 
@@ -113,8 +115,80 @@ def _qwen3(dim: int, n_layers: int, n_heads: int, hidden_dim: int, *, tie_embedd
         norm_eps=1e-6,
         rope_theta=1_000_000.0,
         tie_embeddings=tie_embeddings,
-        qk_norm=True,
+        qk_norm="head",
     )
+
+
+def _smollm2(*sizes: int, theta: float = 100_000.0) -> LlamaConfig:
+    plain = _llama2(*sizes, max_seq_len=8192)
+    return replace(plain, vocab_size=49_152, rope_theta=theta, tie_embeddings=True)
+
+
+def _ministral3(*sizes: int, tie_embeddings: bool = False) -> LlamaConfig:
+    plain = _llama2(*sizes, max_seq_len=262_144)
+    return replace(
+        plain,
+        vocab_size=131_072,
+        head_dim=128,
+        rope_theta=1_000_000.0,
+        rope_scaling=RopeScaling("yarn", 16.0, original_max_seq_len=16_384, mscale=1.0, mscale_all_dim=1.0),
+        query_scaling=QueryScaling(0.1, 16_384),
+        tie_embeddings=tie_embeddings,
+    )
+
+
+def _olmo2(*sizes: int) -> LlamaConfig:
+    plain = _llama2(*sizes, norm_eps=1e-6)
+    return replace(plain, vocab_size=100_352, rope_theta=500_000.0, norm="post", qk_norm="all")
+
+
+def _olmo3(*sizes: int) -> LlamaConfig:
+    return replace(
+        _olmo2(*sizes),
+        vocab_size=100_278,
+        max_seq_len=65_536,
+        layers=(*[LayerConfig(4096, "unscaled")] * 3, LayerConfig()),
+        rope_scaling=RopeScaling("yarn", 8.0, original_max_seq_len=8192, attention_factor=1.2079441541679836),
+    )
+
+
+def _gemma3(
+    *sizes: int, window: int, head_dim: int = 256, scaled: bool = True, attention_multiplier: float | None = None
+) -> LlamaConfig:
+    plain = _llama2(*sizes, max_seq_len=131_072 if scaled else 32_768, norm_eps=1e-6)
+    return replace(
+        plain,
+        vocab_size=262_208 if scaled else 262_144,
+        head_dim=head_dim,
+        rope_theta=1_000_000.0,
+        rope_scaling=RopeScaling("linear", 8.0) if scaled else None,
+        layers=(*[LayerConfig(window, "unscaled", 10_000.0)] * 5, LayerConfig()),
+        norm="both",
+        norm_offset=1.0,
+        qk_norm="head",
+        activation="gelu",
+        embedding_multiplier=float(plain.dim) ** 0.5,
+        attention_multiplier=attention_multiplier,
+        tie_embeddings=True,
+    )
+
+
+def _granite(*sizes: int, attention_multiplier: float, logits_scaling: float) -> LlamaConfig:
+    return replace(
+        _llama2(*sizes, max_seq_len=131_072),
+        vocab_size=49_159,
+        rope_theta=10_000_000.0,
+        tie_embeddings=True,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=attention_multiplier,
+        logits_scaling=logits_scaling,
+    )
+
+
+def _qwen3_moe(dim: int, n_layers: int, n_heads: int, hidden_dim: int) -> LlamaConfig:
+    dense = _qwen3(dim, n_layers, n_heads, hidden_dim)
+    return replace(dense, n_kv_heads=4, experts=128, experts_per_token=8)
 
 
 _MISTRAL = replace(_llama2(4096, 32, 32, 8, 14_336, max_seq_len=32_768), window=4096)
@@ -130,7 +204,7 @@ def _stories(dim: int, n_layers: int, n_heads: int, max_seq_len: int, n_kv_heads
 
 # Sizes as published: Llama 1 (Touvron et al. 2023a, table 2), Llama 2 (2023b, table 1), Llama 3 (Grattafiori et al. 2024,
 # table 3) with the params.json of each release; TinyLlama (Zhang et al. 2024, table 1); OpenLLaMA 3B; llama2.c's stories. Of
-# Mistral, Mixtral, Qwen2.5 and Qwen3 the config.json of each base model.
+# all others the config.json of each base model; of those that also read pictures the part for text.
 PRESETS: dict[str, LlamaConfig] = {
     "llama-7b": _llama1(4096, 32, 32),
     "llama-13b": _llama1(5120, 40, 40),
@@ -174,6 +248,42 @@ PRESETS: dict[str, LlamaConfig] = {
     "qwen3-8b": _qwen3(4096, 36, 32, 12_288),
     "qwen3-14b": _qwen3(5120, 40, 40, 17_408),
     "qwen3-32b": _qwen3(5120, 64, 64, 25_600),
+    "smollm2-135m": _smollm2(576, 30, 9, 3, 1536),
+    "smollm2-360m": _smollm2(960, 32, 15, 5, 2560),
+    "smollm2-1.7b": _smollm2(2048, 24, 32, 32, 8192, theta=130_000.0),
+    "smollm3-3b": replace(
+        _llama2(2048, 36, 16, 4, 11_008, max_seq_len=65_536, norm_eps=1e-6),
+        vocab_size=128_256,
+        rope_theta=5_000_000.0,
+        tie_embeddings=True,
+        layers=(*[LayerConfig()] * 3, LayerConfig(rope="none")),
+    ),
+    "cwm-32b": replace(
+        _llama2(6144, 64, 48, 8, 21_504, max_seq_len=131_072),
+        vocab_size=128_256,
+        rope_theta=1_000_000.0,
+        rope_scaling=RopeScaling("llama3", 16.0),
+        layers=(LayerConfig(), *[LayerConfig(8192)] * 3),
+    ),
+    "ministral-3-3b": _ministral3(3072, 26, 32, 8, 9216, tie_embeddings=True),
+    "ministral-3-8b": _ministral3(4096, 34, 32, 8, 14_336),
+    "olmo-2-1b": _olmo2(2048, 16, 16, 16, 8192),
+    "olmo-2-7b": _olmo2(4096, 32, 32, 32, 11_008),
+    "olmo-2-13b": _olmo2(5120, 40, 40, 40, 13_824),
+    "olmo-2-32b": _olmo2(5120, 64, 40, 8, 27_648),
+    "olmo-3-7b": _olmo3(4096, 32, 32, 32, 11_008),
+    "olmo-3-32b": _olmo3(5120, 64, 40, 8, 27_648),
+    "gemma-3-270m": _gemma3(640, 18, 4, 1, 2048, window=512, scaled=False),
+    "gemma-3-1b": _gemma3(1152, 26, 4, 1, 6912, window=512, scaled=False),
+    "gemma-3-4b": _gemma3(2560, 34, 8, 4, 10_240, window=1024),
+    "gemma-3-12b": _gemma3(3840, 48, 16, 8, 15_360, window=1024),
+    "gemma-3-27b": _gemma3(5376, 62, 32, 16, 21_504, window=1024, head_dim=128, attention_multiplier=168.0**-0.5),
+    "granite-3.3-2b": _granite(2048, 40, 32, 8, 8192, attention_multiplier=0.015625, logits_scaling=8.0),
+    "granite-3.3-8b": _granite(4096, 40, 32, 8, 12_800, attention_multiplier=0.0078125, logits_scaling=16.0),
+    "phi-3-mini-4k": replace(_llama2(3072, 32, 32, 32, 8192), vocab_size=32_064, window=2047),
+    "phi-4": replace(_llama2(5120, 40, 40, 10, 17_920, max_seq_len=16_384), vocab_size=100_352, rope_theta=250_000.0),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
     "stories-260k": _stories(64, 5, 8, 512, n_kv_heads=4, vocab_size=512),
     "stories-15m": _stories(288, 6, 6, 256, n_kv_heads=6, vocab_size=32_000),
     "stories-42m": _stories(512, 8, 8, 1024, n_kv_heads=8, vocab_size=32_000),

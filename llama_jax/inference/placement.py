@@ -21,6 +21,7 @@ from llama_jax.errors import MeshError
 from llama_jax.model.options import Layout
 from llama_jax.model.params import Block, Llama
 from llama_jax.ops.attention import Division, Seen, View, attend
+from llama_jax.ops.moe import ExpertSharding
 
 Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
 
@@ -89,7 +90,11 @@ def layout_of(params: Llama) -> Layout:
     heads, vocabulary = _axes(block.attention.qkv, int(stacked)), _axes(head, 0)
     rows = tuple(axis for axis in sharding.mesh.axis_names if axis not in (*heads, *vocabulary, "context"))
     placement = Placement(sharding.mesh, rows, heads, vocabulary, _axes(params.embedding, 1))
-    return Layout(placement, _DividedAttention(Division(rows, heads)), mesh=_abstract(sharding.mesh))
+    gate = block.feed_forward.gate
+    experts = None
+    if block.feed_forward.router is not None:  # [E, F, D]
+        experts = ExpertSharding(rows, _axes(gate, int(stacked) + 1), _axes(gate, int(stacked) + 2))
+    return Layout(placement, _DividedAttention(Division(rows, heads)), experts, mesh=_abstract(sharding.mesh))
 
 
 def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from llama_jax.model.params import Block, Llama
 from llama_jax.model.remat import rematerialise
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import Seen, View
-from llama_jax.ops.rotary import Frequencies
 
 
 def forward(
@@ -72,22 +72,27 @@ class Options(NamedTuple):
     layout: Layout
 
 
+Rope: TypeAlias = tuple[jax.Array, jax.Array]
+
+
 class _Step(NamedTuple):
     """The values that all layers of a pass share.
 
     Attributes:
-      turn: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2].
+      rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each kind of layer.
       seen: which keys each query sees.
       slots: where the new tokens are written, see `slots_of`; None without a cache.
       lengths: int32[B], slots of a row that then hold keys; None without a cache or where slots are a ring.
-      sink_turn: as `turn`, of the queries as the sinks see them; None without sinks.
+      sink_rope: as `rope`, of the queries as the sinks see them; None without sinks.
+      query_scale: what queries are multiplied by, float32[B, 1, T, 1, 1], or None.
     """
 
-    turn: tuple[jax.Array, jax.Array]
+    rope: tuple[Rope, ...]
     seen: Seen
     slots: jax.Array | None = None
     lengths: jax.Array | None = None
-    sink_turn: tuple[jax.Array, jax.Array] | None = None
+    sink_rope: tuple[Rope, ...] | None = None
+    query_scale: jax.Array | None = None
 
 
 def run(
@@ -102,31 +107,45 @@ def run(
     places, compute, layout = options
     tokens = jnp.asarray(tokens)
     check_arguments(config, params, tokens, cache, places)
+    kinds = config.layer_kinds
+    kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
     mix = _mixing_of(config, compute, layout, cache)
     step = _step_of(config, tokens, cache, places)
     embedded = ops.look_up(params.embedding, layout.constrain(tokens, "tokens"))
-    embedded = embedded.astype(compute.dtype or params.embedding.dtype)
+    embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     hidden = layout.constrain(layout.constrain(embedded, "embedded"), "residual")
 
-    def run_layer(block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array | None = None) -> Any:
-        normed = layout.constrain(ops.rms_norm(hidden, block.attention_norm, config.norm_eps), "normed")
-        heads = _project_heads(config, block, normed, step)
+    def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
+
+    def added(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        """What a sublayer adds to the residual stream."""
+        return _times(norm(layout.constrain(x, "added"), weight), config.residual_multiplier)
+
+    def run_layer(
+        kind: int, block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array | None = None
+    ) -> Any:
+        # Where layers are scanned and differ, which kind one is is known when the program runs.
+        which = kind if index is None or len(kinds) == 1 else jnp.asarray(kind_of)[index]
+        normed = layout.constrain(norm(hidden, block.attention_norm), "normed")
+        heads = _project_heads(config, block, normed, step, which)
         buffers, view = _view_of(cache, buffers, heads, step, index)
-        mixed = mix(heads, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
-        after = hidden + layout.constrain(ops.project(mixed, block.attention.out), "added")
-        normed = layout.constrain(ops.rms_norm(after, block.ffn_norm, config.norm_eps), "normed")
-        after = after + layout.constrain(_feed_forward(config, block, normed), "added")
+        mixed = mix(which, heads, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
+        after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
+        normed = layout.constrain(norm(after, block.ffn_norm), "normed")
+        after = after + added(_feed_forward(config, block, normed, layout), block.ffn_post_norm)
         after = layout.constrain(after, "residual")
         return after, buffers, None if tap is None else tap(hidden, after, heads.keys, heads.values)
 
-    layer_step: Callable[..., Any] = run_layer
+    layer_steps: list[Callable[..., Any]] = [partial(run_layer, kind) for kind in range(len(kinds))]
     if compute.remat != "none":
-        layer_step = rematerialise(compute.remat, run_layer, stacked=isinstance(params.blocks, Block))
+        stacked = isinstance(params.blocks, Block)
+        layer_steps = [rematerialise(compute.remat, layer_step, stacked=stacked) for layer_step in layer_steps]
     buffers: Any = None if cache is None else (cache.k, cache.v)
     if isinstance(params.blocks, Block):
 
         def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            hidden, buffers, taken = layer_step(layer[0], *carry, step, layer[1])
+            hidden, buffers, taken = layer_steps[0](layer[0], *carry, step, layer[1])
             return (hidden, buffers), taken
 
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
@@ -135,12 +154,12 @@ def run(
         layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))
         each = []
         for i, block in enumerate(params.blocks):
-            hidden, layers[i], found = layer_step(block, hidden, layers[i], step)
+            hidden, layers[i], found = layer_steps[kind_of[i]](block, hidden, layers[i], step)
             each.append(found)
         buffers = None if cache is None else tuple(zip(*layers, strict=True))
         taken = tuple(each)
 
-    hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps)
+    hidden = finish(config, params, hidden)
     if cache is None:
         return hidden, None, taken
     k, v = buffers
@@ -148,25 +167,49 @@ def run(
     return hidden, cache.replace(k=k, v=v, length=cache.length + new, fresh=False), taken
 
 
+def finish(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
+    """What `forward` returns of the residual stream that the last layer leaves, [B, T, D]."""
+    hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps, config.norm_offset)
+    # Here and not on the logits, so that whatever makes these need not know of it.
+    return _times(hidden, 1 / config.logits_scaling)
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 def _mixing_of(
     config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | None
-) -> Callable[[_Heads, View, Seen], jax.Array]:
-    """Attention of one layer, [B, K, T, G, H], with all that is the same in every layer bound."""
+) -> Callable[[int | jax.Array, _Heads, View, Seen], jax.Array]:
+    """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
     attend = layout.attend or ops.attend if compute.attend is None else checked_attention(compute.attend)
-    windows = [window for window in (config.window, None if cache is None else cache.window) if window is not None]
-    options: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": min(windows, default=None)}
+    options: dict[str, Any] = {"scale": config.score_scale}
+    remembered = () if cache is None or cache.window is None else (cache.window,)
+    own = [() if layer.window is None else (layer.window,) for layer in config.layer_kinds]
+    windows = [min((*window, *remembered), default=None) for window in own]
+    different = list(dict.fromkeys(windows))
 
     if compute.attention != "auto":
         if cache is not None and cache.sinks:
             raise ConfigError(f"attention={compute.attention!r}: a cache with sinks is read by blocks, in one way only")
         options["backend"] = compute.attention
 
-    def mix(heads: _Heads, view: View, seen: Seen) -> jax.Array:
+    def mix_within(window: int | None, heads: _Heads, view: View, seen: Seen) -> jax.Array:
         if heads.sink_queries is None or cache is None:
-            return attend(heads.queries, view, seen, **options)
-        return ops.attend_with_sinks(heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, **options)
+            return attend(heads.queries, view, seen, window=window, **options)
+        return ops.attend_with_sinks(
+            heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, window=window, **options
+        )
+
+    def mix(kind: int | jax.Array, heads: _Heads, view: View, seen: Seen) -> jax.Array:
+        if isinstance(kind, int):
+            return mix_within(windows[kind], heads, view, seen)
+        # Attention is all that is compiled once for each window. The branches share the loop over layers, so a program grows
+        # neither with the depth nor with the period of the layers, and no layer needs to be left over from whole periods.
+        which = jnp.asarray([different.index(window) for window in windows])[kind]
+        return lax.switch(which, [partial(mix_within, window) for window in different], heads, view, seen)
 
     return mix
 
@@ -175,29 +218,36 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
     slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order
-    frequencies: Frequencies = ops.inverse_frequencies(config.head_dim, config.rope_theta)
-    attention_factor = 1.0
-    if config.rope_scaling is not None:
-        frequencies, attention_factor = scaled_frequencies(config, slots, places)
+    kinds = config.layer_kinds
 
-    def turn(positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        cos, sin = ops.rotary_table(positions, frequencies, attention_factor)  # [B, T, H/2]
-        return cos[:, None, :, None], sin[:, None, :, None]
+    def rope(positions: jax.Array) -> tuple[Rope, ...]:
+        tables: dict[Any, Rope] = {}
+        for layer in kinds:
+            key = layer.rope, layer.rope_theta
+            if key not in tables:
+                cos, sin = ops.rotary_table(positions, *scaled_frequencies(config, slots, places, layer))  # [B, T, H/2]
+                tables[key] = cos[:, None, :, None], sin[:, None, :, None]
+        return tuple(tables[layer.rope, layer.rope_theta] for layer in kinds)
 
-    own = turn(slots if places.positions is None else places.positions)
+    positions = slots if places.positions is None else places.positions
+    own, scale = rope(positions), None
+    if config.query_scaling is not None:
+        scaling = config.query_scaling
+        scale = 1 + scaling.beta * jnp.log1p((positions // scaling.context).astype(jnp.float32))
+        scale = scale[:, None, :, None, None]
     if cache is None or cache.fresh:
         seen = Seen.whole(new, places.segment_ids)
-        return _Step(own, seen) if cache is None else _Step(own, seen, slots_of(cache, new))
+        return _Step(own, seen, None if cache is None else slots_of(cache, new), query_scale=scale)
     held = key_positions(cache, new)
-    sink_turn = None
+    sink_rope = None
     if cache.sinks and cache.window is not None:
         # A sink stays as near as the start of the window is: positions within the cache, and not within the text
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
-        sink_turn = turn(jnp.minimum(slots, cache.sinks + cache.window - 1))
+        sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
     if held is None:
         seen = Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True)
-        return _Step(own, seen, slots_of(cache, new), cache.length + new)
-    return _Step(own, Seen(slots, held), slots_of(cache, new), sink_turn=sink_turn)
+        return _Step(own, seen, slots_of(cache, new), cache.length + new, query_scale=scale)
+    return _Step(own, Seen(slots, held), slots_of(cache, new), sink_rope=sink_rope, query_scale=scale)
 
 
 class _Heads(NamedTuple):
@@ -209,7 +259,7 @@ class _Heads(NamedTuple):
     values: jax.Array
 
 
-def _project_heads(config: LlamaConfig, block: Block, normed: jax.Array, step: _Step) -> _Heads:
+def _project_heads(config: LlamaConfig, block: Block, normed: jax.Array, step: _Step, kind: int | jax.Array) -> _Heads:
     weights = block.attention
     qkv = ops.project(normed, weights.qkv)
     if weights.qkv_bias is not None:
@@ -217,16 +267,42 @@ def _project_heads(config: LlamaConfig, block: Block, normed: jax.Array, step: _
     qkv = qkv.swapaxes(1, 2)  # [B, K, T, G + 2, H]
     # Split and not indexed: the gradients of the parts are then joined, where those of slices are filled up and added.
     groups = config.queries_per_kv_head
-    unturned, values = jnp.split(qkv, [groups + 1], axis=-2)
+    pre_rope, values = jnp.split(qkv, [groups + 1], axis=-2)
     if weights.query_norm is not None and weights.key_norm is not None:
-        queries, keys = jnp.split(unturned, [groups], axis=-2)
-        queries = ops.rms_norm(queries, weights.query_norm, config.norm_eps)
-        unturned = jnp.concatenate([queries, ops.rms_norm(keys, weights.key_norm, config.norm_eps)], axis=-2)
-    queries, keys = jnp.split(ops.apply_rotary(unturned, *step.turn), [groups], axis=-2)
+        queries, keys = jnp.split(pre_rope, [groups], axis=-2)
+        queries, keys = (_norm_heads(config, x, w) for x, w in ((queries, weights.query_norm), (keys, weights.key_norm)))
+        pre_rope = jnp.concatenate([queries, keys], axis=-2)
+    queries, keys = jnp.split(_rotate(config, pre_rope, step.rope, kind), [groups], axis=-2)
     sink_queries = None
-    if step.sink_turn is not None:
-        sink_queries = ops.apply_rotary(unturned[..., :groups, :], *step.sink_turn)
+    if step.sink_rope is not None:
+        sink_queries = _rotate(config, pre_rope[..., :groups, :], step.sink_rope, kind)
+    if step.query_scale is not None:
+        queries = (queries * step.query_scale).astype(queries.dtype)
+        sink_queries = None if sink_queries is None else (sink_queries * step.query_scale).astype(queries.dtype)
     return _Heads(queries, sink_queries, keys.squeeze(-2), values.squeeze(-2))
+
+
+def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """[B, K, T, G, H], each head normalized by itself or, with a weight [K, G, H], all heads of a token together."""
+    if weight.ndim == 1:
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
+    tokens = x.swapaxes(1, 2)  # [B, T, K, G, H]
+    flat = tokens.reshape(*tokens.shape[:2], -1)
+    return ops.rms_norm(flat, weight.reshape(-1), config.norm_eps, config.norm_offset).reshape(tokens.shape).swapaxes(1, 2)
+
+
+def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[Rope, ...], kind: int | jax.Array) -> jax.Array:
+    """[..., H] rotated as layers of a kind do. Of a layer without a position embedding that is a rotation by zero."""
+    if isinstance(kind, int):
+        if config.layer_kinds[kind].rope == "none":
+            return x
+        cos, sin = rope[kind]
+    else:
+        cos, sin = (jnp.stack(tables)[kind] for tables in zip(*rope, strict=True))
+    if config.rotary_dim is None:
+        return ops.apply_rotary(x, cos, sin)
+    rotated, rest = jnp.split(x, [config.rotary_dim], axis=-1)
+    return jnp.concatenate([ops.apply_rotary(rotated, cos, sin), rest], axis=-1)
 
 
 def _view_of(
@@ -240,13 +316,19 @@ def _view_of(
     return buffers, fresh if cache.fresh else View(*buffers, layer, step.lengths)
 
 
-def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array) -> jax.Array:
+def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, layout: Layout) -> jax.Array:
     """The feed-forward layer that the block has."""
     weights = block.feed_forward
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
-        return ops.feed_forward(normed, *matrices)
-    return ops.experts(normed, weights.router, *matrices, per_token=config.experts_per_token)
+        return ops.feed_forward(normed, *matrices, config.activation)
+    return ops.experts(
+        normed,
+        weights.router,
+        *matrices,
+        routing=ops.Routing(config.experts_per_token, config.normalize_expert_weights),
+        sharding=layout.experts,
+    )
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:

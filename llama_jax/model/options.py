@@ -14,6 +14,7 @@ from llama_jax.config.numbers import is_floating
 from llama_jax.errors import ConfigError
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.cross_entropy import Constrain
+from llama_jax.ops.moe import ExpertSharding
 
 Attend = Callable[..., jax.Array]  # (queries, view, seen, *, scale, window), as `ops.attend`
 Remat = Literal["none", "dots", "full", "offload"]
@@ -95,6 +96,7 @@ class Layout:
       constrain: given the name of an activation, lays it out over the devices; for the names see the call sites,
         `parallel.specs` and `inference.placement`.
       attend: replaces `ops.attend`: with the axes over which rows and heads are cut, or by ring attention.
+      experts: the axes over which rows and experts' matrices are cut, see `ops.experts`.
       arrange: brings the rows of a training batch, and the tokens in them, into another order or shape, for which `attend`
         is made; sums over tokens do not depend on it. See `parallel.ring`.
       fit: turns parameters into those of the configuration, if a training state keeps them in another shape.
@@ -106,6 +108,7 @@ class Layout:
 
     constrain: Constrain = unconstrained
     attend: Attend | None = None
+    experts: ExpertSharding | None = None
     arrange: Callable[[Any], Any] = identity
     fit: Callable[[Any], Any] = identity
     shares: int = 1

@@ -30,7 +30,7 @@ class Attention(struct.PyTreeNode):
       qkv: [K, G + 2, H, D]: for each key/value head its G query heads, then the key, then the value.
       out: [D, N * H].
       qkv_bias: [K, G + 2, H], or None.
-      query_norm, key_norm: [H], or None.
+      query_norm, key_norm: [H] for each head, or [K, G, H] and [K, 1, H] for all heads together, or None.
     """
 
     qkv: Leaf
@@ -56,12 +56,14 @@ class FeedForward(struct.PyTreeNode):
 
 
 class Block(struct.PyTreeNode):
-    """One layer: two normalisations [D], attention and feed-forward."""
+    """One layer: attention and feed-forward, with a norm [D] before each, after each, or both."""
 
-    attention_norm: Leaf
+    attention_norm: Leaf | None
     attention: Attention
-    ffn_norm: Leaf
+    ffn_norm: Leaf | None
     feed_forward: FeedForward
+    attention_post_norm: Leaf | None = None
+    ffn_post_norm: Leaf | None = None
 
 
 class Llama(struct.PyTreeNode):
@@ -148,13 +150,16 @@ def _sparse(config: LlamaConfig) -> bool:
 
 TABLE: tuple[Row, ...] = (
     Row("embedding", "V D", P("tensor", "fsdp"), "normal"),
-    Row("blocks.attention_norm", "D", P(), "ones"),
+    Row("blocks.attention_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
     Row("blocks.attention.qkv", "K G+2 H D", P("tensor", None, None, "fsdp"), "normal", draw=(1,), outputs=(-4, -3, -2)),
     Row("blocks.attention.qkv_bias", "K G+2 H", P("tensor"), "zeros", when=lambda config: config.qkv_bias),
-    Row("blocks.attention.query_norm", "H", P(), "ones", when=lambda config: config.qk_norm),
-    Row("blocks.attention.key_norm", "H", P(), "ones", when=lambda config: config.qk_norm),
+    Row("blocks.attention.query_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
+    Row("blocks.attention.key_norm", "H", P(), "ones", when=lambda config: config.qk_norm == "head"),
+    Row("blocks.attention.query_norm", "K G H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
+    Row("blocks.attention.key_norm", "K 1 H", P("tensor"), "ones", when=lambda config: config.qk_norm == "all"),
     Row("blocks.attention.out", "D N*H", P("fsdp", "tensor"), "residual", draw=(2,), outputs=(-2,)),
-    Row("blocks.ffn_norm", "D", P(), "ones"),
+    Row("blocks.attention_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
+    Row("blocks.ffn_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
     Row("blocks.feed_forward.gate", "F D", P("tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_dense),
     Row("blocks.feed_forward.up", "F D", P("tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_dense),
     Row("blocks.feed_forward.down", "D F", P("fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_dense),
@@ -162,6 +167,7 @@ TABLE: tuple[Row, ...] = (
     Row("blocks.feed_forward.gate", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_sparse),
     Row("blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_sparse),
     Row("blocks.feed_forward.down", "E D F", P(None, "fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_sparse),
+    Row("blocks.ffn_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
     Row("final_norm", "D", P(), "ones"),
     Row("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),
 )

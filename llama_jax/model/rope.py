@@ -6,13 +6,15 @@ import jax
 import numpy as np
 
 from llama_jax import ops
-from llama_jax.config import LlamaConfig
+from llama_jax.config import LayerConfig, LlamaConfig
 from llama_jax.model.options import Places
 from llama_jax.ops.rope_scaling import BY_LENGTH, SCALINGS, Length, lengths_of
 from llama_jax.ops.rotary import Frequencies
 
 
-def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Frequencies, float]:
+def rotary_frequencies(
+    config: LlamaConfig, length: Length = None, layer: LayerConfig = LayerConfig()
+) -> tuple[Frequencies, float]:
     """The rotation of each pair of features per position, and the factor of cosine and sine.
 
     They follow from the configuration alone, so that training and inference cannot disagree; computed in float64 unless the
@@ -21,24 +23,30 @@ def rotary_frequencies(config: LlamaConfig, length: Length = None) -> tuple[Freq
     Args:
       length: of the sequence, for the kinds of scaling that depend on it ("dynamic" and "longrope"; the others are the same
         at every length): a number, or int[...] with one for each row; None for the original context.
+      layer: whose frequencies, in a model whose layers differ. Those of a layer without a position embedding are zero.
 
     Returns:
       Radians per position, float32[H/2], and the attention factor. For an array of lengths and a scaling that depends on
-      them float32[..., H/2].
+      them float32[..., H/2]. H is here the number of rotated features.
     """
-    plain, scaling = ops.inverse_frequencies(config.head_dim, config.rope_theta), config.rope_scaling
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if layer.rope != "model":
+        theta, scaling = layer.rope_theta or theta, None
+    plain = ops.inverse_frequencies(config.rotated_dim, theta) * (layer.rope != "none")
     if scaling is None:
         return plain.astype(np.float32), 1.0
-    frequencies, attention_factor = SCALINGS[scaling.kind](plain, config.rope_theta, length, scaling)
+    frequencies, attention_factor = SCALINGS[scaling.kind](plain, theta, length, scaling)
     return frequencies.astype(np.float32), attention_factor
 
 
-def scaled_frequencies(config: LlamaConfig, slots: jax.Array, places: Places) -> tuple[Frequencies, float]:
+def scaled_frequencies(
+    config: LlamaConfig, slots: jax.Array, places: Places, layer: LayerConfig = LayerConfig()
+) -> tuple[Frequencies, float]:
     """The same of a pass whose tokens stand in `slots`, int32[B, T], of their rows: [H/2], or [B, T|1, H/2]."""
     lengths = places.rope_lengths
     if config.rope_scaling is not None and config.rope_scaling.kind in BY_LENGTH and lengths is None:
         lengths = lengths_of(slots, places.lengths, places.positions, places.segment_ids)
-    frequencies, attention_factor = rotary_frequencies(config, lengths)
+    frequencies, attention_factor = rotary_frequencies(config, lengths, layer)
     if frequencies.ndim == 2:  # of each row, for all its positions
         frequencies = frequencies[:, None]
     return frequencies, attention_factor

@@ -46,7 +46,7 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
     def start(row: Row, layer: int) -> jax.Array:
         shape = row.shape_of_all(config)
         if not row.decays:
-            return jnp.full(shape, 1 if row.start == "ones" else 0, dtype)
+            return jnp.full(shape, 1 - config.norm_offset if row.start == "ones" else 0, dtype)
         std = 0.02 if row.start == "normal" else 0.02 / math.sqrt(2 * config.n_layers)
         number, *half = row.draw
         if not half:
@@ -65,24 +65,20 @@ def build(config: LlamaConfig, leaf_of: Callable[[Row, int], Leaf], *, stacked: 
     """
     table = {row.path: row for row in rows(config)}
 
-    def node(kind: Any, start: str, layer: int) -> Any:
-        paths = {field.name: start + field.name for field in fields(kind)}
-        return kind(**{name: leaf_of(table[path], layer) if path in table else None for name, path in paths.items()})
+    def leaf(path: str, layer: int) -> Leaf | None:
+        return leaf_of(table[path], layer) if path in table else None
+
+    def node(kind: Any, start: str, layer: int, **nodes: Any) -> Any:
+        leaves = {field.name: start + field.name for field in fields(kind) if field.name not in nodes}
+        return kind(**nodes, **{name: leaf(path, layer) for name, path in leaves.items()})
 
     def block(layer: int) -> Block:
-        return Block(
-            attention_norm=leaf_of(table["blocks.attention_norm"], layer),
-            attention=node(Attention, "blocks.attention.", layer),
-            ffn_norm=leaf_of(table["blocks.ffn_norm"], layer),
-            feed_forward=node(FeedForward, "blocks.feed_forward.", layer),
-        )
+        attention = node(Attention, "blocks.attention.", layer)
+        feed_forward = node(FeedForward, "blocks.feed_forward.", layer)
+        return node(Block, "blocks.", layer, attention=attention, feed_forward=feed_forward)
 
-    return Llama(
-        embedding=leaf_of(table["embedding"], 0),
-        blocks=block(0) if stacked else tuple(block(i) for i in range(config.n_layers)),
-        final_norm=leaf_of(table["final_norm"], 0),
-        lm_head=leaf_of(table["lm_head"], 0) if "lm_head" in table else None,
-    )
+    blocks = block(0) if stacked else tuple(block(i) for i in range(config.n_layers))
+    return node(Llama, "", 0, blocks=blocks)
 
 
 def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True) -> Llama:

@@ -7,14 +7,16 @@ K key/value heads, G queries per key/value head, H head dim, F feed-forward, E e
 from llama_jax.ops.attention import attend, attend_with_sinks
 from llama_jax.ops.cpu import compile_native, decodes_natively, native_anyway, native_beside
 from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
-from llama_jax.ops.experts import experts
 from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
 from llama_jax.ops.logprobs import token_logprobs
+from llama_jax.ops.moe import ExpertSharding, Routing, experts
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 from llama_jax.ops.rotary_order import half_from_interleaved
 
 __all__ = [
+    "ExpertSharding",
     "LogitOptions",
+    "Routing",
     "apply_rotary",
     "attend",
     "attend_with_sinks",

@@ -102,7 +102,7 @@ def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Arr
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
-def _is_read_once(x: jax.Array, weight: jax.Array) -> bool:
+def _is_read_once(x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a few rows are multiplied by `native`, in a program that may have native code."""
     most = FEW_ROWS.get(str(x.dtype), 0) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
     return bool(native_code.value) and len(x) <= most and weight.size >= LEAST_NATIVE
@@ -199,6 +199,24 @@ def multiply_quantized(plain: Callable[..., jax.Array], x: jax.Array, planes: tu
     found = lax.dot_general(padded, values, dimensions, preferred_element_type=jnp.int32)[: len(both)].astype(jnp.float32)
     coarse, fine = jnp.split(found, 2)
     return (coarse + fine / FINER) * factors * scales
+
+
+def multiply_group(
+    plain: Callable[..., jax.Array], x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any
+) -> jax.Array:
+    """`grouped.multiply_group`: by `native`, which reads the group's matrix where it lies. For XLA it must be copied."""
+    if hasattr(weight, "planes") and is_native(weight.kind):
+        return native.multiply(x, weight.planes, weight.kind, group).astype(out_dtype)
+    if not hasattr(weight, "project") and _is_read_once(x, jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype)):
+        return native.multiply_floats(x, weight, group).astype(out_dtype)
+    return plain(x, weight, group, out_dtype)
+
+
+def blocks(plain: Callable[..., tuple[int, ...]], rows: int, groups: int, dtype: Any) -> tuple[int, ...]:
+    """`grouped`'s lengths of blocks: where groups have few rows none that `native` does not multiply."""
+    most = FEW_ROWS.get(str(dtype), 0) if native_code.value else 0
+    few = rows <= most * groups
+    return tuple(length for length in plain(rows, groups, dtype) if length <= most or not few)
 
 
 def is_native(kind: str) -> bool:
@@ -395,11 +413,11 @@ def recomputed(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 # --- elementwise ---------------------------------------------------------------------------------------------------------
 
 
-def gated(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array) -> jax.Array:
+def gated(plain: Callable[..., jax.Array], gates: jax.Array, values: jax.Array, activation: str) -> jax.Array:
     """`layers.feed_forward`'s product, of 16-bit numbers in float32 and rounded once."""
     if not is_short(gates):
-        return plain(gates, values)
-    return plain(gates.astype(jnp.float32), values.astype(jnp.float32)).astype(gates.dtype)
+        return plain(gates, values, activation)
+    return plain(gates.astype(jnp.float32), values.astype(jnp.float32), activation).astype(gates.dtype)
 
 
 # --- attention -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from llama_jax.ops.mixed import multiply_cast
 from llama_jax.ops.platform import recomputing
 
 F = TypeVar("F", bound=Callable[..., Any])
+Activation = Literal["silu", "gelu"]
 PRODUCT = "product"  # the name of every result of `project`, so that training can save them
 
 
@@ -98,7 +99,7 @@ def recomputed(function: F) -> F:
     return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
     """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
 
     Computed in float32 whatever the dtype of `x`: in bfloat16 a sum over D loses the small terms.
@@ -107,6 +108,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
       x: [..., D].
       weight: [D].
       eps: added to the mean square.
+      offset: added to the weight.
 
     Returns:
       [..., D] in the dtype of `x`.
@@ -117,32 +119,35 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)  # [..., 1]
         # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
-        return ((wide * scale).astype(x.dtype).astype(wide.dtype) * weight.astype(wide.dtype)).astype(x.dtype)
+        rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
+        factor = weight.astype(wide.dtype)
+        return (rounded * (factor + offset if offset else factor)).astype(x.dtype)
 
     return normalise(x, weight)
 
 
-def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
-    """down(silu(gate(x)) * up(x)), called SwiGLU (Shazeer 2020, equation 6).
+def feed_forward(x: jax.Array, gate: Any, up: Any, down: Any, activation: Activation = "silu") -> jax.Array:
+    """down(activation(gate(x)) * up(x)), called SwiGLU with silu and GeGLU with gelu (Shazeer 2020, equation 6).
 
     Args:
       x: [..., D].
       gate, up: [F, D], arrays or what else `project` takes.
       down: [D, F].
+      activation: "silu", or "gelu" by the tanh approximation.
 
     Returns:
       [..., D].
     """
-    gates, values = project(x, gate), project(x, up)  # [..., F]
-    return _project_gated(gates, values, down)
 
+    @recomputed
+    def project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
+        """The product is as large as either: its projection is computed with it, so that it need not be saved."""
+        return project(gated(gates, values, activation), down)
 
-@recomputed
-def _project_gated(gates: jax.Array, values: jax.Array, down: Any) -> jax.Array:
-    """silu(gates) * values is as large as either: its projection is computed with it, so that it need not be saved."""
-    return project(_gated(gates, values), down)
+    return project_gated(project(x, gate), project(x, up), down)  # [..., F] both
 
 
 @for_cpu(cpu.gated)
-def _gated(gates: jax.Array, values: jax.Array) -> jax.Array:
-    return jax.nn.silu(gates) * values
+def gated(gates: jax.Array, values: jax.Array, activation: Activation) -> jax.Array:
+    """activation(gates) * values."""
+    return (jax.nn.silu(gates) if activation == "silu" else jax.nn.gelu(gates, approximate=True)) * values

@@ -59,7 +59,8 @@ def fitted(config: LlamaConfig, sizes: MeshSizes) -> LlamaConfig:
 def _divides(config: LlamaConfig, tensor: int) -> bool:
     heads, queries = config.n_kv_heads, config.queries_per_kv_head
     enough = heads % tensor == 0
-    copied = tensor % heads == 0 and queries % (tensor // heads) == 0
+    # A norm of all heads together has weights for each of them, which are not copied.
+    copied = tensor % heads == 0 and queries % (tensor // heads) == 0 and config.qk_norm != "all"
     return (enough or copied) and config.hidden_dim % tensor == 0
 
 

@@ -18,7 +18,7 @@ from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, shardings_of_pl
 from llama_jax.parallel.fit import changed, fit_array, has_groups, laid_out
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.ring import BATCH
-from llama_jax.parallel.specs import layout_over, param_specs, shardings
+from llama_jax.parallel.specs import EXPERTS, layout_over, param_specs, shardings
 
 
 def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, fitted: bool = True) -> Llama:
@@ -69,4 +69,4 @@ def layout_to_generate(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, La
         return held, Layout(mesh=mesh.abstract_mesh)
     placement = Placement(mesh, BATCH, ("tensor",), ("tensor",), ("fsdp",))
     attention = partial(attend, division=Division(BATCH, ("tensor",)))
-    return held, Layout(placement, attention, fit=training.fit, mesh=mesh.abstract_mesh)
+    return held, Layout(placement, attention, EXPERTS._replace(batch=BATCH), fit=training.fit, mesh=mesh.abstract_mesh)

@@ -32,12 +32,15 @@ from llama_jax.model.options import Layout, identity
 from llama_jax.model.params import BLOCKS, Llama, Row, rows
 from llama_jax.model.trees import build, param_shapes
 from llama_jax.ops.attention import Division, attend
+from llama_jax.ops.moe import ExpertSharding
 from llama_jax.ops.quantized import Quantized
 from llama_jax.ops.weights import ChangedWeight, LowRank, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.parallel.ring import BATCH, check_length, divide_over, ring_attention
+from llama_jax.parallel.ring import BATCH, PARTS, check_length, divide_over, ring_attention
 from llama_jax.training.step import TrainState, init_state, train_step
+
+EXPERTS = ExpertSharding(PARTS, ("tensor",), ("fsdp", "context"))  # how a step's rows, and F and D of the experts, are cut
 
 
 def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, fitted: bool = False) -> Llama:
@@ -267,6 +270,7 @@ def layout_over(config: LlamaConfig, mesh: Mesh) -> tuple[LlamaConfig, Layout]:
     layout = Layout(
         constrain=constrain_over(mesh),
         attend=ring_attention(mesh) if ring else partial(attend, division=Division(BATCH, ("tensor",))),
+        experts=EXPERTS,
         arrange=divide_over(mesh) if ring else identity,
         fit=fit_params,
         shares=sizes.rows * sizes.context,

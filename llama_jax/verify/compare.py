@@ -20,7 +20,7 @@ from llama_jax.config import SHAPE_FIELDS, LlamaConfig, RopeScaling
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import unstack
 from llama_jax.verify.rounding import EXACT, Rounding, rounding_between
-from llama_jax.verify.trace import Trace, log_softmax, nats_per_token, run_layer, run_output
+from llama_jax.verify.trace import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
 
 # How many times the rounding a part's own difference may be. Measured on the trained 260K stories model and on small random
 # ones: 1.7 to 3 for every kind of quantisation (a layer is two or three rounded matmuls in a row), up to 2.4 for
@@ -220,7 +220,8 @@ def _measure(params: Llama, ours: Trace, reference: Trace) -> Iterator[_Measured
                 name, before, found = "embedding", np.zeros_like(there[0]), ours.streams[0]
             elif i <= config.n_layers:
                 given = jnp.asarray(there[i - 1], params.embedding.dtype)
-                name, before, found = f"layer {i - 1}", there[i - 1], run_layer(config, params.blocks[i - 1], given)
+                found = run_layer(of_layer(config, i - 1), params.blocks[i - 1], given)
+                name, before = f"layer {i - 1}", there[i - 1]
             else:
                 given = jnp.asarray(there[-1], params.embedding.dtype)
                 name, before, found = "output", np.zeros_like(reference.logits), run_output(config, params, given)

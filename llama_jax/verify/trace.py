@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax import ops
 from llama_jax.config import LlamaConfig
-from llama_jax.model.forward import unembed
+from llama_jax.model.forward import finish, unembed
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import unstack
 from llama_jax.model.whole import observe
@@ -86,15 +85,24 @@ def _run(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Arr
     return unembed(config, params, hidden)[0], jnp.stack(streams)
 
 
+def of_layer(config: LlamaConfig, index: int) -> LlamaConfig:
+    """The configuration of a model whose layers are all like one of this model's."""
+    return replace(config, window=None, layers=(config.layer(index),))
+
+
 @partial(jax.jit, static_argnums=0)
 def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array:
-    """What one layer leaves of a stream [T, D]: a model of that layer alone, whose vocabulary is the stream."""
-    alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True)
-    params = Llama(embedding=stream, blocks=(block,), final_norm=block.ffn_norm, lm_head=None)
+    """What a layer leaves of a stream [T, D]: a model of that layer alone, whose vocabulary is the stream.
+
+    Args:
+      config: of the layer, see `of_layer`.
+    """
+    alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True, embedding_multiplier=1.0)
+    params = Llama(embedding=stream, blocks=(block,), final_norm=jnp.ones(stream.shape[-1], stream.dtype), lm_head=None)
     return observe(alone, params, jnp.arange(len(stream))[None], lambda layer: layer.after[0])[1][0]
 
 
 @partial(jax.jit, static_argnums=0)
 def run_output(config: LlamaConfig, params: Llama, stream: jax.Array) -> jax.Array:
     """Logits [T, V] of the stream [T, D] that the last layer leaves."""
-    return unembed(config, params, ops.rms_norm(stream, params.final_norm, config.norm_eps))
+    return unembed(config, params, finish(config, params, stream))

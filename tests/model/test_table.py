@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import llama_jax
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta
+from llama_jax.checkpoints.huggingface import names_of
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.config import PRESETS, preset
 from llama_jax.errors import ConfigError
@@ -26,8 +27,10 @@ KINDS = {
     "tied": TIED,
     "untied": UNTIED,
     "qwen2": replace(UNTIED, qkv_bias=True),
-    "qwen3": replace(TIED, qk_norm=True),
+    "qwen3": replace(TIED, qk_norm="head"),
     "mixtral": replace(UNTIED, experts=4, experts_per_token=2),
+    "olmo2": replace(UNTIED, norm="post", qk_norm="all"),
+    "gemma3": replace(TIED, norm="both", norm_offset=1.0, qk_norm="head"),
 }
 each = pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 # What was trained and published before there was a table.
@@ -46,6 +49,7 @@ SPECS = {
 PARTS = {"embedding", "attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down", "final_norm", "lm_head"}
 
 SIBLINGS = {"q_bias", "k_bias", "v_bias", "query_norm", "key_norm", "router", "expert_gate", "expert_up", "expert_down"}
+SIBLINGS |= {"attention_post_norm", "ffn_post_norm"}
 
 
 def paths_of(tree):
@@ -97,7 +101,10 @@ def test_specs_are_those_of_before(stacked):
 def test_every_format_names_every_tensor_of_a_llama(module):
     found = {name for name in module.NAMES if name not in ("cos", "sin")}
     assert found == PARTS | (SIBLINGS if module in (huggingface, gguf) else set())
-    assert len(set(module.NAMES.values())) == len(module.NAMES)
+    for config in (UNTIED, *KINDS.values()):
+        named = names_of(config) if module is huggingface else module.NAMES
+        own = [named[share.name] for row in rows(config) for share in shares_of(row) if share.name in named]
+        assert len(set(own)) == len(own)
     for row in TABLE:
         for share in shares_of(row):
             assert share.name not in found or ("{}" in module.NAMES[share.name]) == row.in_blocks

@@ -69,14 +69,14 @@ def batches():
         yield Batch(tokens, segments.astype(np.int32), np.broadcast_to(np.arange(LENGTH + 1, dtype=np.int32), tokens.shape))
 
 
-def run(sizes, **options):
+def run(sizes, config=CONFIG, **options):
     """The losses of ten steps and the parameters after them; the first moments after one step, tenths of the gradients."""
     mesh = make_mesh(sizes)
-    placement = shardings(mesh, train_state_specs(CONFIG, sizes, OPTIMIZER))
+    placement = shardings(mesh, train_state_specs(config, sizes, OPTIMIZER))
     rows = shardings(mesh, batch_spec(sizes, ROWS))
-    state = jax.jit(lambda: init_state(OPTIMIZER, llama_jax.init(CONFIG, jax.random.key(0))), out_shardings=placement)()
+    state = jax.jit(lambda: init_state(OPTIMIZER, llama_jax.init(config, jax.random.key(0))), out_shardings=placement)()
     step = partial(
-        step_over(CONFIG, mesh),
+        step_over(config, mesh),
         OPTIMIZER,
         options=step_options(**{"remat": "full", "chunk": 8, "clip_norm": 1.0, **options}),
     )
@@ -110,6 +110,30 @@ def test_so_are_those_of_a_batch_in_parts(alone, sizes):
 @pytest.mark.slow
 def test_so_are_those_of_a_sequence_in_parts_that_keeps_its_products(alone):
     assert_same(run(MeshSizes(1, 2, context=4), remat="dots"), alone)
+
+
+EXPERTS = replace(CONFIG, experts=4, experts_per_token=2)
+
+
+@pytest.fixture(scope="module")
+def experts_alone():
+    return run(MeshSizes(), EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        (MeshSizes(1, 2, 2, 2), {}),
+        *(
+            pytest.param(MeshSizes(*sizes), options, marks=pytest.mark.slow)
+            for sizes, options in (((2, 2, 2), {"remat": "none"}), ((1, 1, 8), {}), ((2, 4), {"remat": "dots"}))
+        ),
+    ],
+    ids=str,
+)
+def test_so_are_those_of_experts(experts_alone, sizes, options):
+    """Each device sorts its own tokens, and computes its part of each chosen expert."""
+    assert_same(run(sizes, EXPERTS, **options), experts_alone)
 
 
 def assert_same(found, expected):

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from llama_jax.errors import UserError, reason_of
 from llama_jax.writing import appearing
 
 TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
+OF_GROUP = "_of_group"  # ends the names of the kernels that multiply with one of several matrices
 # Of quantised weights; blocks.cc uses the indices.
 KINDS = (
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
@@ -39,20 +41,33 @@ SECONDS = 120  # limit for the compiler, which takes five for `floats` and ten f
 _log = logging.getLogger("llama_jax.native")
 
 
-def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str) -> jax.Array:
+def multiply(x: jax.Array, planes: tuple[jax.Array, ...], kind: str, group: jax.Array | None = None) -> jax.Array:
     """[T, D] by the planes of [N, D]: float32[T, N].
 
     Every 32 numbers of `x` become integers of 8 bits times a factor; for `int8` a row does, in 16 bits.
+
+    Args:
+      group: int32[]; the planes are those of [E, N, D], of which this one is multiplied.
     """
-    out = jax.ShapeDtypeStruct((x.shape[0], planes[0].shape[0]), jnp.float32)
-    call = jax.ffi.ffi_call(TARGET, out, vmap_method="sequential")
-    return call(x.astype(jnp.float32), *planes, kind=np.int64(KINDS.index(kind)))
+    call, more = _call(TARGET, len(x), planes[0].shape, group)
+    return call(*more, x.astype(jnp.float32), *planes, kind=np.int64(KINDS.index(kind)))
 
 
-def multiply_floats(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[T, D] by float32 or bfloat16 [N, D]: float32[T, N], of every row as if it were alone; fast for few rows."""
-    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(FLOATS, out, vmap_method="sequential")(x.astype(jnp.float32), weight)
+def multiply_floats(x: jax.Array, weight: jax.Array, group: jax.Array | None = None) -> jax.Array:
+    """[T, D] by float32 or bfloat16 [N, D]: float32[T, N], of every row as if it were alone; fast for few rows.
+
+    Args:
+      group: int32[]; the weight is [E, N, D], of which this matrix is multiplied.
+    """
+    call, more = _call(FLOATS, len(x), weight.shape, group)
+    return call(*more, x.astype(jnp.float32), weight)
+
+
+def _call(target: str, rows: int, shape: tuple[int, ...], group: jax.Array | None) -> tuple[Any, tuple[jax.Array, ...]]:
+    """The kernel, and the arguments before `x`: of one matrix, or of a group's, where the first axis is that of groups."""
+    out = jax.ShapeDtypeStruct((rows, shape[0 if group is None else 1]), jnp.float32)
+    name = target if group is None else target + OF_GROUP
+    return jax.ffi.ffi_call(name, out, vmap_method="sequential"), () if group is None else (group.astype(jnp.int32),)
 
 
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
@@ -75,14 +90,11 @@ def usable(library: str) -> bool:
 
 @cache
 def _register(library: str) -> bool:
-    handlers = {
-        "floats": {FLOATS: "llama_jax_floats", ATTENTION: "llama_jax_attend"},
-        "blocks": {TARGET: "llama_jax_multiply"},
-    }
+    names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION), "blocks": (TARGET, TARGET + OF_GROUP)}
     try:
         loaded = ctypes.CDLL(str(_compiled(FOLDER / f"{library}.cc")))
-        for name, symbol in handlers[library].items():
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
+        for name in names[library]:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
         what = {"floats": "models are decoded", "blocks": "quantised weights are multiplied"}[library]
         level = logging.WARNING if library == "blocks" else logging.INFO  # XLA's own floats are no surprise

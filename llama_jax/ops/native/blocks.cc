@@ -23,13 +23,15 @@ static void multiply(ffi::ThreadPool& threads, const Job& job) {
   multiply_panels<Kind, VNNI ? 12 : 4, 2>(threads, job);  // sums stay in registers, of which AVX2 has 16 and AVX-512 32
 }
 
-static ffi::Error Multiply(ffi::ThreadPool threads, int64_t kind, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs planes,
-                           ffi::ResultBuffer<ffi::F32> out) {
+// With a group's matrix, where each plane begins with the axis of groups; with the only one where `group` is negative.
+static ffi::Error multiply_one(ffi::ThreadPool threads, int64_t kind, int64_t group, ffi::Buffer<ffi::F32> x,
+                               ffi::RemainingArgs planes, ffi::ResultBuffer<ffi::F32> out) {
   Job job{x.typed_data(), {}, out->typed_data(), x.dimensions()[0], out->dimensions()[1], x.dimensions()[1]};
   for (size_t i = 0; i < planes.size(); ++i) {
     auto plane = planes.get<ffi::AnyBuffer>(i);
     if (!plane.has_value()) return plane.error();
     job.planes.at[i] = static_cast<const uint8_t*>(plane->untyped_data());
+    if (group >= 0) job.planes.at[i] += group * static_cast<int64_t>(plane->size_bytes()) / plane->dimensions()[0];
   }
   switch (kind) {  // as `native.KINDS` has them
     case 0: multiply<Int8>(threads, job); break;
@@ -50,6 +52,25 @@ static ffi::Error Multiply(ffi::ThreadPool threads, int64_t kind, ffi::Buffer<ff
   }
   return ffi::Error::Success();
 }
+
+static ffi::Error Multiply(ffi::ThreadPool threads, int64_t kind, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs planes,
+                           ffi::ResultBuffer<ffi::F32> out) {
+  return multiply_one(threads, kind, -1, x, planes, out);
+}
+
+static ffi::Error MultiplyOfGroup(ffi::ThreadPool threads, int64_t kind, ffi::Buffer<ffi::S32> group,
+                                  ffi::Buffer<ffi::F32> x, ffi::RemainingArgs planes, ffi::ResultBuffer<ffi::F32> out) {
+  return multiply_one(threads, kind, *group.typed_data(), x, planes, out);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_multiply_of_group, MultiplyOfGroup,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<int64_t>("kind")
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_multiply, Multiply,
                               ffi::Ffi::Bind()

@@ -17,19 +17,39 @@ static ffi::Error by_type(const ffi::AnyBuffer& buffer, Run run) {
   return ffi::Error::Success();
 }
 
-static ffi::Error MultiplyFloats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
-                                 ffi::ResultBuffer<ffi::F32> out) {
+// With the matrix [N, D] that begins after `before` others of its size.
+static ffi::Error multiply_one(ffi::ThreadPool threads, int64_t before, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                               ffi::ResultBuffer<ffi::F32> out) {
   const auto sizes = x.dimensions();
-  const int64_t rows = weight.dimensions()[0];
+  const int64_t rows = out->dimensions()[1];
   return by_type(weight, [&](const auto* numbers) {
     using T = std::decay_t<decltype(*numbers)>;
-    multiply_floats(threads, Product<T>{x.typed_data(), numbers, out->typed_data(), sizes[0], rows, sizes[1]});
+    const T* own = numbers + before * rows * sizes[1];
+    multiply_floats(threads, Product<T>{x.typed_data(), own, out->typed_data(), sizes[0], rows, sizes[1]});
   });
+}
+
+static ffi::Error MultiplyFloats(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                                 ffi::ResultBuffer<ffi::F32> out) {
+  return multiply_one(threads, 0, x, weight, out);
+}
+
+static ffi::Error MultiplyFloatsOfGroup(ffi::ThreadPool threads, ffi::Buffer<ffi::S32> group, ffi::Buffer<ffi::F32> x,
+                                        ffi::AnyBuffer weight, ffi::ResultBuffer<ffi::F32> out) {
+  return multiply_one(threads, *group.typed_data(), x, weight, out);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_floats, MultiplyFloats,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_floats_of_group, MultiplyFloatsOfGroup,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -1,0 +1,237 @@
+"""The architectures of GGUF, and what their settings add to those of a Llama: one record for each.
+
+Source: ggml-org/llama.cpp, src/models/*.cpp for what its readers take, conversion/*.py for what its writer gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llama_jax.config import Kind, LayerConfig, LlamaConfig, QueryScaling
+from llama_jax.errors import CheckpointError, ConfigError, shown
+
+# A setting by its key without the architecture's name, or the given value.
+Maybe = Callable[[str, Any], Any]
+WINDOW, PATTERN, LOCAL_THETA = "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of GGUF.
+
+    Attributes:
+      kinds: the families of models that go by this name.
+      interleaved: whether llama.cpp rotates pairs of adjacent features, so that files store the rows of q and k interleaved;
+        of the others it rotates the halves of a head.
+      reads: settings that are refused in other architectures, and that `fields` reads.
+      fields: the fields of `LlamaConfig` beyond Llama's, from the settings and the number of layers.
+      settings: the inverse.
+      fused: tensors that hold several parts of a layer, as in `huggingface.FUSED`; where `writes_fused` they are written.
+      norm_shift: what files add to the weights of norms.
+      whole_yarn: whether the settings of yarn that are fixed for others are read.
+    """
+
+    kinds: tuple[Kind, ...]
+    interleaved: bool = False
+    reads: tuple[str, ...] = ()
+    fields: Callable[[Maybe, int], dict[str, Any]] = lambda maybe, n_layers: {}
+    settings: Callable[[LlamaConfig], dict[str, Any]] = lambda config: {}
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    norm_shift: float = 0.0
+    whole_yarn: bool = False
+
+
+def _windows(maybe: Maybe, n_layers: int, period: int) -> list[int | None]:
+    """The window of each layer, or None; by default the last of each period has none."""
+    window, pattern = maybe(WINDOW, 0) or None, maybe(PATTERN, period)
+    if window is None:
+        return [None] * n_layers
+    if type(pattern) is int and pattern >= 0:
+        pattern = [pattern == 0 or i % pattern < pattern - 1 for i in range(n_layers)]
+    pattern = list(pattern) if hasattr(pattern, "__len__") else []
+    if len(pattern) != n_layers:
+        raise ConfigError(f"{PATTERN}={shown(maybe(PATTERN, None), 40)} must be a number, or true or false for each layer")
+    return [window if windowed else None for windowed in pattern]
+
+
+def _window_settings(config: LlamaConfig) -> dict[str, Any]:
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    windows = {layer.window for layer in layers} - {None}
+    if not windows:
+        return {}
+    return {WINDOW: windows.pop(), PATTERN: [layer.window is not None for layer in layers]}
+
+
+def _only_window(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    return {"window": maybe(WINDOW, 0) or None}
+
+
+def _only_window_settings(config: LlamaConfig) -> dict[str, Any]:
+    return {} if config.window is None else {WINDOW: config.window}
+
+
+def _llama(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    counts = {"experts": maybe("expert_count", 0), "experts_per_token": maybe("expert_used_count", 0)}
+    return _only_window(maybe, n_layers) | counts
+
+
+def _llama_settings(config: LlamaConfig) -> dict[str, Any]:
+    counts = {"expert_count": config.experts, "expert_used_count": config.experts_per_token} if config.experts else {}
+    return _only_window_settings(config) | counts
+
+
+EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+
+
+def _qwen3moe(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    count, used, width = (maybe(key, 0) for key in EXPERTS)
+    hidden = {"hidden_dim": width} if width else {}
+    return {"qk_norm": "head", "experts": count, "experts_per_token": used} | hidden
+
+
+def _qwen3moe_settings(config: LlamaConfig) -> dict[str, Any]:
+    if not config.normalize_expert_weights:
+        raise CheckpointError("llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors")
+    return dict(zip(EXPERTS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
+
+
+SMOLLM3 = (*[LayerConfig()] * 3, LayerConfig(rope="none"))
+
+
+def _smollm3_settings(config: LlamaConfig) -> dict[str, Any]:
+    if config.layers != SMOLLM3:
+        raise CheckpointError(
+            "layers without rope have no place in GGUF but as every fourth of a SmolLM3; write safetensors"
+        )
+    return {}
+
+
+def _olmo2(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    found = {"norm": "post", "qk_norm": "all"}
+    windows = _windows(maybe, n_layers, 4)
+    if not any(windows):
+        return found
+    theta = maybe(LOCAL_THETA, None)
+    theta = None if theta == maybe("rope.freq_base", 10_000.0) else theta
+    scaled = maybe("rope.scaling.type", "none") != "none"
+    local = lambda window: LayerConfig(window, "unscaled", theta) if scaled or theta is not None else LayerConfig(window)
+    return found | {"layers": tuple(LayerConfig() if window is None else local(window) for window in windows)}
+
+
+def _local_theta(config: LlamaConfig) -> float:
+    layer = next(layer for layer in config.layer_kinds if layer.window is not None)
+    return config.rope_theta if layer.rope_theta is None else layer.rope_theta
+
+
+def _olmo2_settings(config: LlamaConfig) -> dict[str, Any]:
+    found = _window_settings(config)
+    return found | ({LOCAL_THETA: float(_local_theta(config))} if found else {})
+
+
+LARGEST_GEMMA3 = 62  # layers, by which llama.cpp knows the model whose scores are divided by sqrt(dim / n_heads)
+
+
+def _gemma3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    dim, n_heads, theta = maybe("embedding_length", 1), maybe("attention.head_count", 1), maybe(LOCAL_THETA, 10_000.0)
+    windows = _windows(maybe, n_layers, 6)
+    return {
+        "layers": tuple(LayerConfig() if w is None else LayerConfig(w, "unscaled", theta) for w in windows),
+        "norm": "both",
+        "norm_offset": 1.0,
+        "qk_norm": "head",
+        "activation": "gelu",
+        "embedding_multiplier": float(dim) ** 0.5,
+        "attention_multiplier": float(dim // n_heads) ** -0.5 if n_layers == LARGEST_GEMMA3 else None,
+    }
+
+
+def _gemma3_settings(config: LlamaConfig) -> dict[str, Any]:
+    divisor = config.dim // config.n_heads if config.n_layers == LARGEST_GEMMA3 else config.head_dim
+    if abs(config.score_scale**-2 - divisor) > 1e-6 * divisor:
+        raise CheckpointError(
+            f"attention_multiplier={config.attention_multiplier} has no place in GGUF, whose readers take"
+            f" {divisor} ** -0.5 for a Gemma 3 of {config.n_layers} layers; write safetensors"
+        )
+    found = _window_settings(config)
+    return found | ({LOCAL_THETA: float(_local_theta(config))} if found else {})
+
+
+GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def _granite(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    found = {name: maybe(key, 0.0) or None for key, name in GRANITE.items()}
+    return {name: 1.0 if value is None and name != "attention_multiplier" else value for name, value in found.items()}
+
+
+def _granite_settings(config: LlamaConfig) -> dict[str, Any]:
+    return {key: float(getattr(config, name)) for key, name in GRANITE.items() if getattr(config, name) is not None}
+
+
+def _mistral3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    beta, context = maybe("attention.temperature_scale", 0.0), maybe("rope.scaling.original_context_length", 0)
+    return {"query_scaling": QueryScaling(beta, context) if beta else None}
+
+
+def _mistral3_settings(config: LlamaConfig) -> dict[str, Any]:
+    scaling = config.query_scaling
+    if scaling is None:
+        return {}
+    if config.rope_scaling is None or config.rope_scaling.original_max_seq_len != scaling.context:
+        raise CheckpointError(f"query_scaling.context={scaling.context} must be the original context of the rope scaling")
+    return {"attention.temperature_scale": float(scaling.beta)}
+
+
+def _phi3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    head_dim = maybe("attention.key_length", 0) or maybe("embedding_length", 1) // maybe("attention.head_count", 1)
+    rotated = maybe("rope.dimension_count", head_dim)
+    return {"rotary_dim": None if rotated == head_dim else rotated} | _only_window(maybe, n_layers)
+
+
+PHI3_FUSED = {"blk.{}.attn_qkv.weight": ("q", "k", "v"), "blk.{}.ffn_up.weight": ("gate", "up")}
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(("llama", "mistral", "mixtral"), True, ("expert_count", WINDOW), _llama, _llama_settings),
+    "qwen2": Architecture(("qwen2",), fields=lambda maybe, n: {"qkv_bias": True}),
+    "qwen3": Architecture(("qwen3",), fields=lambda maybe, n: {"qk_norm": "head"}),
+    "qwen3moe": Architecture(("qwen3_moe",), False, EXPERTS[:1], _qwen3moe, _qwen3moe_settings),
+    "smollm3": Architecture(("smollm3",), True, (), lambda maybe, n: {"layers": SMOLLM3}, _smollm3_settings),
+    "olmo2": Architecture(("olmo2", "olmo3"), False, (WINDOW,), _olmo2, _olmo2_settings),
+    "gemma3": Architecture(("gemma3_text",), False, (WINDOW,), _gemma3, _gemma3_settings, norm_shift=1.0),
+    "granite": Architecture(("granite",), True, tuple(GRANITE), _granite, _granite_settings),
+    "mistral3": Architecture(
+        ("ministral3",), True, ("attention.temperature_scale",), _mistral3, _mistral3_settings, whole_yarn=True
+    ),
+    "phi3": Architecture(("phi3",), False, (WINDOW,), _phi3, _only_window_settings, PHI3_FUSED),
+}
+# Settings that change what is computed; a value other than 0 is refused where the architecture does not read it.
+REFUSED = (
+    "expert_count",
+    WINDOW,
+    "attention.temperature_scale",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "residual_scale",
+    "attention.scale",
+    "logit_scale",
+    "attention.clamp_kqv",
+)
+
+
+def architecture_of(kind: Kind) -> str:
+    """The name of the architecture of a family of models.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    for name, architecture in ARCHITECTURES.items():
+        if kind in architecture.kinds:
+            return name
+    raise CheckpointError(f"a {kind} has no place in GGUF, whose readers know no such architecture; write safetensors")

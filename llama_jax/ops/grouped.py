@@ -1,0 +1,370 @@
+"""Matmuls of rows that are sorted by group with a matrix for each group: only the products that are needed.
+
+JAX's own `lax.ragged_dot` is not used: XLA multiplies every row with every group's matrix on a CPU and on a GPU (H100), and
+on a TPU (v5e) for the gradient of the matrices; for matrices [E, N, K] it copies all of them on a TPU at every call (896 MiB
+of the eight of Mixtral 8x7B). `jax.experimental.pallas.ops.tpu.megablox` (Gale et al. 2023, MegaBlocks) does neither. Where
+there is no such kernel, a loop over the groups that have rows multiplies blocks of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from llama_jax.ops import cpu
+from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.layers import PRODUCT, project, sum_of_outer
+from llama_jax.ops.platform import lowering_platform, native_code, planned_for, recomputing
+
+LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
+ROWS_OF_A_GROUP = 8  # for each row of the smallest block, of which half may be computed in vain
+GPU_ROWS = 2  # for each group, up to which they are multiplied one by one
+KERNEL_ROWS, KERNEL_COLUMNS = (128, 512), 512  # a tile of the TPU's kernel: rows at least and at most, columns
+
+
+class Gather(NamedTuple):
+    """Mesh axes over which devices hold parts of the matrices, under `jax.shard_map`, and the axis that is divided."""
+
+    mesh_axes: tuple[str, ...]
+    axis: int
+
+
+def grouped(x: jax.Array, weight: Any, sizes: jax.Array, *, gather: Gather | None = None) -> jax.Array:
+    """Each row by the matrix of its group, contracted on the last axis of both.
+
+    Args:
+      x: [R, K], sorted by group.
+      weight: [E, N, K], an array, which is cast to the dtype of `x` as in `layers.project`, or a quantized weight.
+      sizes: int32[E], rows of each group; R in all.
+      gather: of an array of which each device holds a part; the parts are gathered, their gradients summed and scattered.
+
+    Returns:
+      [R, N] in the dtype of `x`; sums are float32 at least.
+    """
+    if hasattr(weight, "project"):
+        product = _grouped_project(x, weight, sizes)
+    elif gather is not None or x.dtype != weight.dtype:
+        product = _cast_and_gathered((gather, bool(recomputing.value), weight.dtype), x, weight, sizes)
+    else:
+        product = _multiply("rows", x, weight, sizes, x.dtype)
+    return checkpoint_name(product, PRODUCT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cast_and_gathered(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`grouped` of an array in another dtype or in parts: the gradient of the weight is summed in the weight's dtype.
+
+    Args:
+      settings: `gather`; whether the cast and gathered weight is saved, see `platform.recomputing`; the weight's dtype.
+    """
+    return _forward(settings, x, weight, sizes)[0]
+
+
+def _whole(gather: Gather | None, weight: jax.Array, dtype: Any) -> jax.Array:
+    cast = weight.astype(dtype)
+    return cast if gather is None else lax.all_gather(cast, gather.mesh_axes, axis=gather.axis, tiled=True)
+
+
+def _forward(settings: tuple[Any, ...], x: jax.Array, weight: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    matrices = _whole(settings[0], weight, x.dtype)
+    return _multiply("rows", x, matrices, sizes, x.dtype), (x, matrices if settings[1] else weight, sizes)
+
+
+def _backward(settings: tuple[Any, ...], residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    (gather, is_whole, dtype), (x, weight, sizes) = settings, residuals
+    matrices = weight if is_whole else _whole(gather, weight, x.dtype)
+    of_x = _multiply("columns", gradient, matrices, sizes, x.dtype)
+    of_weight = _multiply("outer", gradient, x, sizes, dtype)
+    if gather is not None:
+        of_weight = lax.psum_scatter(of_weight, gather.mesh_axes, scatter_dimension=gather.axis, tiled=True)
+    return of_x, of_weight, None
+
+
+_cast_and_gathered.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _grouped_project(x: jax.Array, weight: Any, sizes: jax.Array) -> jax.Array:
+    """`grouped` of a quantized weight; it has a derivative for `x` alone."""
+    multiply_block = partial(multiply_group, out_dtype=x.dtype)
+    return _by_blocks(multiply_block, x, weight, sizes, jax.ShapeDtypeStruct((len(x), weight.shape[1]), x.dtype))
+
+
+def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    weight, sizes = residuals
+    dtype, (_, _, columns) = gradient.dtype, weight.shape
+
+    def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((len(rows), columns), dtype)
+        return jax.vjp(lambda x: project(x, _matrix(weight, group)), zeros)[1](rows)[0]
+
+    like = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
+    return _by_blocks(transposed, gradient, weight, sizes, like), None, None
+
+
+_grouped_project.defvjp(lambda x, weight, sizes: (_grouped_project(x, weight, sizes), (weight, sizes)), _project_backward)
+
+
+# --- the operation: linear in both arrays, so its derivatives are the same operation in another mode -----------------------
+
+
+class _Settings(NamedTuple):
+    """What the operation computes, of E groups of R rows; see `platform` for the last two.
+
+    Attributes:
+      mode: "rows": [R, K] by [E, N, K], to [R, N]; "columns": [R, N] by [E, N, K], to [R, K]; "outer": of [R, N] and [R, K]
+        the sums of the outer products of each group's rows, to [E, N, K].
+      dtype: to which both arrays are cast.
+    """
+
+    mode: Literal["rows", "columns", "outer"]
+    dtype: Any
+    out_dtype: Any
+    platform: str
+    native: bool
+
+
+def _multiply(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+    """Computed in the dtype of `a`."""
+    a, b, sizes = _varying_alike(a, b, sizes)
+    settings = _Settings(mode, a.dtype, jnp.dtype(out_dtype), lowering_platform(), bool(native_code.value))
+    return grouped_matmul.bind(a, b, sizes, settings=settings)
+
+
+def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The same, each varying over the axes over which any of them does: for a `jax.shard_map` that checks it."""
+    axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+    missing = [tuple(axes - jax.typeof(array).manual_axis_type.varying) for array in arrays]
+    return [lax.pcast(a, more, to="varying") if more else a for a, more in zip(arrays, missing, strict=True)]
+
+
+grouped_matmul = Primitive("grouped_matmul")
+
+
+@grouped_matmul.def_impl
+def _compute(a: jax.Array, b: jax.Array, sizes: jax.Array, *, settings: _Settings) -> jax.Array:
+    """It is lowered outside of the contexts in which it was traced, which are therefore entered again."""
+    with planned_for(settings.platform), native_code(settings.native):
+        compute = _by_kernel if settings.platform == "tpu" else _by_loop
+        return compute(settings.mode, a.astype(settings.dtype), b.astype(settings.dtype), sizes, settings.out_dtype)
+
+
+@grouped_matmul.def_abstract_eval
+def _shape(a: Any, b: Any, sizes: Any, *, settings: _Settings) -> Any:
+    shapes = {"rows": (a.shape[0], *b.shape[1:2]), "columns": (a.shape[0], *b.shape[2:])}
+    shape = shapes.get(settings.mode, (sizes.shape[0], a.shape[1], b.shape[1]))
+    return a.update(shape=shape, dtype=settings.out_dtype, weak_type=False)
+
+
+def _transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _Settings) -> list[Any]:
+    if isinstance(gradient, ad.Zero):
+        return [None, None, None]
+    of_first = ad.is_undefined_primal(a)
+    # The modes and operands that give the gradients of `a` and of `b`.
+    gradients: dict[Any, tuple[Any, ...]] = {
+        ("rows", True): ("columns", gradient, b),
+        ("rows", False): ("outer", gradient, a),
+        ("columns", True): ("rows", gradient, b),
+        ("columns", False): ("outer", a, gradient),
+        ("outer", True): ("rows", b, gradient),
+        ("outer", False): ("columns", a, gradient),
+    }
+    mode, *operands = gradients[settings.mode, of_first]
+    settings = settings._replace(mode=mode, out_dtype=(a if of_first else b).aval.dtype)
+    found = grouped_matmul.bind(*operands, sizes, settings=settings)
+    return [found, None, None] if of_first else [None, found, None]
+
+
+def _batched(arrays: Any, axes: Any, *, settings: _Settings) -> tuple[jax.Array, int]:
+    """One of a batch after the other."""
+    moved = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True)]
+    count = next(len(a) for a, axis in zip(moved, axes, strict=True) if axis is not None)
+
+    def one(index: jax.Array) -> jax.Array:
+        entries = (a if axis is None else a[index] for a, axis in zip(moved, axes, strict=True))
+        return grouped_matmul.bind(*entries, settings=settings)
+
+    return lax.map(one, jnp.arange(count)), 0
+
+
+ad.defjvp(
+    grouped_matmul,
+    lambda tangent, a, b, sizes, *, settings: grouped_matmul.bind(tangent, b, sizes, settings=settings),
+    lambda tangent, a, b, sizes, *, settings: grouped_matmul.bind(a, tangent, sizes, settings=settings),
+    None,
+)
+ad.primitive_transposes[grouped_matmul] = _transposed
+batching.primitive_batchers[grouped_matmul] = _batched
+mlir.register_lowering(grouped_matmul, mlir.lower_fun(_compute, multiple_results=False))
+
+
+# --- by a loop -------------------------------------------------------------------------------------------------------------
+
+
+def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+    if mode == "outer":
+        return _outer_by_blocks(a, b, sizes, out_dtype)
+    if mode == "rows" and lowering_platform() == "gpu" and len(a) <= GPU_ROWS * len(sizes):
+        return _row_by_row(a, b, sizes).astype(out_dtype)
+    if mode == "rows":
+        multiply_block = partial(multiply_group, out_dtype=out_dtype)
+        return _by_blocks(multiply_block, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[1]), out_dtype))
+
+    def transposed(rows: jax.Array, weight: jax.Array, group: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(rows.dtype, jnp.float32)
+        return jnp.tensordot(rows, _matrix(weight, group), 1, preferred_element_type=wide)
+
+    return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
+
+
+@for_cpu(cpu.blocks)
+def _blocks(rows: int, groups: int, dtype: Any) -> tuple[int, ...]:
+    """Lengths of the blocks into which a group's rows are divided, the longest first: powers of two.
+
+    The last may reach beyond the group. It is short where groups are: of even groups a sixteenth is computed in vain.
+    """
+    smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
+    largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
+    return tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1))
+
+
+def _power_of_two(n: int) -> int:
+    """The largest that is at most n."""
+    return 1 << (n.bit_length() - 1)
+
+
+def _for_each_group(sizes: jax.Array, body: Callable[[jax.Array, jax.Array, jax.Array, Any], Any], carry: Any) -> Any:
+    """`body(group, start, size, carry)` of each group that has rows, in order."""
+    starts = jnp.cumsum(sizes) - sizes
+    with_rows = jnp.argsort(sizes == 0, stable=True)
+
+    def step(index: jax.Array, carry: Any) -> Any:
+        group = with_rows[index]
+        return body(group, starts[group], sizes[group], carry)
+
+    return lax.fori_loop(0, jnp.sum(sizes > 0), step, carry)
+
+
+def _for_each_block(
+    lengths: tuple[int, ...], start: Any, size: Any, body: Callable[[int, Any, Any], Any], carry: Any
+) -> Any:
+    """`body(length, start, carry)` of the blocks of a group, in order; the last may reach beyond the group."""
+    end = start + size
+    for length in lengths:
+        count = (end - start) // length if length != lengths[-1] else -((start - end) // length)
+        carry = lax.fori_loop(0, count, lambda i, carry, n=length, at=start: body(n, at + i * n, carry), carry)
+        start += count * length
+    return carry
+
+
+def _by_blocks(
+    multiply_block: Callable[[jax.Array, Any, jax.Array], jax.Array], x: jax.Array, weight: Any, sizes: jax.Array, out: Any
+) -> jax.Array:
+    """`multiply_block(rows, weight, group)` of blocks of each group's rows, as an array like `out`.
+
+    A block that reaches beyond its group writes rows of the next one, which then writes them itself.
+    """
+    rows, groups = len(x), len(sizes)
+    lengths = _blocks(rows, groups, x.dtype)
+    padded = cpu.keep(jnp.pad(x, [(0, lengths[-1] - 1), (0, 0)]))
+    found = cpu.keep(jnp.zeros_like(x, out.dtype, (rows + lengths[-1] - 1, out.shape[1])))  # vary as `x` does
+
+    def of_block(group: jax.Array, length: int, start: jax.Array, found: Any) -> Any:
+        product = multiply_block(_slice(padded, start, length), weight, group)
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return jax.tree.map(put, found, cpu.keep(product.astype(out.dtype)))
+
+    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, found: Any) -> Any:
+        return _for_each_block(lengths, start, size, partial(of_block, group), found)
+
+    if rows <= groups and lowering_platform() != "cpu":
+        # A loop of known length: a GPU otherwise waits for the host before each turn.
+        group_of = _groups_of_rows(sizes, rows)
+        found = lax.fori_loop(0, rows, lambda i, found: of_block(group_of[i], 1, i, found), found)
+    else:
+        found = _for_each_group(sizes, of_group, found)
+    return cpu.restore(found)[:rows]
+
+
+def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
+    return cpu.restore(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
+
+
+def _matrix(weight: Any, group: jax.Array) -> Any:
+    take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
+    return cpu.restore(jax.tree.map(take, cpu.keep(weight)))
+
+
+@for_cpu(cpu.multiply_group)
+def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) -> jax.Array:
+    """[R, K] by the matrix [N, K] of one group: [R, N].
+
+    Args:
+      weight: [E, N, K], an array or a quantized weight.
+    """
+    return project(x, _matrix(weight, group), out_dtype=out_dtype)
+
+
+def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Few rows on a GPU: as sums of products, which XLA fuses with the slice of the weights; for a matmul it copies that."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def multiply_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+        numbers, group = row
+        return jnp.sum(_matrix(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
+
+    return lax.map(multiply_row, (x, _groups_of_rows(sizes, len(x))))
+
+
+def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right", method="compare_all")
+
+
+def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    lengths = _blocks(len(a), len(sizes), a.dtype)
+    padded = [cpu.keep(jnp.pad(array, [(0, lengths[-1] - 1), (0, 0)])) for array in (a, b)]
+
+    def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: Any) -> Any:
+        def add(length: int, at: jax.Array, total: jax.Array) -> jax.Array:
+            rows, others = (_slice(array, at, length) for array in padded)
+            if length == lengths[-1] > 1:  # the last
+                rows = jnp.where((at + jnp.arange(length) < start + size)[:, None], rows, 0)
+            return total + sum_of_outer(rows, others, wide)
+
+        total = _for_each_block(lengths, start, size, add, jnp.zeros_like(a, wide, (a.shape[1], b.shape[1])))
+        put = partial(lax.dynamic_update_index_in_dim, index=group, axis=0)
+        return jax.tree.map(put, out, cpu.keep(total.astype(out_dtype)))
+
+    found = cpu.keep(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
+    return cpu.restore(_for_each_group(sizes, of_group, found))
+
+
+# --- by the kernel of TPUs -------------------------------------------------------------------------------------------------
+
+
+def _by_kernel(
+    mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any, *, interpret: bool = False
+) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+    rows, (least, most) = len(a), KERNEL_ROWS
+    # A tile with rows of two groups is computed for each: so they are short where groups are.
+    tile = max(least, min(most, _power_of_two(max(1, rows // (2 * ROWS_OF_A_GROUP * len(sizes))))))
+    tile = min(tile, -(-rows // 16) * 16)
+    padding = [(0, -rows % tile), (0, 0)]
+    a, options = jnp.pad(a, padding), dict(preferred_element_type=out_dtype, interpret=interpret)
+    if mode == "outer":
+        b = jnp.pad(b, padding)
+        tiles = (min(KERNEL_COLUMNS, width) for width in (a.shape[1], b.shape[1]))
+        return tgmm(a.swapaxes(0, 1), b, sizes, tiling=(tile, *tiles), **options)
+    tiles = (min(KERNEL_COLUMNS, width) for width in (b.shape[:0:-1] if mode == "rows" else b.shape[1:]))
+    return gmm(a, b, sizes, tiling=(tile, *tiles), transpose_rhs=mode == "rows", **options)[:rows]

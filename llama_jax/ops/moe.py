@@ -1,0 +1,124 @@
+"""Several feed-forward layers, of which a router chooses some for each token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from llama_jax.ops.grouped import Gather, grouped
+from llama_jax.ops.layers import feed_forward, gated, project, recomputed
+from llama_jax.ops.platform import mesh_in_force
+
+
+class ExpertSharding(NamedTuple):
+    """The mesh axes over which the rows of a batch, and the axes F and D of the experts' matrices, are divided."""
+
+    batch: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
+    dim: tuple[str, ...] = ()
+
+
+class Routing(NamedTuple):
+    """How experts are chosen for a token.
+
+    Attributes:
+      per_token: how many of the E are chosen.
+      normalized: the weights of the chosen experts are a softmax over their scores, and sum to one; else they are their
+        shares of the softmax over the scores of all E.
+    """
+
+    per_token: int
+    normalized: bool = True
+
+
+def experts(
+    x: jax.Array,
+    router: jax.Array,
+    gate: Any,
+    up: Any,
+    down: Any,
+    *,
+    routing: Routing,
+    sharding: ExpertSharding | None = None,
+) -> jax.Array:
+    """The weighted sum of the chosen experts, each a gated feed-forward (Jiang et al. 2024, section 2.1).
+
+    Only the chosen experts are computed: the tokens are sorted by expert and multiplied in groups, see `grouped`.
+
+    Args:
+      x: [B, T, D], or [..., D] where nothing is divided over devices.
+      router: [E, D].
+      gate, up: [E, F, D], arrays or quantized weights.
+      down: [E, D, F].
+      sharding: of the operands over the mesh in force: each device then sorts its own tokens. Without it, and for quantized
+        weights, all experts are computed on a mesh.
+
+    Returns:
+      [..., D].
+    """
+    weights, chosen = route(x, router, routing)
+    mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
+    if not mesh:
+        return _chosen_experts((), x, weights, chosen, gate, up, down)
+    if sharding is None or hasattr(gate, "project"):
+        return all_experts(x, weights, chosen, gate, up, down)
+    batch, hidden, dim = (tuple(axis for axis in axes if axis in mesh) for axes in sharding)
+    if x.shape[0] % math.prod(mesh[axis] for axis in batch):
+        batch = ()  # the same rows on all devices
+    rows, wide, narrow = P(batch), P(None, hidden, dim), P(None, dim, hidden)
+
+    def share(*arrays: Any) -> jax.Array:
+        return _chosen_experts(dim, *arrays)[None]
+
+    # Not checked: which results differ is not said by `grouped`. Devices with parts of F have terms of the sum over it.
+    of_devices = (rows, rows, rows, wide, wide, narrow), P(hidden, *rows)
+    terms = jax.shard_map(share, in_specs=of_devices[0], out_specs=of_devices[1], check_vma=False)
+    return jnp.sum(terms(x, weights, chosen, gate, up, down), axis=0)
+
+
+def route(x: jax.Array, router: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """The weights [..., per_token] of the experts with the highest scores, in float32 at least, and int32 their numbers."""
+    scores = project(x, router, out_dtype=jnp.promote_types(x.dtype, jnp.float32))  # [..., E]
+    highest, chosen = lax.top_k(scores, routing.per_token)
+    if routing.normalized:
+        return jax.nn.softmax(highest, axis=-1), chosen
+    return jnp.exp(highest - jax.nn.logsumexp(scores, axis=-1, keepdims=True)), chosen
+
+
+def _chosen_experts(
+    gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
+) -> jax.Array:
+    """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices."""
+    per_token, dim = chosen.shape[-1], x.shape[-1]
+    by_expert = jnp.argsort(chosen.reshape(-1), stable=True)  # [R], R = tokens * per_token
+    sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(gate.shape[0]), axis=0, dtype=jnp.int32)
+    # Repeated and then permuted, so that gradients are permuted back and summed in order.
+    rows = jnp.repeat(x.reshape(-1, dim), per_token, axis=0).at[by_expert].get(unique_indices=True)
+    on_last, on_first = (Gather(gather, axis) if gather else None for axis in (2, 1))
+    gates, values = (grouped(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
+
+    @recomputed
+    def project_gated(gates: jax.Array, values: jax.Array, down: Any, sizes: jax.Array) -> jax.Array:
+        return grouped(gated(gates, values, "silu"), down, sizes, gather=on_first)
+
+    results = project_gated(gates, values, down, sizes)
+    by_token = results.at[jnp.argsort(by_expert)].get(unique_indices=True).reshape(*chosen.shape, dim)
+    return jnp.einsum("...e,...ed->...d", weights, by_token.astype(weights.dtype)).astype(x.dtype)
+
+
+def all_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+    """The same sum with all experts computed for all tokens, one after the other; those not chosen have weight zero."""
+    chosen_of = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)  # [..., per_token, E]
+    spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
+
+    def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
+        weight, gate, up, down = expert
+        return total + weight[..., None] * feed_forward(x, gate, up, down), None
+
+    total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))
+    return total
