@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,7 @@ def assemble(
         found = jax.tree.map(lambda array, place: fill_weight(array, target, quantize, place, memory), part, places)
         return placed(found) if sharding is None else found
 
-    outside = [name for name in ("embedding", "lm_head", "final_norm") if getattr(made_of, name) is not None]
+    outside = [field.name for field in fields(Llama) if field.name != "blocks" and getattr(made_of, field.name) is not None]
     specs: Any = made_of.blocks
     with _filling(alone=isinstance(opened.path, StoredPath)) as begin:
         # The largest matrices first: the buffers for reading them are freed before memory holds everything else.

@@ -113,7 +113,9 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     for name, shape, number, offset in listed:
         if number not in TYPES:
             known = ", ".join(kind for kind, *_ in TYPES.values())
-            raise CheckpointError(f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read")
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of these"
+            )
         kind, *block = TYPES[number]
         if name in tensors:
             raise ValueError(f"tensor {shown(name)} occurs twice")
