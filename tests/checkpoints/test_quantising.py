@@ -16,7 +16,7 @@ from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.checkpoints.tensors import read_bytes
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.trees import count, quantize, stack, unstack
+from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize, stack, unstack
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight, order
 from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes
@@ -341,3 +341,11 @@ def test_damaged_kinds_of_orbax_are_named(change, message, tmp_path, stories_mod
     file.write_text(json.dumps(found | {"kinds": change(found["kinds"])}))
     with pytest.raises(CheckpointError, match=message):
         llama_jax.load(tmp_path / "a")
+
+
+@pytest.mark.real
+def test_a_real_model_has_the_size_of_its_file_and_its_numbers(smollm2):
+    kept, dense = (llama_jax.load(smollm2, dtype).params for dtype in (None, "float32"))
+    assert bytes_in_memory(kept) <= 1.1 * smollm2.stat().st_size
+    assert kinds_in_memory(kept) == "q4_1 and q8_0"
+    same(jit_dequantize(kept), dense)
