@@ -226,7 +226,7 @@ def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype:
     return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """Into which the rows of each group are divided.
 
     Attributes:
@@ -246,7 +246,7 @@ class Blocks(NamedTuple):
             return self.lengths[-1] - 1
         return max(length - shorter - 1 for length, shorter in zip(self.lengths, (*self.lengths[1:], 0), strict=True))
 
-    def within(self, rows: int) -> Blocks:
+    def within(self, rows: int) -> RowBlocks:
         """Without lengths that no group of so many rows needs."""
         pairs = zip(self.lengths, (*self.lengths[1:], 0), strict=True)
         return self._replace(lengths=tuple(length for length, shorter in pairs if shorter < rows))
@@ -266,19 +266,19 @@ class Blocks(NamedTuple):
         return carry
 
 
-def _blocks(rows: int, groups: int) -> Blocks:
+def _blocks(rows: int, groups: int) -> RowBlocks:
     """Of even groups a sixteenth is computed in vain."""
     smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
     largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
-    return Blocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
+    return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
 
 
 @for_cpu(cpu.blocks_for)
-def _blocks_for(weight: Any, rows: int, groups: int) -> Blocks:
+def _blocks_for(weight: Any, rows: int, groups: int) -> RowBlocks:
     """To multiply with a weight [E, N, K]."""
     if not hasattr(weight, "project"):
         return _blocks(rows, groups)
-    return Blocks(QUANTIZED_BLOCKS, at_once=True).within(rows)
+    return RowBlocks(QUANTIZED_BLOCKS, at_once=True).within(rows)
 
 
 def _power_of_two(n: int) -> int:
