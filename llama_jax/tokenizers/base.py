@@ -53,8 +53,8 @@ class Tokenizer(Protocol):
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
         The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
-        begin-of-sequence token, with which llama2.c's stories end. Of a vocabulary in GGUF: exactly those at which
-        llama.cpp ends.
+        begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Of a
+        vocabulary in GGUF: exactly those at which llama.cpp ends.
         """
         ...
 
