@@ -59,7 +59,7 @@ class TextOptions:
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
     .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of the weights and the arithmetic; auto is that of the stored embedding, or float32 where it is quantised."""
     quantize: QUANTIZE = "none"
