@@ -81,7 +81,7 @@ GGUF = {
 def renamed(config: LlamaConfig, tensors: dict[str, np.ndarray], names: dict[str, str]) -> dict[str, np.ndarray]:
     """The tensors under another format's names, q and k in the interleaved layout: row 2i of a head is row i of its half."""
     found = {}
-    for part, name in NAMES.items():
+    for part, name in ((part, name) for part, name in NAMES.items() if part in names):
         for i in range(config.n_layers if "{}" in name else 1):
             if name.format(i) in tensors:
                 weight = tensors[name.format(i)]

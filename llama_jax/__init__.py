@@ -20,7 +20,7 @@ The public face, loaded on first use so that importing the package costs nothing
 
 and their arguments:
 
-  LlamaConfig, RopeScaling, preset    what a Llama is
+  LlamaConfig, RopeScaling, preset    what a Llama is;  LayerConfig, QueryScaling: what its siblings add
   Compute, Places, Layout             how a pass computes (dtype, rematerialisation, an attention of your own), where its
                                       tokens stand, and over which devices
   LossOptions, StepOptions            how a loss computes, a Compute among it, and how a step does, a LossOptions among it;
@@ -51,7 +51,9 @@ _HOME = {
     "load_adapter": "checkpoints",
     "save": "checkpoints",
     "save_adapter": "checkpoints",
+    "LayerConfig": "config",
     "LlamaConfig": "config",
+    "QueryScaling": "config",
     "RopeScaling": "config",
     "preset": "config",
     "CheckpointError": "errors",
@@ -151,6 +153,7 @@ __all__ = [
     "Generation",
     "GenerationError",
     "KVCache",
+    "LayerConfig",
     "Layout",
     "LengthLoss",
     "Llama",
@@ -165,6 +168,7 @@ __all__ = [
     "Piece",
     "Places",
     "PromptLookup",
+    "QueryScaling",
     "Recipe",
     "RopeScaling",
     "Sampling",
@@ -216,7 +220,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from llama_jax.checkpoints import Checkpoint, convert, load, load_adapter, save, save_adapter
-    from llama_jax.config import LlamaConfig, RopeScaling, preset
+    from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling, RopeScaling, preset
     from llama_jax.errors import CheckpointError, ConfigError, GenerationError, MeshError, TokenizerError, UserError
     from llama_jax.exporting import register_for_export
     from llama_jax.inference.generate import Generation, generate, stream

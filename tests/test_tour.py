@@ -66,8 +66,8 @@ def test_one_token_through_generate(params):
     run = partial(llama_jax.generate, CONFIG, llama_jax.unstack(params), [[1, 2, 3]], max_new_tokens=6)
     files = visited(run)
     assert files == named("One token through `generate`")
-    assert len(files) <= 14
-    assert lines(files) < 2250  # "some 2,200"
+    assert len(files) <= 16
+    assert lines(files) < 2550  # "some 2,500"
 
 
 def test_one_batch_through_train_step(params):
@@ -77,5 +77,5 @@ def test_one_batch_through_train_step(params):
     step = jax.jit(partial(llama_jax.train_step, CONFIG, optimizer))
     files = visited(partial(step, state, batch))
     assert files == named("One batch through `train_step`")
-    assert len(files) <= 14
-    assert lines(files) <= 2220
+    assert len(files) <= 16
+    assert lines(files) < 2400  # "some 2,300"

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
-from llama_jax.checkpoints.gguf_file import TYPES, is_gguf, read_file
+from llama_jax.checkpoints.gguf_file import MOST_ENTRIES, TYPES, is_gguf, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.tensors import FLOATS, Opened, Shifted, Tensor, blocks_of, kind_of
+from llama_jax.checkpoints.tensors import FLOATS, Offset, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
@@ -69,7 +69,7 @@ def open_file(path: Location) -> Opened:
     tensors = unfused(config, tensors, architecture.fused, NAMES)
     if architecture.norm_shift:
         shift = -architecture.norm_shift
-        tensors = {name: Shifted(t, shift) if name.endswith(NORM) else t for name, t in tensors.items()}
+        tensors = {name: Offset(t, shift) if name.endswith(NORM) else t for name, t in tensors.items()}
     return Opened(
         format=f"GGUF version {fields['GGUF.version']}",
         path=path,
@@ -110,8 +110,8 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     dim, n_heads, n_layers = need("embedding_length"), need("attention.head_count"), need("block_count")
     for name, value in (("embedding_length", dim), ("attention.head_count", n_heads), ("block_count", n_layers)):
         require_positive_int(f"{architecture}.{name}", value)
-    if n_layers > len(tensors):  # what is said of each layer is as long as this claims
-        raise ConfigError(f"{architecture}.block_count={n_layers} is more than the {len(tensors)} tensors")
+    if n_layers > MOST_ENTRIES:  # what is said of each layer is as long as this claims
+        raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
     head_dim = maybe("attention.key_length", 0)
     more = own.fields(maybe, n_layers)
     sizes = LlamaConfig(
@@ -198,7 +198,7 @@ def write_file(
         todo, fused_names = fused(todo, own.fused)
         names = names | fused_names
     if own.norm_shift:
-        todo = [replace(p, tensor=Shifted(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
+        todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
     keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
     if kind not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")

@@ -211,8 +211,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture(("phi3",), False, (WINDOW,), _phi3, _only_window_settings, PHI3_FUSED),
 }
 # Settings that change what is computed; a value other than 0 is refused where the architecture does not read it.
-REFUSED = ("expert_count", WINDOW, "attention.temperature_scale", "final_logit_softcapping", "attn_logit_softcapping")
-REFUSED += ("embedding_scale", "residual_scale", "attention.scale", "logit_scale", "attention.clamp_kqv")
+REFUSED = (
+    "expert_count",
+    WINDOW,
+    "attention.temperature_scale",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "residual_scale",
+    "attention.scale",
+    "logit_scale",
+    "attention.clamp_kqv",
+)
 
 
 def architecture_of(kind: Kind) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling
 from llama_jax.errors import ConfigError, shown
 
-Settings = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def _nothing(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _nothing(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {}
 
 
@@ -34,14 +34,14 @@ class Family:
     """
 
     architecture: str
-    absent: Settings = field(default_factory=dict)
+    absent: ConfigJson = field(default_factory=dict)
     reads: tuple[str, ...] = ()
-    fields: Callable[[Settings], dict[str, Any]] = lambda found: {}
-    settings: Callable[[LlamaConfig, Settings], dict[str, Any]] = _nothing
+    fields: Callable[[ConfigJson], dict[str, Any]] = lambda found: {}
+    settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = _nothing
     rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found
 
 
-def _layer_types(found: Settings, usual: Callable[[int], str]) -> list[str]:
+def _layer_types(found: ConfigJson, usual: Callable[[int], str]) -> list[str]:
     """The kind of attention of each layer."""
     n, kinds = found["num_hidden_layers"], found.get("layer_types")
     if kinds is None:
@@ -63,29 +63,29 @@ def _every(n: int, last: str, others: str) -> Callable[[int], str]:
     return lambda i: others if (i + 1) % n else last
 
 
-def _check_uniform(found: Settings, needed: str) -> None:
+def _check_uniform(found: ConfigJson, needed: str) -> None:
     """Raise unless all layers attend in the same way."""
     kinds = found.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != needed for kind in kinds)):
         raise ConfigError(f"layer_types={shown(kinds)} is not supported; all layers must be {needed!r}")
 
 
-def _alike(found: Settings) -> dict[str, Any]:
+def _alike(found: ConfigJson) -> dict[str, Any]:
     _check_uniform(found, FULL)
     return {}
 
 
-def _windowed(found: Settings) -> dict[str, Any]:
+def _windowed(found: ConfigJson) -> dict[str, Any]:
     window = found.get("sliding_window")
     _check_uniform(found, FULL if window is None else SLIDING)
     return {"window": window}
 
 
-def _own_window(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _own_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"sliding_window": config.window}
 
 
-def _smollm3(found: Settings) -> dict[str, Any]:
+def _smollm3(found: ConfigJson) -> dict[str, Any]:
     n, ropes, step = found["num_hidden_layers"], found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
     if ropes is None:
         ropes = [int((i + 1) % step != 0) for i in range(n)]
@@ -101,7 +101,7 @@ def _smollm3(found: Settings) -> dict[str, Any]:
     }
 
 
-def _smollm3_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _smollm3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     layers = [config.layer(i) for i in range(config.n_layers)]
     window = _window_of(config)
     return {
@@ -112,17 +112,17 @@ def _smollm3_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
     }
 
 
-def _mixed_windows(usual: Callable[[int], str]) -> Callable[[Settings], dict[str, Any]]:
+def _mixed_windows(usual: Callable[[int], str]) -> Callable[[ConfigJson], dict[str, Any]]:
     """Layers of two kinds, with a window and without, and otherwise alike."""
 
-    def fields(found: Settings) -> dict[str, Any]:
+    def fields(found: ConfigJson) -> dict[str, Any]:
         window = found.get("sliding_window")
         return {"layers": tuple(LayerConfig(window if t == SLIDING else None) for t in _layer_types(found, usual))}
 
     return fields
 
 
-def _mixed_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _mixed_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"sliding_window": _window_of(config), "layer_types": _types_of(config)}
 
 
@@ -151,28 +151,28 @@ def _rope_by_kind(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any
     return rope
 
 
-def _unscaled_windows(found: Settings, usual: Callable[[int], str]) -> tuple[LayerConfig, ...]:
+def _unscaled_windows(found: ConfigJson, usual: Callable[[int], str]) -> tuple[LayerConfig, ...]:
     window, theta = found.get("sliding_window"), found["sliding_theta"]
     theta = None if theta == found["theta"] else theta
     sliding = LayerConfig(window, "unscaled", theta) if theta is not None or found["scaled"] else LayerConfig(window)
     return tuple(sliding if kind == SLIDING else LayerConfig() for kind in _layer_types(found, usual))
 
 
-def _olmo(found: Settings) -> dict[str, Any]:
+def _olmo(found: ConfigJson) -> dict[str, Any]:
     return _alike(found) | {"norm": "post", "qk_norm": "all"}
 
 
-def _olmo3(found: Settings) -> dict[str, Any]:
+def _olmo3(found: ConfigJson) -> dict[str, Any]:
     return {"norm": "post", "qk_norm": "all", "layers": _unscaled_windows(found, _every(4, FULL, SLIDING))}
 
 
-def _local_rope(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _local_rope(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     sliding = next((layer for layer in config.layer_kinds if layer.window is not None), LayerConfig())
     local = {"rope_type": "default", "rope_theta": sliding.rope_theta or config.rope_theta}
     return _mixed_settings(config, rope) | {"rope_parameters": {FULL: dict(rope), SLIDING: local}}
 
 
-def _gemma3(found: Settings) -> dict[str, Any]:
+def _gemma3(found: ConfigJson) -> dict[str, Any]:
     head_dim, scalar = found["head_dim"], found["query_pre_attn_scalar"]
     activation = found.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
@@ -188,7 +188,7 @@ def _gemma3(found: Settings) -> dict[str, Any]:
     }
 
 
-def _gemma3_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _gemma3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     if config.embedding_multiplier != float(config.dim) ** 0.5:
         raise ConfigError(f"embedding_multiplier={config.embedding_multiplier} of a gemma3_text must be sqrt(dim)")
     scalar = config.score_scale**-2
@@ -202,27 +202,27 @@ def _gemma3_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
-def _granite(found: Settings) -> dict[str, Any]:
+def _granite(found: ConfigJson) -> dict[str, Any]:
     return _alike(found) | {name: float(found[name]) for name in MULTIPLIERS}
 
 
-def _granite_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _granite_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {name: getattr(config, name) for name in MULTIPLIERS} | {"attention_multiplier": config.score_scale}
 
 
 def _ministral3_rope(found: dict[str, Any]) -> dict[str, Any]:
     rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
-    beta, context = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings")
+    beta, context = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings", 0)
     rope.pop("max_position_embeddings", None)
     rest = {name: value for name, value in found.items() if name != "rope_scaling"}
     return rest | {"rope_parameters": rope, "query_scaling": None if not beta else QueryScaling(beta, context)}
 
 
-def _ministral3(found: Settings) -> dict[str, Any]:
+def _ministral3(found: ConfigJson) -> dict[str, Any]:
     return _windowed(found) | {"query_scaling": found["query_scaling"]}
 
 
-def _ministral3_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _ministral3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     scaling = config.query_scaling
     if scaling is not None and rope.get("original_max_position_embeddings") != scaling.context:
         raise ConfigError(f"query_scaling.context={scaling.context} must be the original context of a yarn scaling")
@@ -241,13 +241,13 @@ def _phi3_rope(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _phi3(found: Settings) -> dict[str, Any]:
+def _phi3(found: ConfigJson) -> dict[str, Any]:
     head_dim = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
     rotated = int(head_dim * found["partial_rotary_factor"])
     return _windowed(found) | {"rotary_dim": None if rotated == head_dim else rotated}
 
 
-def _phi3_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _phi3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     original = config.max_seq_len if config.rope_scaling is None else config.rope_scaling.original_max_seq_len
     return _own_window(config, rope) | {
         "partial_rotary_factor": config.rotated_dim / config.head_dim,
@@ -255,16 +255,16 @@ def _phi3_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
     }
 
 
-def _moe(found: Settings) -> dict[str, Any]:
+def _moe(found: ConfigJson) -> dict[str, Any]:
     return _windowed(found) | {"experts": found["num_local_experts"], "experts_per_token": found["num_experts_per_tok"]}
 
 
-def _moe_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     counts = {"num_local_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
     return _own_window(config, rope) | counts
 
 
-def _qwen3_moe(found: Settings) -> dict[str, Any]:
+def _qwen3_moe(found: ConfigJson) -> dict[str, Any]:
     for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if found.get(name, supported) not in (supported, None):
             raise ConfigError(f"{name}={shown(found[name], 40)} is not supported: all layers must have experts")
@@ -277,7 +277,7 @@ def _qwen3_moe(found: Settings) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _qwen3_moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return _no_window(config, rope) | {
         "intermediate_size": config.hidden_dim * config.experts_per_token,  # of layers without experts: as released models
         "moe_intermediate_size": config.hidden_dim,
@@ -289,7 +289,7 @@ def _qwen3_moe_settings(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
     }
 
 
-def _no_window(config: LlamaConfig, rope: Settings) -> dict[str, Any]:
+def _no_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"use_sliding_window": False}
 
 

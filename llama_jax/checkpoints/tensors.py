@@ -154,7 +154,7 @@ class RowRange(Derived):
 
 
 @dataclass(frozen=True)
-class Shifted(Derived):
+class Offset(Derived):
     """A tensor with a number added to every entry."""
 
     shift: float

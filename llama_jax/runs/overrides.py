@@ -18,7 +18,8 @@ Settings = TypeVar("Settings")
 def override(settings: Settings, changes: Sequence[str]) -> Settings:
     """Apply changes to a frozen dataclass in order; a dot leads into a nested one.
 
-    Values are parsed by the field's type: a model is the name of a preset, a tuple is JSON or a single text; in a text a
+    Values are parsed by the field's type: a model is the name of a preset, a tuple is JSON or a single text, one of
+    dataclasses a JSON list of objects; in a text a
     backslash and n are a line break. A nested dataclass that is None or gets another ``kind``, as by
     ``model.rope_scaling.kind=yarn model.rope_scaling.factor=4``, is built from the given parts alone.
 
@@ -119,6 +120,8 @@ def _read(text: str, kind: Any, key: str) -> Any:
             return kind(text.replace("_", "")) if kind is float else int(text, 10)
         except ValueError:
             raise TrainingError(f"{key}={text!r} must be {'an integer' if kind is int else 'a number'}") from None
+    if origin is tuple and dataclasses.is_dataclass(inner := get_args(kind)[0]):
+        return _records(text, inner, key)
     if origin is tuple:
         return _texts(text, key) if get_args(kind)[0] is str else _numbers(text, key)
     raise TrainingError(f"{key} cannot be given whole on the command line; give its parts, as {key}.NAME=VALUE")
@@ -138,6 +141,13 @@ def _numbers(text: str, key: str) -> tuple[float, ...]:
     if not isinstance(found, list) or not all(isinstance(item, int | float) for item in found):
         raise TrainingError(f"{key}={text!r} must be numbers, as [1.0, 1.5]")
     return tuple(found)
+
+
+def _records(text: str, kind: Any, key: str) -> tuple[Any, ...]:
+    found, names = _json(text), [f.name for f in dataclasses.fields(kind)]
+    if not isinstance(found, list) or not all(isinstance(item, dict) and item.keys() <= set(names) for item in found):
+        raise TrainingError(f"{key}={text!r} must be a JSON list of objects with {', '.join(names)}")
+    return tuple(kind(**item) for item in found)
 
 
 def _json(text: str) -> Any:

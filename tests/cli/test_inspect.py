@@ -93,7 +93,7 @@ def test_json(run, tmp_path):
     code, out, _ = run(folder, "--json", "--tensors")
     found = json.loads(out)
     assert code is None
-    assert found["config"] == asdict(CONFIG)
+    assert found["config"] == json.loads(json.dumps(asdict(CONFIG)))
     assert found["parameters"] == llama_jax.parameter_count(CONFIG)
     count, numbers = len(make_goldens.random_tensors(CONFIG)), found["parameters"]
     assert found["kinds"] == {"F32": {"tensors": count, "numbers": numbers, "bytes": 4 * numbers, "bits": 32}}

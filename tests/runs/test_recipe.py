@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 import llama_jax
+from llama_jax.config import LayerConfig
 from llama_jax.data import ChatReading
 from llama_jax.errors import ConfigError
 from llama_jax.parallel.mesh import MeshSizes
@@ -52,13 +53,19 @@ def test_values_that_only_fit_together_come_in_any_order():
         assert override(tiny(), given).model.n_heads == 6
 
 
+def test_layers_are_given_as_json():
+    found = override(tiny(), ['model.layers=[{"window": 64}, {"rope": "none"}]']).model.layers
+    assert found == (LayerConfig(64), LayerConfig(rope="none"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ("step=5", "'step' is not a setting of the recipe; did you mean 'steps'"),
         ("learning_rate=5", "did you mean 'optimizer.learning_rate'"),
         ("optimizer.lr=1", "'optimizer.lr' is not a setting of the recipe; optimizer has name, learning_rate, "),
-        ("model.layers=1", "did you mean 'model.n_layers'"),
+        ("model.layer=1", "did you mean 'model.layers'"),
+        ("model.layers=1", "must be a JSON list of objects with window, rope, rope_theta"),
         ("steps", "'steps' is not key=value"),
         ("steps=1.5", r"steps='1\.5' must be an integer"),
         ("z_loss=much", "z_loss='much' must be a number"),
