@@ -436,7 +436,9 @@ def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path)
     config = replace(config, normalize_expert_weights=False)
     llama_jax.save(tmp_path / "model", config, params)
     assert llama_jax.load(tmp_path / "model").config == config
-    with pytest.raises(CheckpointError, match=r"llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"llama.cpp normalizes the weights of a qwen3moe's experts; write safetensors"
+    ):
         llama_jax.save(tmp_path / "model.gguf", config, params)
 
 

@@ -102,7 +102,7 @@ def _multiply_row(plain: Callable[..., jax.Array], x: jax.Array, weight: jax.Arr
     return jax.vmap(lambda row, part: plain(row, part, out_dtype))(rows, parts).reshape(1, -1)
 
 
-def _is_read_once(x: jax.Array, weight: jax.Array) -> bool:
+def _is_read_once(x: jax.Array, weight: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a few rows are multiplied by `native`, in a program that may have native code."""
     most = FEW_ROWS.get(str(x.dtype), 0) if x.dtype == weight.dtype and x.ndim == weight.ndim == 2 else 0
     return bool(native_code.value) and len(x) <= most and weight.size >= LEAST_NATIVE

@@ -134,8 +134,16 @@ class _Settings(NamedTuple):
 
 def _multiply(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     """Computed in the dtype of `a`."""
+    a, b, sizes = _varying_alike(a, b, sizes)
     settings = _Settings(mode, a.dtype, jnp.dtype(out_dtype), lowering_platform(), bool(native_code.value))
     return grouped_matmul.bind(a, b, sizes, settings=settings)
+
+
+def _varying_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """The same, each varying over the axes over which any of them does: for a `jax.shard_map` that checks it."""
+    axes = frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+    missing = [tuple(axes - jax.typeof(array).manual_axis_type.varying) for array in arrays]
+    return [lax.pcast(a, more, to="varying") if more else a for a, more in zip(arrays, missing, strict=True)]
 
 
 grouped_matmul = Primitive("grouped_matmul")
@@ -161,14 +169,15 @@ def _transposed(gradient: Any, a: Any, b: Any, sizes: jax.Array, *, settings: _S
         return [None, None, None]
     of_first = ad.is_undefined_primal(a)
     # The modes and operands that give the gradients of `a` and of `b`.
-    mode, *operands = {
+    gradients: dict[Any, tuple[Any, ...]] = {
         ("rows", True): ("columns", gradient, b),
         ("rows", False): ("outer", gradient, a),
         ("columns", True): ("rows", gradient, b),
         ("columns", False): ("outer", a, gradient),
         ("outer", True): ("rows", b, gradient),
         ("outer", False): ("columns", a, gradient),
-    }[settings.mode, of_first]
+    }
+    mode, *operands = gradients[settings.mode, of_first]
     settings = settings._replace(mode=mode, out_dtype=(a if of_first else b).aval.dtype)
     found = grouped_matmul.bind(*operands, sizes, settings=settings)
     return [found, None, None] if of_first else [None, found, None]
@@ -266,7 +275,7 @@ def _by_blocks(
     rows, groups = len(x), len(sizes)
     lengths = _blocks(rows, groups, x.dtype)
     padded = cpu.keep(jnp.pad(x, [(0, lengths[-1] - 1), (0, 0)]))
-    found = cpu.keep(jnp.zeros((rows + lengths[-1] - 1, out.shape[1]), out.dtype))
+    found = cpu.keep(jnp.zeros_like(x, out.dtype, (rows + lengths[-1] - 1, out.shape[1])))  # vary as `x` does
 
     def of_block(group: jax.Array, length: int, start: jax.Array, found: Any) -> Any:
         product = multiply_block(_slice(padded, start, length), weight, group)
@@ -331,11 +340,11 @@ def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: An
                 rows = jnp.where((at + jnp.arange(length) < start + size)[:, None], rows, 0)
             return total + sum_of_outer(rows, others, wide)
 
-        total = _for_each_block(lengths, start, size, add, jnp.zeros((a.shape[1], b.shape[1]), wide))
+        total = _for_each_block(lengths, start, size, add, jnp.zeros_like(a, wide, (a.shape[1], b.shape[1])))
         put = partial(lax.dynamic_update_index_in_dim, index=group, axis=0)
         return jax.tree.map(put, out, cpu.keep(total.astype(out_dtype)))
 
-    found = cpu.keep(jnp.zeros((len(sizes), a.shape[1], b.shape[1]), out_dtype))
+    found = cpu.keep(jnp.zeros_like(a, out_dtype, (len(sizes), a.shape[1], b.shape[1])))
     return cpu.restore(_for_each_group(sizes, of_group, found))
 
 

@@ -64,7 +64,7 @@ def experts(
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
     if not mesh:
-        return _chosen_experts(x, weights, chosen, gate, up, down)
+        return _chosen_experts((), x, weights, chosen, gate, up, down)
     if sharding is None or hasattr(gate, "project"):
         return all_experts(x, weights, chosen, gate, up, down)
     batch, hidden, dim = (tuple(axis for axis in axes if axis in mesh) for axes in sharding)
@@ -72,8 +72,8 @@ def experts(
         batch = ()  # the same rows on all devices
     rows, wide, narrow = P(batch), P(None, hidden, dim), P(None, dim, hidden)
 
-    def share(*arrays: jax.Array) -> jax.Array:
-        return _chosen_experts(*arrays, gather=dim)[None]
+    def share(*arrays: Any) -> jax.Array:
+        return _chosen_experts(dim, *arrays)[None]
 
     # Not checked: which results differ is not said by `grouped`. Devices with parts of F have terms of the sum over it.
     of_devices = (rows, rows, rows, wide, wide, narrow), P(hidden, *rows)
@@ -91,7 +91,7 @@ def route(x: jax.Array, router: jax.Array, routing: Routing) -> tuple[jax.Array,
 
 
 def _chosen_experts(
-    x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any, gather: tuple[str, ...] = ()
+    gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
 ) -> jax.Array:
     """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices."""
     per_token, dim = chosen.shape[-1], x.shape[-1]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from llama_jax import ops
 from llama_jax.ops import grouped, moe, native
@@ -209,3 +210,22 @@ def test_no_product_is_made_of_all_rows_and_experts():
     assert f"[8,{HIDDEN},{DIM}]" in program
     assert f"[1024,{8 * HIDDEN}]" not in program
     assert f"[8,1024,{HIDDEN}]" not in program
+
+
+@pytest.mark.slow
+def test_on_each_device():
+    """Under `jax.pmap`, and under a `jax.shard_map` that checks what varies over devices."""
+    x, *rest = operands(np.random.default_rng(5), 40, 4)
+    loss = lambda x, *rest: jnp.sum(jnp.sin(ops.experts(x, *rest, routing=ops.Routing(2))))
+    wanted = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4)))(x, *rest)
+    mapped = jax.pmap(
+        lambda x, *rest: jax.lax.psum(jax.grad(loss, argnums=(1, 2, 3, 4))(x, *rest), "d"),
+        axis_name="d",
+        in_axes=(0, *[None] * 4),
+    )
+    close([a[0] for a in mapped(x.reshape(4, 10, DIM), *rest)], list(wanted), 1e-5)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    total = jax.shard_map(
+        lambda x, *rest: jax.lax.psum(loss(x, *rest), "d"), mesh=mesh, in_specs=(P("d"), *[P()] * 4), out_specs=P()
+    )
+    close(jax.jit(jax.grad(total, argnums=(1, 2, 3, 4)))(x, *rest), wanted, 1e-5)
