@@ -90,12 +90,30 @@ SIBLINGS = {
         logits_scaling=8.0,
     ),
     "phi3": replace(PLAIN, head_dim=16, rotary_dim=12, n_heads=2, n_kv_heads=1),
+    "llama4_text": replace(
+        PLAIN,
+        n_layers=5,
+        layers=(*[LayerConfig(chunk=6)] * 3, LayerConfig(rope="none")),
+        rope_scaling=RopeScaling("llama3", 4.0, original_max_seq_len=32),
+        qk_norm="l2",
+        query_scaling=QueryScaling(0.1, 8, offset=1, rotated=False),
+        hidden_dim=32,
+        experts=4,
+        experts_per_token=2,
+        expert_scores="sigmoid",
+        shared_expert=True,
+    ),
 }
 ROUNDING = 2**-23
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 jit_forward, jit_unembed = (jax.jit(function, static_argnums=0) for function in (forward, unembed))
 each = pytest.mark.parametrize("kind", SIBLINGS)
 in_gguf = pytest.mark.parametrize("kind", [kind for kind in SIBLINGS if kind != "cwm"])
+# What llama.cpp has instead of settings: chunks of 8192 tokens, and as many before late queries are scaled.
+LLAMA4_IN_GGUF = {
+    "layers": (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none")),
+    "query_scaling": QueryScaling(0.1, 8192, offset=1, rotated=False),
+}
 # What compiles for a second or more: the sibling with the most parts without -m slow.
 MOST = "mixtral"
 long_each = pytest.mark.parametrize(
@@ -117,6 +135,11 @@ def random_params(config, seed=0):
 @pytest.fixture(scope="module")
 def models():
     return {kind: (config, random_params(config)) for kind, config in SIBLINGS.items()}
+
+
+def gguf_form(config):
+    """A configuration as GGUF can hold it."""
+    return replace(config, **LLAMA4_IN_GGUF) if config.kind == "llama4_text" else config
 
 
 def same(a, b, norms=0.0):
@@ -217,6 +240,7 @@ def test_what_is_written_comes_back(models, kind, format, tmp_path):
         with pytest.raises(CheckpointError, match="a cwm has no place in GGUF"):
             llama_jax.save(tmp_path / "model.gguf", config, params)
         return
+    config = gguf_form(config) if format == "gguf" else config
     for form in (params, stack(params)):
         target = tmp_path / f"model-{type(form.blocks).__name__}{'.gguf' * (format == 'gguf')}"
         llama_jax.save(target, config, form, format=format)
@@ -227,7 +251,7 @@ def test_what_is_written_comes_back(models, kind, format, tmp_path):
 
 @in_gguf
 def test_formats_are_converted_into_each_other(models, kind, tmp_path):
-    config, params = models[kind]
+    config, params = gguf_form(models[kind][0]), models[kind][1]
     llama_jax.save(tmp_path / "a", config, params)
     llama_jax.convert(tmp_path / "a", tmp_path / "b.gguf", format="gguf")
     llama_jax.convert(tmp_path / "b.gguf", tmp_path / "c")
@@ -458,12 +482,14 @@ def test_missing_experts_are_named(models, tmp_path):
 def test_commands_know_them(models, kind, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
-    llama_jax.save(tmp_path / "model", *models[kind])
+    config, params = models[kind]
+    llama_jax.save(tmp_path / "model", gguf_form(config), params)
     llama_jax.convert(tmp_path / "model", tmp_path / "model.gguf", format="gguf")
     words = {"mistral": "attention window", "qwen2": "biases", "qwen3": "key norms", "mixtral": "4, 2 for a token"}
     words |= {"smollm3": "1 layers over all tokens, without RoPE", "olmo2": "after attention", "granite": "logits scaling"}
     words |= {"ministral3": "query scaling", "olmo3": "4 layers within 6 tokens, with unscaled RoPE", "phi3": "12 of a head"}
     words |= {"gemma3_text": "theta 100", "qwen3_moe": "6, 3 for a token"}
+    words |= {"llama4_text": "4 layers over all tokens in chunks of 8,192"}
     for path in ("model", "model.gguf"):
         monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(tmp_path / path)])
         main()

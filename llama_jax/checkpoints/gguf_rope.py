@@ -128,7 +128,10 @@ def _found(
     stored = _numbers(tensors[FACTORS])
     settings = {name: fields.get(key, default) for key, (name, default) in OUR_LLAMA3.items()}
     llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
-    if stored.shape != (config.rotated_dim // 2,) or not np.allclose(factors_of(config, llama3), stored, rtol=1e-4):
+    step = replace(llama3, high_freq_factor=llama3.low_freq_factor)  # as in Llama 4
+    if stored.shape == (config.rotated_dim // 2,) and np.allclose(factors_of(config, step), stored, rtol=1e-4):
+        llama3 = step
+    elif stored.shape != (config.rotated_dim // 2,) or not np.allclose(factors_of(config, llama3), stored, rtol=1e-4):
         raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
     return None if llama3.factor == 1 else llama3
 

@@ -30,10 +30,13 @@ class Routing(NamedTuple):
       per_token: how many of the E are chosen.
       normalized: the weights of the chosen experts are a softmax over their scores, and sum to one; else they are their
         shares of the softmax over the scores of all E.
+      of_inputs: instead they are the sigmoids of their scores, and what an expert is given is multiplied by its weight, not
+        what it gives.
     """
 
     per_token: int
     normalized: bool = True
+    of_inputs: bool = False
 
 
 def experts(
@@ -64,16 +67,16 @@ def experts(
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
     if not mesh:
-        return _chosen_experts((), x, weights, chosen, gate, up, down)
+        return _chosen_experts((), routing.of_inputs, x, weights, chosen, gate, up, down)
     if sharding is None or hasattr(gate, "project"):
-        return all_experts(x, weights, chosen, gate, up, down)
+        return all_experts(x, weights, chosen, gate, up, down, of_inputs=routing.of_inputs)
     batch, hidden, dim = (tuple(axis for axis in axes if axis in mesh) for axes in sharding)
     if x.shape[0] % math.prod(mesh[axis] for axis in batch):
         batch = ()  # the same rows on all devices
     rows, wide, narrow = P(batch), P(None, hidden, dim), P(None, dim, hidden)
 
     def share(*arrays: Any) -> jax.Array:
-        return _chosen_experts(dim, *arrays)[None]
+        return _chosen_experts(dim, routing.of_inputs, *arrays)[None]
 
     # Not checked: which results differ is not said by `grouped`. Devices with parts of F have terms of the sum over it.
     of_devices = (rows, rows, rows, wide, wide, narrow), P(hidden, *rows)
@@ -85,20 +88,32 @@ def route(x: jax.Array, router: jax.Array, routing: Routing) -> tuple[jax.Array,
     """The weights [..., per_token] of the experts with the highest scores, in float32 at least, and int32 their numbers."""
     scores = project(x, router, out_dtype=jnp.promote_types(x.dtype, jnp.float32))  # [..., E]
     highest, chosen = lax.top_k(scores, routing.per_token)
+    if routing.of_inputs:
+        return jax.nn.sigmoid(highest), chosen
     if routing.normalized:
         return jax.nn.softmax(highest, axis=-1), chosen
     return jnp.exp(highest - jax.nn.logsumexp(scores, axis=-1, keepdims=True)), chosen
 
 
 def _chosen_experts(
-    gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
+    gather: tuple[str, ...],
+    of_inputs: bool,
+    x: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array,
+    gate: Any,
+    up: Any,
+    down: Any,
 ) -> jax.Array:
     """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices."""
     per_token, dim = chosen.shape[-1], x.shape[-1]
     by_expert = jnp.argsort(chosen.reshape(-1), stable=True)  # [R], R = tokens * per_token
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(gate.shape[0]), axis=0, dtype=jnp.int32)
     # Repeated and then permuted, so that gradients are permuted back and summed in order.
-    rows = jnp.repeat(x.reshape(-1, dim), per_token, axis=0).at[by_expert].get(unique_indices=True)
+    rows = jnp.repeat(x.reshape(-1, dim), per_token, axis=0)
+    if of_inputs:
+        rows, weights = rows * weights.astype(x.dtype).reshape(-1, 1), jnp.ones_like(weights)
+    rows = rows.at[by_expert].get(unique_indices=True)
     on_last, on_first = (Gather(gather, axis) if gather else None for axis in (2, 1))
     gates, values = (grouped(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
 
@@ -111,13 +126,17 @@ def _chosen_experts(
     return jnp.einsum("...e,...ed->...d", weights, by_token.astype(weights.dtype)).astype(x.dtype)
 
 
-def all_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+def all_experts(
+    x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any, *, of_inputs: bool = False
+) -> jax.Array:
     """The same sum with all experts computed for all tokens, one after the other; those not chosen have weight zero."""
     chosen_of = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)  # [..., per_token, E]
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
         weight, *matrices = expert
+        if of_inputs:  # an expert that is given zeros gives zeros
+            return total + feed_forward(weight[..., None] * x, *matrices), None
         return total + weight[..., None] * feed_forward(x, *matrices), None
 
     total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))
