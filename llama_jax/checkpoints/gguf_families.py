@@ -128,7 +128,7 @@ def _llama4_settings(config: LlamaConfig) -> dict[str, Any]:
     fixed = "has no place in GGUF, whose readers take"
     if any(config.layer(i) != LLAMA4[i % 4] for i in range(config.n_layers)):
         raise CheckpointError(
-            f"layers={shown(config.layers)} {fixed} chunks of 8192 and no RoPE in every fourth layer; write safetensors"
+            f"layers={shown(config.layers, 200)} {fixed} chunks of 8192 and no RoPE in every fourth layer; write safetensors"
         )
     if config.query_scaling != LLAMA4_SCALING:
         raise CheckpointError(f"query_scaling={config.query_scaling} {fixed} {LLAMA4_SCALING}; write safetensors")

@@ -66,17 +66,19 @@ def experts(
     """
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
-    if not mesh:
-        return _chosen_experts((), routing.of_inputs, x, weights, chosen, gate, up, down)
-    if sharding is None or hasattr(gate, "project"):
+    if mesh and (sharding is None or hasattr(gate, "project")):
         return all_experts(x, weights, chosen, gate, up, down, of_inputs=routing.of_inputs)
+    if routing.of_inputs:
+        x, weights = x[..., None, :] * weights.astype(x.dtype)[..., None], jnp.ones_like(weights)
+    if sharding is None or not mesh:
+        return _chosen_experts((), x, weights, chosen, gate, up, down)
     batch, hidden, dim = (tuple(axis for axis in axes if axis in mesh) for axes in sharding)
     if x.shape[0] % math.prod(mesh[axis] for axis in batch):
         batch = ()  # the same rows on all devices
     rows, wide, narrow = P(batch), P(None, hidden, dim), P(None, dim, hidden)
 
     def share(*arrays: Any) -> jax.Array:
-        return _chosen_experts(dim, routing.of_inputs, *arrays)[None]
+        return _chosen_experts(dim, *arrays)[None]
 
     # Not checked: which results differ is not said by `grouped`. Devices with parts of F have terms of the sum over it.
     of_devices = (rows, rows, rows, wide, wide, narrow), P(hidden, *rows)
@@ -96,23 +98,19 @@ def route(x: jax.Array, router: jax.Array, routing: Routing) -> tuple[jax.Array,
 
 
 def _chosen_experts(
-    gather: tuple[str, ...],
-    of_inputs: bool,
-    x: jax.Array,
-    weights: jax.Array,
-    chosen: jax.Array,
-    gate: Any,
-    up: Any,
-    down: Any,
+    gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
 ) -> jax.Array:
-    """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices."""
+    """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices.
+
+    Args:
+      x: [..., D], or [..., per_token, D] where the experts of a token are given different vectors.
+    """
     per_token, dim = chosen.shape[-1], x.shape[-1]
     by_expert = jnp.argsort(chosen.reshape(-1), stable=True)  # [R], R = tokens * per_token
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(gate.shape[0]), axis=0, dtype=jnp.int32)
     # Repeated and then permuted, so that gradients are permuted back and summed in order.
-    rows = jnp.repeat(x.reshape(-1, dim), per_token, axis=0)
-    if of_inputs:
-        rows, weights = rows * weights.astype(x.dtype).reshape(-1, 1), jnp.ones_like(weights)
+    rows = x.reshape(-1, dim)
+    rows = jnp.repeat(rows, per_token, axis=0) if x.ndim == chosen.ndim else rows
     rows = rows.at[by_expert].get(unique_indices=True)
     on_last, on_first = (Gather(gather, axis) if gather else None for axis in (2, 1))
     gates, values = (grouped(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
