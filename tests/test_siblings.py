@@ -378,11 +378,11 @@ def test_experts_by_definition():
     np.testing.assert_allclose(ops.experts(*operands, routing=ops.Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["alone", "cached", "stacked", "packed"])
+@pytest.mark.parametrize("place", ["alone", "cached", pytest.param("stacked", marks=pytest.mark.slow), "packed"])
 def test_chunks_by_definition(models, place):
     """Layers with chunks alone: each chunk of a document is a text of its own, at positions that go on."""
     config, params = models["llama4_text"]
-    config = replace(config, layers=(LayerConfig(chunk=5),))
+    config, params = replace(config, n_layers=2, layers=(LayerConfig(chunk=5),)), params.replace(blocks=params.blocks[:2])
     starts, end = ([0, 5, 7, 12, 17], 19) if place == "packed" else ([0, 5, 10, 15], 20)  # the second document begins at 7
     ends = [*starts[1:], end]
     positions = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
@@ -404,8 +404,9 @@ def test_chunks_by_definition(models, place):
 
 def test_sinks_are_seen_from_all_chunks(models):
     """With a ring that forgets nothing, sinks are the first tokens, and the rest is as without them."""
-    config = replace(models["llama4_text"][0], layers=(LayerConfig(chunk=6), LayerConfig(chunk=6, rope="none")))
-    params = models["llama4_text"][1]
+    config, params = models["llama4_text"]
+    config = replace(config, n_layers=2, layers=(LayerConfig(chunk=6), LayerConfig(chunk=6, rope="none")))
+    params = params.replace(blocks=params.blocks[:2])
     other = TOKENS[:1].copy()
     other[0, 1] += 1
     for sinks in (0, 2):
