@@ -34,8 +34,11 @@ from measuring import machine, settings, versions, write_report
 
 Measure = Callable[[], float]
 THREADS = os.cpu_count() or 1
-# The kinds that only files have, and llama.cpp's numbers for files of them: Q4_K_S, Q5_K_S, Q6_K.
-FILE_KINDS = {"q4_k": 14, "q5_k": 16, "q6_k": 18}
+# The kinds that only files have, and llama.cpp's numbers for files of them: of K-quants the small ones.
+FILE_KINDS = {
+    **{"q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k": 11, "q4_k": 14, "q5_k": 16, "q6_k": 18},
+    **{"iq4_nl": 25, "iq4_xs": 30, "mxfp4": 38},
+}
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,17 @@ def shared_data(name: str) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct.Q4_1.gguf, which LLAMA_JAX_REAL_MODEL names; skips the test where it does not."""
+    path = os.environ.get("LLAMA_JAX_REAL_MODEL")
+    if path is None:
+        assert "LLAMA_JAX_NO_SKIP" not in os.environ, "LLAMA_JAX_REAL_MODEL is not set, and here no test may skip"
+        pytest.skip("needs a real model: set LLAMA_JAX_REAL_MODEL to the path of SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert Path(path).is_file(), f"LLAMA_JAX_REAL_MODEL={path} is not a file"
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
 def stories_folder() -> Path:
     return shared_data("stories260K")
 

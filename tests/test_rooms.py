@@ -26,6 +26,7 @@ FLOOR = {
     "exporting": 4,  # names the trees of both
     "flags": 1,
     "files": 1,
+    "gguf_header": 1,
     "analysis": 5,  # looks at the programs of all rooms below
     "checkpoints": 5,  # finds the tokenizer beside the weights, and reads each device's share of a laid-out model
     "verify": 6,  # compares what is read with what others make of the same file

@@ -5,7 +5,11 @@ from __future__ import annotations
 import base64
 import io
 import json
+import random
+import unicodedata
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import tokenizers
@@ -80,7 +84,15 @@ def bytes_json() -> bytes:
     )
     library.decoder = tokenizers.decoders.ByteLevel()
     library.add_special_tokens([tokenizers.AddedToken(name, normalized=False) for name in SPECIAL_TOKENS])
+    put_bos(library, SPECIAL_TOKENS[0])
     return library.to_str().encode()
+
+
+def put_bos(library: tokenizers.Tokenizer, bos: str) -> None:
+    """Have texts begin with the token, as the files of Llamas say."""
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, library.token_to_id(bos))]
+    )
 
 
 def spaces_json(*, prefix: str = "prepend") -> bytes:
@@ -110,6 +122,7 @@ def spaces_json(*, prefix: str = "prepend") -> bytes:
     )
     # As in old files, where the library finds them at the start of a text only.
     library.add_special_tokens([tokenizers.AddedToken(name, normalized=True) for name in names[:3]])
+    put_bos(library, "<s>")
     return library.to_str().encode()
 
 
@@ -139,10 +152,98 @@ def write(folder: Path, kind: str, **files: object) -> Path:
     return folder
 
 
+SEPARATOR = "\n__ggml_vocab_test__\n"
+GGUF = ("deepseek-llm", "gpt-2", "starcoder")
+
+
+def vectors(texts: Path, ids: Path) -> list[tuple[str, list[int]]]:
+    """Texts and their ids in llama.cpp's files; the last text is followed by a separator."""
+    listed = [[int(i) for i in line.split()] for line in ids.read_text().splitlines()]
+    assert len(listed) > 40
+    return list(zip(texts.read_text(encoding="utf-8").split(SEPARATOR), listed, strict=False))
+
+
+def in_gguf(name: str) -> tuple[Path, list[tuple[str, list[int]]]]:
+    """The vocabulary of a real model in GGUF, with llama.cpp's texts and their ids."""
+    path = shared_data(f"vocabularies/ggml-vocab-{name}.gguf")
+    return path, vectors(path.with_name(path.name + ".inp"), path.with_name(path.name + ".out"))
+
+
+def write_gguf(path: Path, fields: dict[str, Any], name: str = "") -> Path:
+    """A GGUF file with a vocabulary and no weights, which llama.cpp opens."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    for add, value in (("context_length", 64), ("embedding_length", 32), ("block_count", 1), ("feed_forward_length", 64)):
+        getattr(writer, f"add_{add}")(value)
+    writer.add_head_count(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for key, value in (fields | {"general.name": name}).items():
+        if type(value) is int:
+            writer.add_uint32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    return path
+
+
+@cache
+def characters() -> dict[str, list[str]]:
+    """All of Unicode's characters by category, and those among which texts are cut."""
+    found: dict[str, list[str]] = {}
+    for code in range(0x110000):
+        if not 0xD800 <= code < 0xE000:
+            found.setdefault(unicodedata.category(chr(code)), []).append(chr(code))
+    found["often"] = list("'sStTrReEvVmMlLdD'  \n\r\t 0123456789 abcXYZ.,!?$+<=>^~|`/()[]{}\\-_#%&*:;\"@")
+    spaces = (9, 10, 11, 12, 13, 32, 0x1C, 0x85, 0xA0, 0x1680, 0x2009, 0x2028, 0x202F, 0x3000)
+    blocks = (0x370, 0x400, 0x5D0, 0x660, 0x900, 0xE00, 0x3040, 0x4E00, 0xAC00)
+    found["spaces"] = list(map(chr, spaces))
+    found["scripts"] = [chr(code) for block in blocks for code in range(block, block + 96)]
+    return found
+
+
+def random_texts(count: int, seed: int = 0) -> list[str]:
+    """Texts of characters of every category, unassigned ones too, in runs, and of words that are cut specially."""
+    draw = random.Random(seed)
+    kinds = [*characters(), *["often"] * 30, *["scripts"] * 10, *["spaces"] * 5]
+    words = (
+        "can't",
+        "I'LL",
+        "we'Ve",
+        "1234567",
+        " 12 ",
+        "Hello World",
+        "  \n x",
+        "\t\t",
+        "12\u0663456",
+        "'\u017f",
+        "ABCdef",
+    )
+    texts = []
+    for _ in range(count):
+        pieces = [
+            draw.choice(characters()[draw.choice(kinds)]) * draw.choice((1, 1, 1, 1, 1, 2, 3, 7))
+            for _ in range(draw.choice((3, 8, 20, 40)))
+        ]
+        pieces.insert(draw.randrange(len(pieces)), draw.choice(words))
+        texts.append("".join(pieces))
+    return texts
+
+
+def slices(count: int, seed: int = 0) -> list[str]:
+    """Slices of the shared texts."""
+    draw = random.Random(seed)
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(shared_data("text").glob("*.txt"))]
+    starts = [(text, draw.randrange(len(text) - 500)) for text in draw.choices(texts, k=count)]
+    return [text[start : start + draw.choice((30, 120, 500))] for text, start in starts]
+
+
 def published(kind: str):
     """Meta's vocabulary, the texts of llama.cpp's vectors and their ids."""
     folder = shared_data(f"tokenizers/{kind}")
-    texts = (folder / "vectors/texts.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
-    ids = [[int(i) for i in line.split()] for line in (folder / "vectors/ids.out").read_text().splitlines()]
-    assert len(ids) > 40
-    return load_tokenizer(folder), list(zip(texts, ids, strict=False))
+    return load_tokenizer(folder), vectors(folder / "vectors/texts.inp", folder / "vectors/ids.out")

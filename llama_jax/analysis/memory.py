@@ -27,7 +27,7 @@ from llama_jax.model.adapters import Lora, adapter_shapes, with_base
 from llama_jax.model.cache import KVCache, grow, init_cache
 from llama_jax.model.options import Compute, Places, Remat
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import param_shapes, quantize
+from llama_jax.model.trees import param_shapes, planned_in_kinds, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
 from llama_jax.ops.weights import Name
@@ -171,7 +171,7 @@ def train_programs(
     accumulate: int = 1,
     attention: AttentionBackend = "auto",
     lora: Lora | None = None,
-    weights: Name | None = None,
+    weights: Name | Llama | None = None,
 ) -> list[Program]:
     """One step of training with AdamW: float32 parameters, the computation in `dtype`.
 
@@ -204,8 +204,7 @@ def train_programs(
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
         return [Program("train step", jitted, (state, tokens), known, layers=config.n_layers)]
     base = _placed(param_shapes(config, dtype), shardings(mesh, param_specs(config, sizes)))
-    if weights is not None:
-        base = quantize(base, weights)
+    base = _in_kinds(base, weights)
     held, layout = layout_over(config, mesh)
 
     def adapter_step(base: Llama, state: TrainState, batch: Batch) -> Any:
@@ -214,6 +213,13 @@ def train_programs(
     jitted = jax.jit(adapter_step, donate_argnums=1, out_shardings=out)
     known = replace(known, parameters=share + bytes_per_device(base))
     return [Program("train step", jitted, (base, state, tokens), known, layers=config.n_layers)]
+
+
+def _in_kinds(params: Llama, weights: Name | Llama | None) -> Llama:
+    """Shapes of parameters as they are when their matrices are quantized."""
+    if weights is None:
+        return params
+    return planned_in_kinds(params, weights) if isinstance(weights, Llama) else quantize(params, weights)
 
 
 def pmap_programs(
@@ -255,7 +261,7 @@ def decode_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     quantized: bool = False,
-    weights: Name | None = None,
+    weights: Name | Llama | None = None,
     attention: AttentionBackend = "auto",
 ) -> list[Program]:
     """The programs of `generate` for a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.
@@ -266,7 +272,8 @@ def decode_programs(
       batch: B rows over the whole mesh.
       dtype: of parameters, computation and cache.
       quantized: the cache is of int8.
-      weights: the kind that the matrices are quantised as, see `ops.weights`; None is none.
+      weights: the kind that the matrices are quantized as, see `ops.weights`, or those of a file, see
+        `trees.planned_in_kinds`; None is none.
       attention: how it is computed, see `Compute`.
 
     Raises:
@@ -284,8 +291,7 @@ def decode_programs(
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
     specs = param_specs(config, sizes, stacked=False, fitted=True)
     params = _placed(param_shapes(held, dtype, stacked=False), shardings(mesh, specs))
-    if weights is not None:
-        params = quantize(params, weights)
+    params = _in_kinds(params, weights)
     layout, compute = layout_of(params), Compute(attention=attention)
 
     def cache_of(capacity: int) -> KVCache:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import ArrayParts, Part
+from llama_jax.checkpoints.fill import THREADS, ArrayParts, Memory, Part
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.quantising import Quantization, fill_weight
-from llama_jax.checkpoints.tensors import FLOATS, Opened, target_dtype
+from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype, target_dtype
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama, Row, shape_of
 from llama_jax.model.trees import build
@@ -31,8 +34,8 @@ def assemble(
     """Parameters with a tuple of blocks. All names and shapes are checked before the first tensor is read.
 
     Args:
-      dtype: of all parameters; None takes that of the stored embedding, and mixed files are then cast to it.
-      quantize: the kind that the matrices are kept in, see `quantising.fill_weight`; None keeps floats.
+      dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
+      quantize: the kind that the matrices are kept in, see `quantising.fill_weight`; None gives floats.
       shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` for all layers; None puts all on the default
         device. Each process reads only the rows of a sharded array that its own devices need.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
@@ -41,20 +44,43 @@ def assemble(
       CheckpointError: a tensor that is missing, unexpected, of the wrong shape or not finite; the message names it.
     """
     made_of = plan(opened)
-    target = target_dtype(opened.path, dtype, made_of.embedding.parts[0].tensor.dtype)
+    embedding = made_of.embedding.parts[0].tensor
+    target = target_dtype(opened.path, dtype, default_dtype(embedding, embedding.dtype))
 
-    def read(part: Any, sharding: Any) -> Any:
-        places = jax.tree.map(lambda _: None, part) if sharding is None else sharding
-        return jax.tree.map(lambda array, place: fill_weight(array, target, quantize, place), part, places)
-
+    memory = Memory()
     layers = range(opened.config.n_layers)
     of_block = None if shardings is None else shardings.blocks
     specs: Any = made_of.blocks
-    # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
-    rest = read(made_of.replace(blocks=()), None if shardings is None else shardings.replace(blocks=()))
-    blocks = tuple(read(specs[i], of_block) for i in (progress(layers) if progress else layers))
+
+    def read(part: Any, sharding: Any) -> Any:
+        """What gives each parameter: they are filled meanwhile."""
+        places = jax.tree.map(lambda _: None, part) if sharding is None else sharding
+        return jax.tree.map(lambda array, place: begin(fill_weight, array, target, quantize, place, memory), part, places)
+
+    with _filling(alone=isinstance(opened.path, StoredPath)) as begin:
+        # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
+        filling = read(made_of.replace(blocks=()), None if shardings is None else shardings.replace(blocks=()))
+        waiting = [read(specs[i], of_block) for i in layers]
+        rest = jax.tree.map(lambda filled: filled(), filling)
+        blocks = tuple(jax.tree.map(lambda filled: filled(), waiting[i]) for i in (progress(layers) if progress else layers))
     _check_tied(opened)
     return rest.replace(blocks=blocks)
+
+
+@contextmanager
+def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
+    """What begins a call on one of a few threads and returns what waits for its result; or `alone`, what then makes it.
+
+    Processes that exchange what they read from a store must all do it in the same order.
+    """
+    if alone:
+        yield partial
+        return
+    threads = ThreadPoolExecutor(THREADS)
+    try:
+        yield lambda call, *arguments: threads.submit(call, *arguments).result
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def plan(opened: Opened) -> Llama:

@@ -1,13 +1,14 @@
 """Arrays on devices, filled from tensors in files in runs of rows.
 
-A run of rows is read, checked, cast and copied to its place while it is in the processor's cache, on a few threads: apart
-from the arrays themselves memory holds a few runs, whatever the size of the model.
+A run of rows is read, checked, cast and copied to its place while it is in the processor's cache: apart from the arrays
+themselves memory holds a few runs, whatever the size of the model.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,13 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llama_jax.checkpoints.tensors import BFLOAT16, Tensor
+from llama_jax.checkpoints.tensors import BFLOAT16, Dense, Tensor
 from llama_jax.errors import CheckpointError
 from llama_jax.ops.rotary_order import half_from_interleaved
 
 ALIGNMENT = 64  # bytes; what XLA for CPU asks of a buffer that it does not copy
+PIECE = 16 << 20  # bytes of memory that small arrays share
+LEAST_HUGE = 4 << 20  # bytes from which NumPy asks for huge pages
 RUN = 1 << 20  # bytes read at a time
-THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)  # on each of which `assemble` fills one array after the other
 # Of an object store: its answer takes tens of milliseconds to begin, so that many are asked for at a time.
 STORED_RUN, STORED_THREADS = 2 << 20, 16
 Place = tuple[slice, ...]  # of a part of an array: a slice for each axis, its ends known
@@ -61,6 +64,11 @@ class ArrayParts:
         out = np.empty(shape, dtype) if out is None else out
         for part in self.parts:
             per_entry = part.tensor.shape[0] // self.shape[0]
+            tensor, is_moved = part.tensor, part.interleaved or part.columns is not None
+            if isinstance(tensor, Dense) and tensor.dtype == dtype and not is_moved:
+                tensor.read_into(start * per_entry, out)
+                check(out, dtype, part.label)
+                continue
             found = part.tensor.read(start * per_entry, stop * per_entry)
             check(found, dtype, part.label)
             hole = out if part.columns is None else out[:, part.columns]
@@ -70,6 +78,30 @@ class ArrayParts:
                 found = half_from_interleaved(found)
             cast(found.reshape(hole.shape), hole)
         return out
+
+
+class Memory:
+    """Memory for the arrays of a model. Small ones lie side by side in large pieces, which have huge pages: to be given
+    98 MB takes 8 ms by those, and 50 by pages of 4 KB. A piece is freed with the last of its arrays."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = np.empty(0, np.uint8)
+        self._taken = LEAST_HUGE // 4  # a small model has less than a piece
+
+    def take(self, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """Aligned memory that is not initialized."""
+        size = math.prod(shape) * dtype.itemsize
+        padded = -(-size // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            self._taken += padded
+            if size >= LEAST_HUGE:
+                found = _aligned(size)
+            else:
+                if padded > len(self._free):
+                    self._free = _aligned(min(PIECE, self._taken))
+                found, self._free = self._free[:size], self._free[padded:]
+        return found.view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -99,21 +131,24 @@ class ArrayToFill:
 Rows = Callable[[int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
-def fill(array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def fill(
+    array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: Memory | None = None
+) -> jax.Array:
     """The array on the devices of `sharding` (None: the default device), of which only the rows that they need are read."""
     target = ArrayToFill(array.shape, dtype, sharding)
-    return fill_targets(array, [target], lambda start, stop, out: [array.rows(start, stop, dtype, out[0])])[0]
+    rows: Rows = lambda start, stop, out: [array.rows(start, stop, dtype, out[0])]
+    return fill_targets(array, [target], rows, memory or Memory())[0]
 
 
-def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows) -> list[jax.Array]:
+def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: Memory) -> list[jax.Array]:
     """Arrays with one leading axis, made of the rows of `array` by `rows`."""
     places = [target.places() for target in targets]
     distinct = [{_key(place): place for place in there.values()} for there in places]  # several devices may hold the same
     wanted = [(target, list(parts.values())) for target, parts in zip(targets, distinct, strict=True)]
     found = []
-    for target, there, keys, held in zip(targets, places, distinct, shards(array, wanted, rows), strict=True):
-        memory = dict(zip(keys, held, strict=True))
-        pieces = [jax.device_put(memory[_key(place)], device, may_alias=True) for device, place in there.items()]
+    for target, there, keys, held in zip(targets, places, distinct, shards(array, wanted, rows, memory), strict=True):
+        parts = dict(zip(keys, held, strict=True))
+        pieces = [jax.device_put(parts[_key(place)], device, may_alias=True) for device, place in there.items()]
         if target.sharding is None:
             found += pieces
         else:
@@ -121,26 +156,28 @@ def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows) 
     return found
 
 
-def shards(array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows) -> list[list[np.ndarray]]:
+def shards(
+    array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows, memory: Memory
+) -> list[list[np.ndarray]]:
     """The parts of each target that lie at its places, checked and cast; each run of rows that any needs is read once.
 
     What a device will hold is written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over
     and no second copy is made. NumPy asks for huge pages for it, XLA's own allocator does not.
     """
-    held = [[_aligned([i.stop - i.start for i in place], target.dtype) for place in places] for target, places in wanted]
+    held = [[memory.take([i.stop - i.start for i in place], target.dtype) for place in places] for target, places in wanted]
     whole = [
-        next((memory for memory in parts if memory.shape == target.shape), None)
+        next((part for part in parts if part.shape == target.shape), None)
         for (target, _), parts in zip(wanted, held, strict=True)
     ]
 
     def scatter(start: int, stop: int) -> None:
-        found = rows(start, stop, [None if memory is None else memory[start:stop] for memory in whole])
+        found = rows(start, stop, [None if part is None else part[start:stop] for part in whole])
         for run, (_, places), parts, complete in zip(found, wanted, held, whole, strict=True):
-            for place, memory in zip(places, parts, strict=True):
+            for place, part in zip(places, parts, strict=True):
                 low, high = max(start, place[0].start), min(stop, place[0].stop)
-                if low < high and memory is not complete:
+                if low < high and part is not complete:
                     some = run[low - start : high - start]
-                    memory[low - place[0].start : high - place[0].start] = some[(slice(None), *place[1:])]
+                    part[low - place[0].start : high - place[0].start] = some[(slice(None), *place[1:])]
 
     _each_run(array, sorted({(place[0].start, place[0].stop) for _, places in wanted for place in places}), scatter)
     return held
@@ -151,7 +188,7 @@ def _key(place: Place) -> tuple:
 
 
 def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callable[[int, int], None]) -> None:
-    """Call work(start, stop) for runs that cover the union of ranges of the leading axis, on a few threads."""
+    """Call work(start, stop) for runs that cover the union of ranges of the leading axis; of stored ones on threads."""
     entry = max(1, sum(math.prod(p.tensor.shape) * p.tensor.dtype.itemsize for p in array.parts) // array.shape[0])
     least = max(getattr(p.tensor, "rows_at_once", 1) * array.shape[0] // p.tensor.shape[0] for p in array.parts)
     step = max(1, (STORED_RUN if array.stored else RUN) // entry, least)
@@ -160,33 +197,36 @@ def _each_run(array: ArrayParts, ranges: Sequence[tuple[int, int]], work: Callab
     for start, stop in ranges:
         runs += [(i, min(i + step, stop)) for i in range(max(start, reached), stop, step)]
         reached = max(reached, stop)
-    if len(runs) == 1:
-        work(*runs[0])
+    if not array.stored or len(runs) == 1:
+        for run in runs:
+            work(*run)
         return
-    with ThreadPoolExecutor(STORED_THREADS if array.stored else THREADS) as threads:
+    with ThreadPoolExecutor(STORED_THREADS) as threads:
         for _ in threads.map(lambda run: work(*run), runs):  # raises what a run raised
             pass
 
 
-def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
+def _aligned(size: int) -> np.ndarray:
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+    return memory[start : start + size]
 
 
 def check(found: np.ndarray, target: np.dtype, label: str) -> None:
     """Raise unless all entries are finite and within the target's range.
 
-    Without its sign bit a float orders as the unsigned integer of the same bits, and NaN and infinity are the largest: one
-    maximum over integers says both, several times as fast as isfinite and abs do for bfloat16.
+    Without its sign bit a float orders as the unsigned integer of the same bits, and NaN and infinity are the largest. As
+    signed integers the positive ones are above all others, as unsigned ones the negative: two maxima, which are several
+    times as fast as isfinite and abs for bfloat16, say both.
     """
-    unsigned = np.dtype(f"u{found.dtype.itemsize}")
-    bits = found.reshape(-1).view(unsigned)
-    largest = (bits & (np.iinfo(unsigned).max >> 1)).max().astype(unsigned).reshape(1).view(found.dtype)[0]
+    size, flat = found.dtype.itemsize, found.reshape(-1)
+    sign = 1 << (8 * size - 1)
+    positive, negative = (int(flat.view(f"{letter}{size}").max()) for letter in "iu")
+    bits = max(positive, negative - sign)
+    largest = np.asarray([bits], f"u{size}").view(found.dtype)[0]
     if not np.isfinite(largest):
         raise CheckpointError(f"{label} holds NaN or infinity; the file is damaged")
-    if float(largest) > float(jnp.finfo(target).max):
+    if found.dtype != target and float(largest) > float(jnp.finfo(target).max):
         raise CheckpointError(f"{label} holds numbers too large for {target}; use another dtype")
 
 

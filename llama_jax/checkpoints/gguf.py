@@ -17,15 +17,16 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
-from llama_jax.checkpoints.gguf_file import MOST_ENTRIES, TYPES, is_gguf, read_file
+from llama_jax.checkpoints.gguf_file import TYPES, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
-from llama_jax.checkpoints.tensors import FLOATS, Offset, Opened, Tensor, blocks_of, kind_of
+from llama_jax.checkpoints.tensors import FLOATS, Described, Offset, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
-from llama_jax.storage import Location
+from llama_jax.gguf_header import MOST_ENTRIES, is_gguf, open_header
+from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
@@ -50,7 +51,7 @@ def open_file(path: Location) -> Opened:
     fields: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for part in _parts(path):
-        more, found = read_file(part)
+        more, found = read_file(part, texts=isinstance(path, StoredPath))
         if double := sorted(tensors.keys() & found.keys()):
             raise CheckpointError(f"{part}: tensor {shown(double[0], 80)} is in another part as well; copy all parts again")
         fields = more | fields  # the first part has the settings
@@ -154,6 +155,9 @@ def _parts(path: Location) -> list[Location]:
 def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> Tokenizer | None:
     if fields.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
         return find_tokenizer(path.parent, vocab_size)
+    if not isinstance(path, StoredPath):  # whose texts were passed over, since reading a model does not need them
+        with open_header(_parts(path)[0], CheckpointError) as header:
+            fields = header.fields()
     from llama_jax.tokenizers.gguf import from_metadata
 
     found = from_metadata(fields, str(path))
@@ -163,9 +167,18 @@ def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> To
 
 # The settings general.file_type and quantization_version, by the kind of the matrices.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
-KEPT_TYPES = FILE_TYPES | {"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
+KEPT_TYPES = FILE_TYPES | {
+    **{"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "MXFP4": 38},
+    **{"IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ3_XXS": 23, "IQ3_S": 26},
+    **{"IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37},
+}
 QUANTIZED = ("Q8_0", "Q4_0")  # what is made of floats here
 QUANTIZATION_VERSION = 2
+
+
+def can_be_kept(tensor: Described) -> bool:
+    """Whether a tensor is in blocks that are written as they are."""
+    return tensor.kind in KEPT_TYPES and blocks_of(tensor) is not None
 
 
 def write_file(
@@ -204,7 +217,7 @@ def write_file(
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
 
     def stored_as(piece: WrittenTensor) -> str:
-        if keep and piece.tensor.kind in KEPT_TYPES and blocks_of(piece.tensor) is not None:
+        if keep and can_be_kept(piece.tensor):
             return piece.tensor.kind
         return "F32" if len(piece.tensor.shape) == 1 else kind
 

@@ -17,12 +17,13 @@ import numpy as np
 from llama_jax.checkpoints.fill import check
 from llama_jax.checkpoints.gguf import NAMES
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, architecture_of
-from llama_jax.checkpoints.gguf_file import is_gguf, read_file
+from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.peft import BASES, Names, pairs_of, read_pairs, turned
 from llama_jax.checkpoints.tensors import Tensor, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
+from llama_jax.gguf_header import is_gguf
 from llama_jax.model.adapters import TARGETS, Lora
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.trees import unstack
@@ -34,7 +35,7 @@ TYPE, ADAPTER_TYPE, ALPHA, BASE = "general.type", "adapter.type", "adapter.lora.
 
 def recognises(path: Location) -> bool:
     """Whether it is a GGUF of an adapter."""
-    return path.is_file() and is_gguf(path) and read_file(path)[0].get(TYPE) == "adapter"
+    return path.is_file() and is_gguf(path) and read_file(path, texts=False)[0].get(TYPE) == "adapter"
 
 
 def base_in(path: Location) -> str | None:

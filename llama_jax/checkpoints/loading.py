@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,16 @@ from llama_jax.checkpoints.adapters import attached, attached_table, load_adapte
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
-from llama_jax.checkpoints.gguf_file import is_gguf
 from llama_jax.checkpoints.newest import taking_the_newest
 from llama_jax.checkpoints.pickled import is_torch
-from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize
+from llama_jax.checkpoints.quantising import Quantization, check_kept, check_quantize, log_what_becomes_floats
 from llama_jax.checkpoints.steps import existing_step, find_checkpoints, is_step
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, MeshError, reading, shown
+from llama_jax.gguf_header import is_gguf
 from llama_jax.model.params import Llama
+from llama_jax.model.trees import dequantize
 from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.parallel.fit import fitted
 from llama_jax.parallel.mesh import MeshSizes
@@ -31,12 +34,29 @@ from llama_jax.tokenizers import Tokenizer, load_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
 
 
-class Checkpoint(NamedTuple):
-    """A model and its vocabulary; `tokenizer` is None if there is none with the weights."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model and its vocabulary, which unpacks as ``config, params, tokenizer``.
+
+    Attributes:
+      read_tokenizer: gives the vocabulary; see `tokenizer`.
+    """
 
     config: LlamaConfig
     params: Llama
-    tokenizer: Tokenizer | None
+    read_tokenizer: Callable[[], Tokenizer | None]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The vocabulary, or None if there is none with the weights; read when it is first asked for.
+
+        Raises:
+          TokenizerError: a damaged vocabulary.
+        """
+        return self.read_tokenizer()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.config, self.params, self.tokenizer))
 
 
 @taking_the_newest
@@ -57,10 +77,13 @@ def load(
     Args:
       path: a model's folder or file, or the URL of one in a store, in a format of `open_checkpoint`; None is the small
         stories model that comes with the package (`checkpoints.bundled`).
-      dtype: of the parameters; None keeps that of the file (float32 for quantised ones).
-      quantize: quantise the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
-        (`ops.weights`); "keep" leaves what is quantised in a GGUF or a Hugging Face folder as it is. `dtype` is then that of
-        the computation. None gives floats, except that an orbax checkpoint of a quantised model is loaded as it was saved.
+      dtype: of the parameters, which are then floats whatever the file holds. None keeps the file's own: quantized tensors
+        of a GGUF, a Hugging Face folder or an orbax checkpoint stay in their blocks, and the rest and the computation have
+        the type of the stored embedding, or where that is quantized too float32 on a CPU and bfloat16 on accelerators. What
+        no kind can keep (the other IQ types, columns in another order) becomes floats, and a line is logged.
+      quantize: quantize the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
+        (`ops.weights`). "keep" keeps the file's blocks as None without a `dtype` does, and is an error where there are none.
+        `dtype` is with both that of the computation.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       adapter: a folder of PEFT's or of a run, see `load_adapter`; the parameters then include it
         (`model.adapters.adapted`).
@@ -75,11 +98,11 @@ def load(
         layers of a training run into the host's memory first).
 
     Returns:
-      The configuration, the parameters with one block per layer, and the tokenizer.
+      The configuration, the parameters with one block per layer, and the tokenizer, read when it is asked for.
 
     Raises:
       CheckpointError: no model at the path, or a damaged or unsupported one.
-      TokenizerError: a damaged vocabulary.
+      TokenizerError: the given vocabulary is damaged; of the model's own when it is asked for.
       MeshError: a model that cannot be divided over the mesh, or fewer devices than it has; nothing was read.
     """
     _check_dtype(dtype)
@@ -100,6 +123,9 @@ def load(
     config = opened.config
     if quantize == "keep":
         check_kept(list(opened.tensors.values()), opened.path)
+    elif quantize is None and dtype is None:
+        log_what_becomes_floats(opened.tensors, opened.path)
+        quantize = "keep"
     beside = None if adapter is None else load_adapter(adapter, config)
     table = [load_adapter(each, config) for each in adapters]
     if mesh is not None:
@@ -107,16 +133,15 @@ def load(
 
         shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
         config = fitted(config, mesh)
-    # The vocabulary first: a damaged one is noticed before minutes are spent on the weights.
-    if tokenizer is None:
-        vocabulary = opened.tokenizer()
-    else:
+    read_tokenizer = opened.tokenizer
+    if tokenizer is not None:
         vocabulary = load_tokenizer(tokenizer)
         warn_if_small(vocabulary, opened.config.vocab_size, tokenizer)
+        read_tokenizer = lambda: vocabulary
     if isinstance(opened, store.Stored):
         params = store.load_params(opened, dtype, shardings=shardings)
-        if quantize is not None and quantize != "keep":  # orbax keeps quantised weights anyway
-            params = quantized_params(params, quantize)
+        if quantize != "keep":
+            params = dequantize(params) if quantize is None else quantized_params(params, quantize)
         if mesh is not None:
             params = fit_on_mesh(opened.config, mesh, params)
     else:
@@ -126,7 +151,7 @@ def load(
         params = attached(opened.config, params, beside, mesh)
     if table:
         params = attached_table(opened.config, params, table, mesh)
-    return Checkpoint(config, params, vocabulary)
+    return Checkpoint(config, params, read_tokenizer)
 
 
 @taking_the_newest

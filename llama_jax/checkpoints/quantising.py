@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
-from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Part, fill, fill_targets
+from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Memory, Part, check, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
-from llama_jax.checkpoints.tensors import Described, blocks_of
+from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
 from llama_jax.errors import CheckpointError
-from llama_jax.ops.rotary_order import half_from_interleaved
 from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, fitting, shardings_of_planes
 from llama_jax.ops.weights.kinds import MADE
-from llama_jax.ops.weights.planes import in_smaller_groups
+from llama_jax.ops.weights.planes import in_smaller_groups, split_into
 from llama_jax.ops.weights.weight import columns_on_each
 from llama_jax.storage import Location
 
 Quantization = Literal[Name, "keep"]
+_log = logging.getLogger("llama_jax.checkpoints")
 AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
 
 
@@ -44,15 +47,40 @@ def check_kept(tensors: Sequence[Described], where: Location) -> None:
         raise CheckpointError(
             f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
         )
-    of_orbax = any(isinstance(tensor, StoredWeight) for tensor in tensors)
-    if not of_orbax and not any(tensor.kind.lower() in KINDS and blocks_of(tensor) is not None for tensor in tensors):
+    if not any(map(can_be_kept, tensors)):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
             f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
         )
 
 
-def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any) -> Any:
+def quantized_kinds(tensors: Mapping[str, Described], among: Callable[[Described], bool] = lambda tensor: True) -> str:
+    """The kinds of a model's quantized tensors, the most bytes first, as in "q4_1 and q8_0"; "" where there are none."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if tensor.kind not in FLOATS and among(tensor):
+            sizes[tensor.kind.lower()] += tensor.nbytes
+    return " and ".join(kind for kind, _ in sizes.most_common())
+
+
+def log_what_becomes_floats(tensors: Mapping[str, Described], where: Location) -> None:
+    """Log a line for quantized tensors that cannot be kept."""
+    if kinds := quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor)):
+        _log.warning("%s: tensors in %s become floats: such blocks, or their order of columns, are not kept", where, kinds)
+
+
+def can_be_kept(tensor: Described) -> bool:
+    """Whether a tensor is quantized in a kind that the parameters may have."""
+    return isinstance(tensor, StoredWeight) or (tensor.kind.lower() in KINDS and blocks_of(tensor) is not None)
+
+
+def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
+    """The kinds in which `load` keeps the parts of a parameter, None for floats; of parts of one kind that alone."""
+    kinds = tuple(part.tensor.kind.lower() if can_be_kept(part.tensor) else None for part in array.parts)
+    return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
+
+
+def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: Memory) -> Any:
     """A parameter on the devices of `sharding`: an array by `fill`, or a quantised weight in its place.
 
     Args:
@@ -63,16 +91,15 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
     Raises:
       CheckpointError: rows that are not made of whole blocks, or what `fill` raises.
     """
-    if quantize is None or not array.is_matrix:
-        exchanged = array.stored and reads_others(array.shape, sharding)
-        return (fill_by_rows if exchanged else fill)(array, dtype, sharding)
-    if quantize != "keep":
+    forms = [_kept_as(part) if quantize == "keep" else None for part in array.parts]
+    if not array.is_matrix or (quantize in (None, "keep") and not any(forms)):
+        if array.stored and reads_others(array.shape, sharding):
+            return fill_by_rows(array, dtype, sharding)
+        return fill(array, dtype, sharding, memory)
+    if quantize is not None and quantize != "keep":
         form = fitting(quantize, columns_on_each(array.shape, sharding))
         _check_columns(array, form, sharding)
-        return _fill_planes(
-            array, form, dtype, sharding, lambda start, stop: _encoded(array.rows(start, stop, np.dtype(np.float32)), form)
-        )
-    forms = [_kept_as(part) for part in array.parts]
+        return _fill_planes(array, form, dtype, sharding, partial(_encoded, array, form), memory)
     if len(set(forms)) > 1:
         parts = [replace(part, columns=None) for part in array.parts]
         shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
@@ -80,24 +107,30 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
             ArrayParts(shape, (part,), is_matrix=True, stored=array.stored)
             for shape, part in zip(shapes, parts, strict=True)
         ]
-        return JoinedWeight(tuple(fill_weight(one, dtype, quantize, sharding) for one in alone))
-    if forms[0] is None:
-        return fill(array, dtype, sharding)
+        return JoinedWeight(tuple(fill_weight(one, dtype, quantize, sharding, memory) for one in alone))
+    assert forms[0] is not None
     form = fitting(forms[0].name, columns_on_each(array.shape, sharding))
     _check_columns(array, form, sharding)
-    return _fill_planes(array, form, dtype, sharding, _reading_blocks(array, forms[0], form))
+    blocks = replace(array, parts=tuple(replace(part, tensor=_blocks(part)) for part in array.parts))
+    return _fill_planes(blocks, form, dtype, sharding, partial(_kept, blocks, forms[0], form), memory)
 
 
-def _encoded(matrix: np.ndarray, form: Kind) -> Sequence[np.ndarray]:
-    """The planes of float32[*out, D], few rows at a time: encoding makes several arrays as large as what is given to it."""
+def _blocks(part: Part) -> Tensor:
+    found = blocks_of(part.tensor)
+    assert found is not None  # by `can_be_kept`
+    return found
+
+
+def _encoded(array: ArrayParts, form: Kind, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+    """Fill planes with entries [start, stop), few rows at a time: encoding makes several arrays as large as its input."""
     assert form.encode is not None  # `check_quantize` refuses the others
-    rows = matrix.reshape(-1, matrix.shape[-1])
-    planes = [np.empty(*plane.packed(rows.shape)) for plane in form.planes]
-    step = max(1, AT_ONCE // rows.shape[-1])
-    for start in range(0, len(rows), step):
-        for plane, found in zip(planes, form.encode(rows[start : start + step]), strict=True):
-            plane[start : start + step] = found
-    return [found.reshape(plane.packed(matrix.shape)[0]) for found, plane in zip(planes, form.planes, strict=True)]
+    columns = array.shape[-1]
+    matrix = array.rows(start, stop, np.dtype(np.float32)).reshape(-1, columns)
+    flat = [memory.reshape(plane.packed(matrix.shape)[0]) for plane, memory in zip(form.planes, planes, strict=True)]
+    step = max(1, AT_ONCE // columns)
+    for first in range(0, len(matrix), step):
+        for memory, found in zip(flat, form.encode(matrix[first : first + step]), strict=True):
+            memory[first : first + step] = found
 
 
 def _width(part: Part) -> int:
@@ -107,8 +140,7 @@ def _width(part: Part) -> int:
 
 def _kept_as(part: Part) -> Kind | None:
     """The kind of the blocks that a tensor has, if it is one that is kept."""
-    form = KINDS.get(part.tensor.kind.lower())
-    return form if form is not None and blocks_of(part.tensor) is not None else None
+    return KINDS[part.tensor.kind.lower()] if can_be_kept(part.tensor) else None
 
 
 def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
@@ -117,49 +149,54 @@ def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
     if columns % (form.block * parts):
         over = f" on each of {parts} devices" if parts > 1 else ""
         raise CheckpointError(
-            f"{array.parts[0].label} has rows of {columns} numbers, and {form.name} needs multiples of {form.block}{over}"
+            f"{array.parts[0].label} has rows of {columns} numbers, and {form.name} needs multiples of {form.block}{over};"
+            " pass dtype= (--dtype) for floats"
         )
 
 
 def _fill_planes(
-    array: ArrayParts, form: Kind, dtype: np.dtype, sharding: Any, rows: Callable[[int, int], Sequence[np.ndarray]]
+    array: ArrayParts,
+    form: Kind,
+    dtype: np.dtype,
+    sharding: Any,
+    put: Callable[[int, int, Sequence[np.ndarray]], None],
+    memory: Memory,
 ) -> QuantizedWeight:
+    """A weight whose planes a function fills, given the first and the last of some rows, and contiguous memory for them."""
     places = shardings_of_planes(form, sharding, len(array.shape))
     targets = [ArrayToFill(*plane.packed(array.shape), place) for plane, place in zip(form.planes, places, strict=True)]
 
-    def write(start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
-        found = rows(start, stop)
-        for memory, run in zip(out, found, strict=True):
-            if memory is not None:
-                memory[...] = run
+    def rows(start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
+        found = [
+            np.empty((stop - start, *target.shape[1:]), target.dtype) if there is None else there
+            for there, target in zip(out, targets, strict=True)
+        ]
+        put(start, stop, found)
         return found
 
-    return QuantizedWeight(tuple(fill_targets(array, targets, write)), form.name, str(dtype)).arranged()
+    return QuantizedWeight(tuple(fill_targets(array, targets, rows, memory)), form.name, str(dtype)).arranged()
 
 
-def _reading_blocks(array: ArrayParts, kept: Kind, form: Kind) -> Callable[[int, int], Sequence[np.ndarray]]:
-    """Reads rows of a kind as planes of `form`, which may have smaller groups.
+def _kept(array: ArrayParts, kept: Kind, form: Kind, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+    """Fill planes of `form`, which may have smaller groups, with entries [start, stop) of tensors of a kind.
 
     Blocks lie along the columns, so that rows may be moved as those of floats are.
     """
-
-    def rows(start: int, stop: int) -> Sequence[np.ndarray]:
-        shape = (stop - start, *array.shape[1:])
-        out = [np.empty(*plane.packed(shape)) for plane in form.planes]
-        for part in array.parts:
-            per_entry = part.tensor.shape[0] // array.shape[0]
-            blocks = blocks_of(part.tensor)
-            assert blocks is not None
-            raw = blocks.read(start * per_entry, stop * per_entry)
-            planes = kept.from_rows(raw, array.shape[-1])
-            if kept is not form:
-                planes = in_smaller_groups(planes, kept, form)
-            for found, memory in zip(planes, out, strict=True):
-                hole = memory if part.columns is None else memory[:, part.columns]
-                found = found.reshape(hole.shape)
-                if jnp.issubdtype(found.dtype, jnp.floating) and not np.isfinite(found).all():
-                    raise CheckpointError(f"{part.label} holds NaN or infinity; the file is damaged")
-                hole[...] = half_from_interleaved(found) if part.interleaved else found
-        return out
-
-    return rows
+    for part in array.parts:
+        per_entry = part.tensor.shape[0] // array.shape[0]
+        raw = part.tensor.read(start * per_entry, stop * per_entry)
+        holes = [memory if part.columns is None else memory[:, part.columns] for memory in planes]
+        raw = raw.reshape(*holes[0].shape[: len(array.shape) - 1], -1)
+        if part.interleaved:
+            *heads, rows, _ = raw.shape
+            raw = raw.reshape(*heads, rows // 2, 2, -1).swapaxes(-3, -2)
+            holes = [hole.reshape(*heads, 2, rows // 2, *hole.shape[len(heads) + 1 :]) for hole in holes]
+        if kept.of_gguf:
+            split_into(holes, raw.reshape(*raw.shape[:-1], array.shape[-1] // kept.block, -1), kept.planes)
+        else:
+            found = kept.from_rows(raw, array.shape[-1])
+            for hole, one in zip(holes, in_smaller_groups(found, kept, form) if kept is not form else found, strict=True):
+                hole[...] = one.reshape(hole.shape)
+        for hole, plane in zip(holes, form.planes, strict=True):
+            if jnp.issubdtype(plane.dtype, jnp.floating):
+                check(hole, hole.dtype, part.label)

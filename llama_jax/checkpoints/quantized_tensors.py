@@ -108,6 +108,11 @@ class RowBytes:
     def nbytes(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def rows_at_once(self) -> int:
+        """As the weight's, see `ColumnMajor`."""
+        return getattr(self.weight, "rows_at_once", 1)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.weight.form.to_rows(self.weight.planes(start, stop))
 

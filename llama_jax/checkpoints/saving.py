@@ -18,12 +18,13 @@ from llama_jax.checkpoints.beside import files_beside, write_beside
 from llama_jax.checkpoints.layout import WrittenTensor
 from llama_jax.checkpoints.loading import load, open_checkpoint
 from llama_jax.checkpoints.memory import from_params
-from llama_jax.checkpoints.quantising import Quantization, check_quantize
+from llama_jax.checkpoints.quantising import Quantization, can_be_kept, check_quantize, quantized_kinds
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
+from llama_jax.ops.weights import KINDS as PLANES
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location, StoredPath, locate
@@ -131,6 +132,27 @@ def convert(
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
     config, params, tokenizer = load(source, quantize=quantize)
     save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
+
+
+def about_blocks(
+    source: str | os.PathLike[str], path: str | os.PathLike[str], format: Format | None, rounded: str | None
+) -> list[str]:
+    """What `convert` does with the quantized tensors of a model, in a line; nothing where there are none.
+
+    Args:
+      rounded: the type or the kind that was asked for.
+    """
+    if is_adapter(source):
+        return []
+    tensors = open_checkpoint(source).tensors
+    into = format_of(path) if format is None else format
+    is_kept = {"orbax": can_be_kept, "gguf": gguf.can_be_kept}.get(into, lambda tensor: False)
+    kept = quantized_kinds(tensors, lambda tensor: rounded is None and is_kept(tensor))
+    others = quantized_kinds(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
+    lines = [f"{kept} kept as they are"] if kept else []
+    again = f"float32 and quantized anew as {rounded}" if rounded in PLANES else rounded or "float32"
+    lines += [f"{others} dequantized to {again}"] if others else []
+    return [f"{os.fspath(source)}: {', '.join(lines)}"] if lines else []
 
 
 def _convert_adapter(

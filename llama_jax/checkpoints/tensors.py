@@ -14,6 +14,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
+from llama_jax.ops.platform import lowering_platform
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer
 
@@ -37,6 +38,18 @@ def target_dtype(path: Location, dtype: jax.typing.DTypeLike | None, stored: np.
     if jax.dtypes.canonicalize_dtype(target) != target:
         raise CheckpointError(f"{path}: {target} needs jax_enable_x64; load with dtype='float32'")
     return target
+
+
+def default_dtype(embedding: Described, stored: np.dtype) -> np.dtype:
+    """The type of the parameters that are floats, and of the computation, where none is asked for.
+
+    Args:
+      embedding: if it is quantized: bfloat16 on accelerators, and on a CPU, whose kernels compute in float32, float32.
+      stored: its type if it is not, which is the result then.
+    """
+    if embedding.kind not in FLOATS and lowering_platform() != "cpu":
+        return BFLOAT16
+    return stored
 
 
 class Described(Protocol):
@@ -99,6 +112,11 @@ class Dense:
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
         found = read_bytes(self.path, self.offset + start * row, (stop - start) * row)
         return found.view(self.dtype).reshape(stop - start, *self.shape[1:])
+
+    def read_into(self, start: int, out: np.ndarray) -> None:
+        """The rows from `start` on that fill contiguous memory of the tensor's type."""
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        read_bytes(self.path, self.offset + start * row, out.nbytes, out.reshape(-1).view(np.uint8))
 
     def entry(self, index: int) -> Dense:
         """One of the tensors that a tensor with three axes holds."""
@@ -299,13 +317,13 @@ class Opened:
     tokenizer: Callable[[], Tokenizer | None]
 
 
-def read_bytes(path: Location, offset: int, count: int) -> np.ndarray:
-    """`count` bytes of a file from `offset`: uint8[count].
+def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:
+    """`count` bytes of a file from `offset`: uint8[count], in `out` if it is given.
 
     Raises:
       CheckpointError: the file ends before; it changed since it was opened.
     """
-    found = np.empty(count, np.uint8)
+    found = np.empty(count, np.uint8) if out is None else out
     filled = 0
     with reading(path, CheckpointError), path.open("rb", buffering=0) as file:
         file.seek(offset)

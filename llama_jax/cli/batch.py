@@ -123,7 +123,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
         numbers: dict[str | None, int] = {None: -1} | {name: number for number, name in enumerate(self.named())}
 
         def job(line: int) -> Job:
-            ids = tokenizer.encode(prompts[line - 1].prompt)
+            ids = tokenizer.encode(prompts[line - 1].prompt, eos=False)
             room = engine.context - len(ids)
             if room < 1:
                 raise GenerationError(

@@ -47,16 +47,20 @@ class Convert:
     def run(self) -> None:
         from tqdm import tqdm
 
-        from llama_jax.checkpoints.saving import convert
+        from llama_jax.checkpoints.saving import about_blocks, convert
 
         started = time.perf_counter()
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
+        format = None if self.format == "auto" else self.format
+        quantize = None if self.quantize in ("none", "keep") else self.quantize
+        for line in about_blocks(self.source, self.destination, format, dtype or quantize):
+            print(line, file=sys.stderr)
         bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
         with ending_in_order("stopped; nothing was written"):
             convert(
                 self.source,
                 self.destination,
-                format=None if self.format == "auto" else self.format,
+                format=format,
                 dtype=dtype,
                 quantize=None if self.quantize == "none" else self.quantize,
                 base=self.base,

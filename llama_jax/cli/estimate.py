@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from llama_jax.analysis.memory import Program
     from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
+    from llama_jax.model.params import Llama
+    from llama_jax.ops.weights import Name
     from llama_jax.parallel.mesh import MeshSizes
 
 
@@ -44,12 +46,13 @@ class Estimate:
     rows are read whole, and the parameters; heads and features."""
     mode: Literal["train", "decode"] = "decode"
     """train: one step of AdamW; decode: reading prompts, enlarging the cache, generating."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of computation, parameters and cache; training keeps parameters and optimizer state in float32 regardless."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of computation, parameters and cache; training keeps parameters and optimizer state in float32 regardless. auto
+    is float32, and what is quantized in the files of a model that is not trained itself stays so."""
     cache: Literal["auto", "int8"] = "auto"
     """When decoding, the type of the key/value cache: auto is --dtype, int8 has a scale for each head and position."""
-    quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"] = "none"
-    """When decoding, and with --lora: quantise the matrices."""
+    quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "keep"] = "none"
+    """When decoding, and with --lora: quantize the matrices. keep plans for those of the files, also beside --dtype."""
     lora: int = 0
     """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No least
     communication and no least time are given for that."""
@@ -84,6 +87,7 @@ class Estimate:
         mesh, compiler, note = devices_to_plan_for(self.hardware, sizes)  # before a run's folder is opened: it starts JAX
         config = read_config(self.model)
         self._check(config)
+        kinds, weights = self._weights()
         use_compilation_cache()
         least = self._least(config, sizes)
         if hardware is not None:
@@ -91,7 +95,7 @@ class Estimate:
 
         found: dict[str, Findings] = {}
         refused: dict[str, str] = {}
-        for program in self._programs(config, mesh):
+        for program in self._programs(config, mesh, weights):
             count = f"{sizes.devices} {'simulated ' if compiler is None else ''}device{'s' * (sizes.devices > 1)}"
             by = f" by {compiler}" if compiler else ""
             print(f"compiling {program.name} for {count}{by}...", file=sys.stderr, flush=True)
@@ -104,8 +108,8 @@ class Estimate:
             "mode": self.mode,
             "batch": self.batch,
             "length": self.length,
-            "dtype": self.dtype,
-            "quantize": self.quantize,
+            "dtype": self._dtype,
+            "quantize": kinds,
             "lora": self.lora or None,
             "remat": self._remat,
             "packed": self.packed if self.mode == "train" else None,
@@ -114,7 +118,7 @@ class Estimate:
             "mesh": dict(sizes.items()),
             "devices": sizes.devices,
             "parameter_count": parameter_count(config),
-            "cache_bytes_per_token": cache_bytes(config, 1, 1, self.dtype if self.cache == "auto" else self.cache),
+            "cache_bytes_per_token": cache_bytes(config, 1, 1, self._dtype if self.cache == "auto" else self.cache),
             "compiler": compiler or "XLA for CPU",
             "note": note,
             "refused": refused,
@@ -139,13 +143,29 @@ class Estimate:
             return None
         return "full" if self.remat == "auto" else self.remat
 
+    @property
+    def _dtype(self) -> Literal["float32", "bfloat16"]:
+        return "float32" if self.dtype == "auto" else self.dtype
+
+    def _weights(self) -> tuple[str, Name | Llama | None]:
+        """In what the matrices are planned, in words and as `decode_programs` takes it."""
+        if self.quantize != "none" and self.quantize != "keep":
+            return self.quantize, self.quantize
+        trained = self.mode == "train" and not self.lora
+        if trained or (self.quantize == "none" and self.dtype != "auto"):
+            return "none", None
+        words, kinds = kinds_in_files(self.model, stacked=self.mode == "train")
+        if self.quantize == "keep" and kinds is None:
+            raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; leave it out, or give a kind")
+        return words, kinds
+
     def _least(self, config: LlamaConfig, sizes: MeshSizes) -> list[DeviceExchange]:
         """The least that the strategy exchanges; of training whole models only."""
         from llama_jax.analysis.roofline import least_traffic
 
         if self._remat is None or self.lora:
             return []
-        return least_traffic(config, sizes, self.batch, self.length, self.dtype, self._remat)
+        return least_traffic(config, sizes, self.batch, self.length, self._dtype, self._remat)
 
     def _bounds(
         self,
@@ -163,7 +183,7 @@ class Estimate:
             resident = memory.parameters * sizes.columns + memory.cache
             bound = decoding_roofline(config, sizes, self.batch, self.length, hardware, resident, exchanged)
             return {"decode, a token of each row": bound}
-        step = (config, sizes, self.batch, self.length, self.dtype, self._remat, hardware)
+        step = (config, sizes, self.batch, self.length, self._dtype, self._remat, hardware)
         return {
             "as compiled": training_roofline(*step, found["train step"].collectives),
             "with the least exchanges": training_roofline(*step, least),
@@ -201,7 +221,7 @@ class Estimate:
         if self.mode == "decode" and self.length > config.max_seq_len:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; give at most that")
 
-    def _programs(self, config: LlamaConfig, mesh: Mesh) -> list[Program]:
+    def _programs(self, config: LlamaConfig, mesh: Mesh, weights: Name | Llama | None) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
         from llama_jax.model.adapters import Lora
@@ -213,13 +233,13 @@ class Estimate:
                 mesh,
                 self.batch,
                 self.length,
-                dtype=self.dtype,
+                dtype=self._dtype,
                 remat=self._remat,
                 packed=self.packed,
                 accumulate=self.accumulate,
                 attention=self.attention,
                 lora=Lora(rank=self.lora) if self.lora else None,
-                weights=None if self.quantize == "none" else self.quantize,
+                weights=weights,
             )
         capacity = bucket(self.length, SMALLEST_CACHE)
         return decode_programs(
@@ -227,9 +247,9 @@ class Estimate:
             mesh,
             self.batch,
             capacity,
-            dtype=self.dtype,
+            dtype=self._dtype,
             quantized=self.cache == "int8",
-            weights=None if self.quantize == "none" else self.quantize,
+            weights=weights,
             attention=self.attention,
         )
 
@@ -276,6 +296,40 @@ def read_config(model: str) -> LlamaConfig:
     if settings.is_file():  # the weights need not be there
         return huggingface_config.read_config(settings.parent)
     return open_checkpoint(path).config
+
+
+def kinds_in_files(model: str, *, stacked: bool) -> tuple[str, Llama | None]:
+    """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats.
+
+    Args:
+      stacked: of all layers together; a matrix whose kind differs from layer to layer is then of floats.
+    """
+    from llama_jax.checkpoints import huggingface
+    from llama_jax.checkpoints.assemble import plan
+    from llama_jax.checkpoints.loading import open_checkpoint
+    from llama_jax.checkpoints.quantising import can_be_kept, kinds_of, quantized_kinds
+    from llama_jax.checkpoints.tensors import Opened
+    from llama_jax.config import PRESETS
+    from llama_jax.storage import locate
+
+    path = locate(model)
+    if model in PRESETS or path.name == "config.json":
+        return "none", None
+    if (path / "config.json").is_file() and not huggingface.has_weights(path):
+        return "none", None
+    opened = open_checkpoint(path)
+    words = quantized_kinds(opened.tensors, can_be_kept)
+    if not words:
+        return "none", None
+    if not isinstance(opened, Opened):
+        raise ConfigError(f"{model} is in orbax, whose kinds are not planned for; pass them with --quantize, or a --dtype")
+    import jax
+
+    kinds = jax.tree.map(kinds_of, plan(opened))
+    if stacked:
+        alike = lambda *layers: layers[0] if len(set(layers)) == 1 else (None,)
+        kinds = kinds.replace(blocks=jax.tree.map(alike, *kinds.blocks, is_leaf=lambda leaf: isinstance(leaf, tuple)))
+    return words, kinds
 
 
 def simulate_devices(count: int) -> None:

@@ -272,6 +272,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
         "kind": type(tokenizer).__name__.removesuffix("Tokenizer"),
         "size": tokenizer.vocab_size,
         "bos": tokenizer.bos_id,
+        "add_bos": tokenizer.add_bos,
         "eos": tokenizer.eos_id,
         "stop": tokenizer.stop_ids,
         "chat_template": tokenizer.chat_template is not None,
@@ -281,6 +282,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
 def _in_words(vocabulary: Mapping[str, Any] | None) -> str:
     if vocabulary is None:
         return "none"
-    ids = f"bos {vocabulary['bos']}, eos {vocabulary['eos']}, stop {' '.join(map(str, vocabulary['stop'])) or 'none'}"
+    put = "" if vocabulary["add_bos"] or vocabulary["bos"] < 0 else " (not before a text)"
+    ids = f"bos {vocabulary['bos']}{put}, eos {vocabulary['eos']}, stop {' '.join(map(str, vocabulary['stop'])) or 'none'}"
     template = "with" if vocabulary["chat_template"] else "no"
     return f"{vocabulary['kind']}, {vocabulary['size']:,} pieces; {ids}; {template} chat template"

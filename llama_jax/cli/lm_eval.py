@@ -57,7 +57,7 @@ class LmEval(LoadOptions):
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """A system prompt."""
     bos: Annotated[bool, tyro.conf.arg(help_behavior_hint="")] = True
-    """Leave out the begin-of-sequence token, with which texts begin by default where the vocabulary has one."""
+    """Leave out the begin-of-sequence token, with which texts begin by default where the vocabulary's own rule says so."""
     seed: int = 0
     """Seed of tasks that sample; most are greedy."""
     output: Path | None = None

@@ -41,6 +41,7 @@ class Merge:
 
         from llama_jax.checkpoints import load, load_adapter, open_checkpoint, save
         from llama_jax.checkpoints.appearing import check_room
+        from llama_jax.checkpoints.quantising import quantized_kinds
         from llama_jax.checkpoints.saving import FOLDERS, format_of
         from llama_jax.cli.runtime import loading_bar, start_backend, use_compilation_cache
         from llama_jax.model.adapters import merge
@@ -52,12 +53,17 @@ class Merge:
         folder = (format or format_of(self.destination)) in FOLDERS
         sources = [self.base, self.adapter]
         check_room(self.destination, folder=folder, overwrite=self.overwrite, sources=sources)
-        adapter = load_adapter(self.adapter, open_checkpoint(self.base).config)  # before minutes go into loading
+        base = open_checkpoint(self.base)
+        adapter = load_adapter(self.adapter, base.config)  # before minutes go into loading
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
+        exact = dtype is None
+        if kinds := quantized_kinds(base.tensors):
+            exact = False
+            print(f"{self.base}: {kinds} dequantized to float32, to which the adapter is added", file=sys.stderr)
         bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
         with ending_in_order("stopped; nothing was written"):
             # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
-            config, params, tokenizer = load(self.base, None if dtype is None else "float32", progress=loading_bar)
+            config, params, tokenizer = load(self.base, None if exact else "float32", progress=loading_bar)
             merged = merge(params, adapter.params, adapter.lora)
             save(
                 self.destination,

@@ -138,11 +138,14 @@ class TextOptions:
         return found.params
 
     def load_dense(self, path: Location) -> Llama:
-        """The weights at another path in the same type, not quantised."""
-        from llama_jax.checkpoints.loading import load
+        """The weights at another path in the same type, as floats: in float32 where they are quantized."""
+        from llama_jax.checkpoints.loading import load, open_checkpoint
+        from llama_jax.checkpoints.quantising import quantized_kinds
         from llama_jax.cli.runtime import loading_bar
 
         dtype = None if self.dtype == "auto" else self.dtype
+        if dtype is None and quantized_kinds(open_checkpoint(path).tensors):
+            dtype = "float32"
         return load(path, dtype, progress=loading_bar).params
 
     def facts(self, subject: Subject, params: Llama, tokens: int, seconds: float) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class Verify:
                 )
             ids = np.random.default_rng(0).integers(0, config.vocab_size, count, dtype=np.int32)
             return ids, f"{count} random tokens, as there is no vocabulary"
-        ids = np.array(tokenizer.encode(self._text(), bos=tokenizer.bos_id >= 0)[:count], np.int32)
+        ids = np.array(tokenizer.encode(self._text())[:count], np.int32)
         if len(ids) < 2:
             raise UserError(f"{self.text} has {len(ids)} tokens; give a text of at least 2")
         check_tokens(config, ids)

@@ -37,9 +37,9 @@ class DocumentPart(NamedTuple):
 def read_pieces(path: Path, tokenizer: Tokenizer, vocabulary: Vocabulary, reading: DocumentFormat) -> Iterator[DocumentPart]:
     """The tokens of a file.
 
-    Text becomes BOS, its tokens, EOS, each end where the vocabulary has one. Ids in ``.bin`` (nothing but ids, as nanoGPT
-    and llama2.c write them) and in ``.array_record`` (the ids of one document a record) are taken as they are; in a
-    ``.bin`` a document begins with every BOS and after every EOS.
+    Text becomes BOS, its tokens, EOS, each end where the vocabulary has it (`Vocabulary`). Ids in ``.bin`` (nothing but
+    ids, as nanoGPT and llama2.c write them) and in ``.array_record`` (the ids of one document a record) are taken as they
+    are; in a ``.bin`` a document begins with every BOS and after every EOS.
 
     Raises:
       DataError: a file that is damaged or of another kind, by its line or the place of the token.

@@ -159,8 +159,8 @@ class _Encoder:
         return tuple(found)
 
     def _text(self, text: str) -> list[int]:
-        """BOS and the text; where `special` tokens are read, no second BOS."""
-        bos = self._tokenizer.bos_id
+        """BOS, where the vocabulary's own rule says so, and the text; where `special` tokens are read, no second BOS."""
+        bos = self._tokenizer.bos_id if self._tokenizer.add_bos else -1
         named = self._tokenizer.special_tokens if self._reading.special else {}
         found = self._tokenizer.encode_parts(split_special(text, named)) if text else []
         return found if bos < 0 or found[:1] == [bos] else [bos, *found]

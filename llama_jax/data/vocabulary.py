@@ -20,7 +20,8 @@ class Vocabulary:
 
     Attributes:
       size: V.
-      bos, eos: ids of the tokens that begin and end a document, or -1.
+      bos, eos: ids of the tokens that begin and end a document, or -1. A document begins with the BOS where the vocabulary's
+        own rule says that a text does, and ends with the EOS wherever there is one.
       lengths: int64[V], bytes of text that each token stands for; 0 for special tokens.
       space_prefix: whether a document's text has one byte less than its tokens.
       fingerprint: of everything that determines which tokens a text becomes.
@@ -40,11 +41,12 @@ def examine(tokenizer: Tokenizer) -> Vocabulary:
     The fingerprint covers the bytes of every token, the special ones, and the ids of a text in which all tokens occur, so
     that other merges or another pre-tokenisation change it. The file that the tokenizer came from does not matter.
     """
+    bos = tokenizer.bos_id if tokenizer.add_bos else -1
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    probe = tokenizer.encode(b"".join(tokens).decode(errors="ignore") + SAMPLE, bos=False)
+    probe = tokenizer.encode(b"".join(tokens).decode(errors="ignore") + SAMPLE, bos=False, eos=False)
     shape = [
         len(tokens),
-        tokenizer.bos_id,
+        bos,
         tokenizer.eos_id,
         tokenizer.space_prefix,
         sorted(tokenizer.special_tokens.items()),
@@ -55,7 +57,7 @@ def examine(tokenizer: Tokenizer) -> Vocabulary:
         digest.update(part)
     return Vocabulary(
         size=len(tokens),
-        bos=tokenizer.bos_id,
+        bos=bos,
         eos=tokenizer.eos_id,
         lengths=lengths,
         space_prefix=tokenizer.space_prefix,

@@ -78,8 +78,8 @@ class TextModel:
     """Model and vocabulary, with the rules of the lm-evaluation-harness's own backend for transformers for converting texts
     and tokens, so that scores can be compared.
 
-    Names of special tokens in a text are special tokens. A text begins with the begin-of-sequence token if the vocabulary
-    has one, unless it begins with its name, as a rendered chat does. Spaces at the end of a context belong to the
+    Names of special tokens in a text are special tokens. A text begins with the begin-of-sequence token if the vocabulary's
+    own rule says so, unless it begins with its name, as a rendered chat does. Spaces at the end of a context belong to the
     continuation. A text that is too long loses its beginning.
 
     Attributes:
@@ -103,7 +103,7 @@ class TextModel:
 
         Args:
           config, params, tokenizer: as `load` gives them, also with an adapter or quantised, and on a mesh over `tensor`.
-          bos: whether texts begin with the begin-of-sequence token.
+          bos: whether texts begin with the begin-of-sequence token where the vocabulary's own rule says so.
           format: of chats, see `tokenizers.resolve_format`.
           batch: rows that are scored at once, see `score_pairs`.
           seed: of the first text that is sampled; each next one has one more.
@@ -138,12 +138,12 @@ class TextModel:
     def encode(self, text: str) -> list[int]:
         """Ids of a text that something follows."""
         name = self._names.get(self.tokenizer.bos_id)
-        bos = self._bos and self.tokenizer.bos_id >= 0 and not (name and text.startswith(name))
-        return self.tokenizer.encode(text, bos=bos, special=True)
+        bos = self._bos and self.tokenizer.add_bos and not (name and text.startswith(name))
+        return self.tokenizer.encode(text, bos=bos, eos=False, special=True)
 
     def alone(self, text: str) -> list[int]:
         """Ids of a text that nothing precedes but `prefix`."""
-        ids = self.tokenizer.encode(text, bos=False, special=True)
+        ids = self.tokenizer.encode(text, bos=False, eos=False, special=True)
         return ids[1:] if ids[:1] == [self.prefix] else ids
 
     def pair(self, context: str, continuation: str) -> Continuation:

@@ -15,8 +15,17 @@ import jax.numpy as jnp
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
-from llama_jax.ops.weights import ChangedWeight, JoinedWeight, Name, QuantizedWeight, fitting, quantized, shardings_of_planes
-from llama_jax.ops.weights.kinds import MADE
+from llama_jax.ops.weights import (
+    ChangedWeight,
+    JoinedWeight,
+    Kind,
+    Name,
+    QuantizedWeight,
+    fitting,
+    quantized,
+    shardings_of_planes,
+)
+from llama_jax.ops.weights.kinds import KINDS, MADE
 from llama_jax.ops.weights.planes import bits_of
 from llama_jax.ops.weights.weight import columns_on_each
 
@@ -85,12 +94,13 @@ def quantize(params: Llama, kind: Name) -> Llama:
     """The parameters with their matrices in fewer bits, rounded to nearest: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0".
 
     A file is better quantised while it is read (`checkpoints.load`), without ever holding the dense model. A tree of
-    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters.
+    `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters, of any kind.
 
     Raises:
       ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
     """
-    if kind not in MADE:
+    planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    if kind not in (KINDS if planned else MADE):
         raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MADE)}")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
@@ -106,15 +116,38 @@ def quantize(params: Llama, kind: Name) -> Llama:
             raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}")
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return quantized(leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight) else leaf, kind)
-        places = shardings_of_planes(form, leaf.sharding, len(leaf.shape))
-        shapes = [
-            jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
-            for plane, place in zip(form.planes, places, strict=True)
-        ]
-        return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype)).arranged()
+        return _planned(leaf, form)
 
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight)
     return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_weight)
+
+
+def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
+    """A tree of `jax.ShapeDtypeStruct` leaves as it is where matrices have kinds of their own, as in a file.
+
+    Args:
+      kinds: a tuple for each parameter: the kind of each of its parts side by side, None for floats.
+    """
+
+    def of_leaf(leaf: jax.ShapeDtypeStruct, own: tuple[str | None, ...]) -> Any:
+        if len(set(own)) > 1:
+            *before, width, features, columns = leaf.shape
+            widths = (width - len(own) + 1, *[1] * (len(own) - 1))
+            shapes = [(*before, each, features, columns) for each in widths]
+            parts = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for shape in shapes]
+            return JoinedWeight(tuple(of_leaf(part, (kind,)) for part, kind in zip(parts, own, strict=True)))
+        return leaf if own[0] is None else _planned(leaf, fitting(own[0], columns_on_each(leaf.shape, leaf.sharding)))
+
+    return jax.tree.map(of_leaf, params, kinds)
+
+
+def _planned(leaf: jax.ShapeDtypeStruct, form: Kind) -> QuantizedWeight:
+    places = shardings_of_planes(form, leaf.sharding, len(leaf.shape))
+    shapes = [
+        jax.ShapeDtypeStruct(plane.shape(leaf.shape), plane.dtype, sharding=place)
+        for plane, place in zip(form.planes, places, strict=True)
+    ]
+    return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype)).arranged()
 
 
 def dequantize(params: Llama) -> Llama:

@@ -132,10 +132,10 @@ def all_experts(
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
-        weight, *matrices = expert
+        weight, gate, up, down = expert
         if of_inputs:  # an expert that is given zeros gives zeros
-            return total + feed_forward(weight[..., None] * x, *matrices), None
-        return total + weight[..., None] * feed_forward(x, *matrices), None
+            return total + feed_forward(weight[..., None] * x, gate, up, down), None
+        return total + weight[..., None] * feed_forward(x, gate, up, down), None
 
     total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))
     return total

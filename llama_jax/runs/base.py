@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,16 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from llama_jax.checkpoints import load
+from llama_jax.checkpoints import load, open_checkpoint
+from llama_jax.checkpoints.quantising import can_be_kept, quantized_kinds
+from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import dequantize
-from llama_jax.ops.weights import Kept, QuantizedWeight
+from llama_jax.ops.weights import JoinedWeight, Kept, QuantizedWeight
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.serving import param_shardings
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.recipe import Recipe
+
+_log = logging.getLogger("llama_jax.runs")
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def load_weights(
         if weights is None or note is not None:
             return None, None
         places = param_shardings(recipe.model, mesh, fitted=False)
-        return _stacked(dequantize(load(weights, "float32", shardings=places).params)), None
+        return _stacked(load(weights, "float32", shardings=places).params), None
     assert weights is not None
     params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
     before = {} if note is None else note.get("base", {})
@@ -67,17 +72,51 @@ def load_weights(
 
 
 def load_frozen(
-    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept
+    path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept | None
 ) -> tuple[Llama, dict[str, str]]:
     """A model that a run only reads, blocks stacked, placed as `param_specs` says; and its path and digest.
 
     Args:
-      quantize: "none", or the type in which its matrices are kept.
+      quantize: the kind in which its matrices are kept; "none": what the files have in blocks stays in them; None: floats.
     """
-    kind = None if quantize == "none" else quantize
+    kind: Any = quantize
+    if quantize == "none":
+        kind = "keep" if quantized_kinds(open_checkpoint(path).tensors, can_be_kept) else None
     params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, fitted=False)).params
-    params = _stacked(params if kind is not None else dequantize(params))
+    params = _stacked(_alike(params))
     return params, {"path": os.fspath(path), "digest": digest(params)}
+
+
+def about_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]:
+    """A line that says what becomes of weights that are quantized."""
+    kinds = quantized_kinds(tensors)
+    if not kinds:
+        return []
+    if recipe.lora is None:
+        return [f"weights: {kinds}, dequantized to float32, in which they are trained"]
+    if recipe.quantize != "none":
+        return [f"weights: {kinds}, quantized anew as {recipe.quantize}"]
+    others = quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor))
+    dequantized = f" ({others} dequantized to {recipe.dtype})" if others else ""
+    return [f"weights: {kinds}, kept as they are under the adapters{dequantized}"]
+
+
+def _alike(params: Llama) -> Llama:
+    """Parameters whose blocks can be stacked: a matrix whose kind differs from layer to layer becomes floats."""
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
+    blocks = params.blocks
+    assert isinstance(blocks, tuple)
+    paths = [path for path, _ in jax.tree.leaves_with_path(blocks[0], is_leaf=is_weight)]
+    layers = [jax.tree.flatten(block, is_leaf=is_weight) for block in blocks]
+    found = []
+    for path, *weights in zip(paths, *(leaves for leaves, _ in layers), strict=True):
+        if len({jax.tree.structure(weight) for weight in weights}) > 1:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            _log.warning("%s becomes %s: its kind differs from layer to layer", name, weights[0].dtype)
+            weights = [weight.decoded() if is_weight(weight) else weight for weight in weights]
+        found.append(weights)
+    made = zip(layers, zip(*found, strict=True), strict=True)
+    return params.replace(blocks=tuple(jax.tree.unflatten(form, leaves) for (_, form), leaves in made))
 
 
 def _stacked(params: Llama) -> Llama:

@@ -106,7 +106,7 @@ def prepare(config: LlamaConfig, tokenizer: Tokenizer, haystack: Sequence[int] |
         )
     drawn = draw_keys(hidden.wrong_keys + 1, hidden.digits, hidden.seed)
     keys = encode_keys(tokenizer, drawn, hidden.statement, hidden.question)
-    start = [tokenizer.bos_id] if tokenizer.bos_id >= 0 else []
+    start = [tokenizer.bos_id] if tokenizer.add_bos else []
     overhead = sum(map(len, (start, keys.question))) + max(
         len(said) + len(answer) for said, answer in zip(keys.statements, keys.answers, strict=True)
     )
@@ -131,7 +131,7 @@ def encode_keys(tokenizer: Tokenizer, keys: Sequence[str], statement: str, quest
     # Where the vocabulary does not put a space before a text, a sentence brings its own.
     space = "" if tokenizer.space_prefix else " "
     said, asked = (
-        [tokenizer.encode(space + sentence.replace("{key}", key), bos=False) for key in keys]
+        [tokenizer.encode(space + sentence.replace("{key}", key), bos=False, eos=False) for key in keys]
         for sentence in (statement, question)
     )
     # A key may begin inside a token, or all keys may share their first token: up to there it belongs to the question.

@@ -19,7 +19,7 @@ from llama_jax.errors import CheckpointError, StuckSaveError
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.processes import Processes
 from llama_jax.runs import preparing
-from llama_jax.runs.base import load_weights
+from llama_jax.runs.base import about_weights, load_weights
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
@@ -173,7 +173,7 @@ def train(
         preparing.check_data(note, task, reweigh=reweigh)
         if processes.first_of_host:
             processes.wait("text tokenised")
-        preparing.describe(log, recipe, task.facts)
+        preparing.describe(log, recipe, (*([] if opened is None else about_weights(recipe, opened.tensors)), *task.facts))
         preparing.agree(processes, run_folder, recipe, mesh, backend, task, note)
         if task.load is not None:
             task = task.load()

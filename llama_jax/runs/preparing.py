@@ -190,7 +190,7 @@ def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> Non
 
 def encode_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[list[int]]:
     """The prompts as tokens that leave room for an answer: checked now rather than hours later at the first evaluation."""
-    found = [tokenizer.encode(prompt, bos=tokenizer.bos_id >= 0) for prompt in recipe.prompts]
+    found = [tokenizer.encode(prompt, eos=False) for prompt in recipe.prompts]
     context = recipe.model.max_seq_len
     for prompt, ids in zip(recipe.prompts, found, strict=True):
         if not 0 < len(ids) < context:

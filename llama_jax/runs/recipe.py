@@ -53,7 +53,7 @@ class Recipe:
       lora: train adapters with these settings on a frozen model (``--weights``); checkpoints hold the adapters alone. None
         trains the model.
       quantize: with `lora`, the matrices of the frozen model are kept in fewer bits, see `model.trees.quantize` ("nf4" is
-        QLoRA: Dettmers et al. 2023); "none" keeps them in `dtype`.
+        QLoRA: Dettmers et al. 2023); "none" keeps them as their files have them, floats in `dtype`.
       seed: seed of the initial parameters and of the order of the data.
       dtype: type of the computation; the trained parameters are float32.
       remat: what the backward pass recomputes to save memory; see `Compute` of `model.options`.

@@ -13,8 +13,13 @@ from typing import Protocol
 from llama_jax.errors import TokenizerError, reason_of, shown
 
 Part = str | int  # plain text, or the id of a special token
-# Llama 3's ends of a text, a message and a turn. A vocabulary that has them means them, whichever it calls its eos.
-ENDS = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+# The ends of a text, a message and a turn by which llama.cpp knows them. A vocabulary that has one means it, whichever it
+# calls its eos.
+ENDS = {
+    *("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+    *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+    *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+}
 
 
 class Tokenizer(Protocol):
@@ -34,11 +39,22 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def add_bos(self) -> bool:
+        """Whether a text begins with the begin-of-sequence token by the vocabulary's own rule; False where it has none."""
+        ...
+
+    @property
+    def add_eos(self) -> bool:
+        """Whether a text ends with the end-of-sequence token by the vocabulary's own rule; False where it has none."""
+        ...
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
-        The end-of-sequence token, Llama 3's ends of a turn and a message, those that the model's own files name, and
-        the begin-of-sequence token, with which llama2.c's stories end.
+        The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
+        begin-of-sequence token, with which llama2.c's stories end. Of a vocabulary in GGUF: exactly those at which
+        llama.cpp ends.
         """
         ...
 
@@ -57,10 +73,11 @@ class Tokenizer(Protocol):
         """Whether encoding adds a space before a text, which decoding removes again."""
         ...
 
-    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
-        """Ids of the text, with the begin-of-sequence token before and the end-of-sequence token after them if asked for.
+    def encode(self, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False) -> list[int]:
+        """Ids of the text between the begin-of-sequence and the end-of-sequence token.
 
         Args:
+          bos, eos: whether they are put there; by default as the vocabulary's own rule says (`add_bos`, `add_eos`).
           special: whether "<|eot_id|>" and the like in the text are special tokens; by default they are text.
 
         Raises:
@@ -141,10 +158,14 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
 class EncodesParts:
     """`Tokenizer.encode` and `encode_batch` of a vocabulary, by its `encode_parts`."""
 
-    def encode(self: Tokenizer, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+    def encode(
+        self: Tokenizer, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False
+    ) -> list[int]:
         """Ids of the text; see `Tokenizer.encode`."""
         if not isinstance(text, str):
             raise TokenizerError(f"text={shown(text, 40)} must be a str; encode several texts one by one")
+        bos = self.add_bos if bos is None else bos
+        eos = self.add_eos if eos is None else eos
         for asked, token, name in ((bos, self.bos_id, "bos"), (eos, self.eos_id, "eos")):
             if asked and token < 0:
                 raise TokenizerError(
@@ -161,8 +182,19 @@ class EncodesParts:
 
 def ending_ids(bos_id: int, eos_id: int, special_tokens: Mapping[str, int], more: Iterable[int] = ()) -> tuple[int, ...]:
     """What `Tokenizer.stop_ids` says."""
-    ends = {bos_id, eos_id, *(special_tokens[name] for name in ENDS if name in special_tokens), *more}
+    ends = {bos_id, eos_id, *(special_tokens[name] for name in ending_names(special_tokens)), *more}
     return tuple(sorted(token for token in ends if token >= 0))
+
+
+def ending_names(names: Iterable[str]) -> set[str]:
+    """Those of the names that end what is generated; `<|end|>` and `</s>` do not beside certain others."""
+    found = ENDS.intersection(names)
+    calls = found & {"<|call|>", "<|calls|>"}
+    if {"<|return|>", "<|call|>"} <= found or ("<|flush|>" in found and calls):
+        found.discard("<|end|>")
+    if "<|tool_response>" in found:
+        found.discard("</s>")
+    return found
 
 
 def decode_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -182,7 +182,7 @@ def _plain(tokenizer: Tokenizer, messages: Sequence[Message], _: bool) -> list[P
     for message in messages:
         begins = text and message["role"] == "user"
         text += ("\n\n" if begins else "") + message["content"]
-    return [tokenizer.bos_id, text] if tokenizer.bos_id >= 0 else [text]
+    return [tokenizer.bos_id, text] if tokenizer.add_bos else [text]
 
 
 def template_parts(

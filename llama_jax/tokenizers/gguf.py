@@ -1,24 +1,53 @@
-"""The vocabulary inside a GGUF file, from its metadata and into it (ggml's docs/gguf.md, "Tokenizer")."""
+"""The vocabulary inside a GGUF file, from its metadata and into it (ggml's docs/gguf.md, "Tokenizer").
+
+What the metadata leaves open is as in llama.cpp, src/llama-vocab.cpp, whose ids are the measure.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llama_jax.errors import TokenizerError, shown
-from llama_jax.tokenizers.base import Tokenizer, library_errors
-from llama_jax.tokenizers.huggingface import BYTE, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.base import ENDS, Tokenizer, ending_names, library_errors
+from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
+from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, SentencePieceTokenizer, write_model
 from llama_jax.tokenizers.settings import Settings
-from llama_jax.tokenizers.tiktoken import SPLIT, TiktokenTokenizer, merges
+from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
 
-LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")  # names in use for Llama 3's way to cut a text
+REMEDY = "pass the model's own tokenizer.json (--tokenizer tokenizer.json)"
+LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # in a text, before it is cut
 PADDING = "[PAD{}]"  # what llama.cpp's converter calls an id without a token
+DEFAULT_ENDS = {"llama": (1, 2), "gpt2": (11, 11), "gemma4": (None, None)}  # bos and eos where no field has them
+# Pre-tokenizers with rules of their own.
+NO_DEFAULT_BOS = ("chatglm-bpe", "glm4", "glm5")
+ALWAYS_BOS = ("gemma4", "granite-embed-multi-311m")
+KEEPS_LINES = ALWAYS_BOS  # a run of line feeds that is a token becomes it
+NO_MERGES = ("kimi-k2",)  # need not have any
+SPACES_AS_THEY_ARE = ("whitespace",)
+# What llama.cpp takes a token for by its text, where no field has its id; the last three end what is generated.
+BY_TEXT = {
+    "fim_pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>",
+    "fim_suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>",
+    "fim_mid": "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>",
+    "fim_pad": "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]",
+    "fim_rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "fim_sep": "<|file_sep|>",
+}
+OLDER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+PART_OF_REPLIES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  # gpt-oss's
+# Models whose special tokens swallow the white space after them, and tokens that do not.
+SWALLOWING = ("phi-3", "phi3")
+NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
+MASK = "<mask>"  # swallows the white space before it in vocabularies with these pre-tokenizers
+MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
 
 def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
-    """The vocabulary in the metadata of the GGUF file at `where`: Llama 1 and 2's ("llama") or Llama 3's ("gpt2").
+    """The vocabulary in the metadata of the GGUF file at `where`: SentencePiece ("llama") or BPE ("gpt2", "gemma4").
 
     Args:
       fields: the metadata by key, such as "tokenizer.ggml.tokens": texts, numbers, true or false, and lists of them.
@@ -28,14 +57,15 @@ def from_metadata(fields: Mapping[str, Any], where: str) -> Tokenizer:
     """
     reader = _Reader(fields, where)
     model = reader.text("model")
-    if model == "llama":
-        return _sentencepiece(reader)
-    if model != "gpt2":
-        raise reader.error("model", model, "'llama' (SentencePiece) or 'gpt2' (Llama 3's BPE)")
-    pre = reader.text("pre")
-    if pre not in LLAMA_3:
-        raise reader.error("pre", pre, f"Llama 3's, which is called {' or '.join(map(repr, LLAMA_3))}")
-    return _bpe(reader)
+    if model not in DEFAULT_ENDS:
+        raise reader.error("model", model, f"'llama' (SentencePiece) or 'gpt2' (BPE); {REMEDY}")
+    tokenizer: SentencePieceTokenizer | HuggingFaceTokenizer
+    tokenizer = _sentencepiece(reader) if model == "llama" else _bpe(reader, model)
+    kept = {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
+    if reader.swallows():  # which only the name says
+        kept["general.name"] = fields["general.name"]
+    tokenizer.metadata = kept
+    return tokenizer
 
 
 class _Reader:
@@ -45,8 +75,8 @@ class _Reader:
         self.fields = fields
         self.where = where
 
-    def text(self, name: str) -> str:
-        value = self.fields.get(f"tokenizer.ggml.{name}")
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self.fields.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, str):
             raise self.error(name, value, "a text")
         return value
@@ -70,24 +100,76 @@ class _Reader:
             raise self.error(name, next(each for each in value if not isinstance(each, kind)), f"a list of {kind.__name__}")
         return list(value)
 
-    def token(self, name: str, tokens: Sequence[str], default: int | None = None) -> int | None:
-        """The id in the field ``{name}_token_id``, where there is one."""
-        value = self.fields.get(f"tokenizer.ggml.{name}_token_id", default)
+    def tokens(self) -> list[str]:
+        return [token or f"[EMPTY_{i}]" for i, token in enumerate(self.values("tokens", str))]
+
+    def kinds(self, count: int) -> list[EntryKind]:
+        """What each token is; NORMAL where the file does not say."""
+        if "tokenizer.ggml.token_type" not in self.fields:
+            return [EntryKind.NORMAL] * count
+        found = self.values("token_type", int, count)
+        odd = next((kind for kind in found if not 0 <= kind <= max(EntryKind)), None)
+        if odd is not None:
+            raise self.error("token_type", odd, f"one of {[int(kind) for kind in EntryKind]} for each token")
+        return [EntryKind(kind or EntryKind.NORMAL) for kind in found]
+
+    def token(self, name: str, count: int, default: int | None = None) -> int | None:
+        """The id in the field ``{name}_token_id``, else a default that the vocabulary has."""
+        value = self.fields.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
-            return None
-        if type(value) is not int or not 0 <= value < len(tokens):
-            raise self.error(f"{name}_token_id", value, f"an id below {len(tokens)}")
+            return default if default is not None and default < count else None
+        if type(value) is not int or not 0 <= value < count:
+            raise self.error(f"{name}_token_id", value, f"an id below {count}")
         return value
 
-    def settings(self, tokens: Sequence[str], bos: int | None, eos: int | None) -> Settings:
+    def swallows(self) -> bool:
+        """Whether special tokens swallow the white space after them."""
+        return any(name in str(self.fields.get("general.name", "")).lower() for name in SWALLOWING)
+
+    def swallowing(self, tokens: Sequence[str], kinds: Sequence[EntryKind]) -> frozenset[int]:
+        """The special tokens that do."""
+        if not self.swallows():
+            return frozenset()
+        found = {i for i, kind in enumerate(kinds) if kind in LOOKED_FOR or tokens[i] == "</s>"}
+        return frozenset(i for i in found if tokens[i] not in NOT_SWALLOWING)
+
+    def settings(self, tokens: Sequence[str], kinds: list[EntryKind], pre: str, add_bos: bool) -> Settings:
+        """The settings, whose `stop_ids` are all ends; changes kinds to what llama.cpp takes these tokens for."""
+        model, count = self.text("model"), len(tokens)
+        ids = {token: i for i, token in enumerate(tokens)}
+        bos, eos = DEFAULT_ENDS[model]
+        bos = self.token("bos", count, None if pre in NO_DEFAULT_BOS else bos)
+        eos = self.token("eos", count, eos)
+        for name, token in (("bos", bos), ("eos", eos)):
+            if token is not None and (model == "llama" or f"tokenizer.ggml.{name}_token_id" in self.fields):
+                kinds[token] = EntryKind.CONTROL
+        given = (eos, self.token("eot", count), self.token("eom", count))
+        ends = {token for token in given if token is not None}
+        for name, texts in BY_TEXT.items():
+            found = self.token(name, count, self.token(OLDER_NAMES.get(name, name), count))
+            if found is None and (found := next((ids[text] for text in texts.split() if text in ids), None)) is not None:
+                kinds[found] = EntryKind.CONTROL
+            if found is not None and name in ("fim_pad", "fim_rep", "fim_sep"):
+                ends.add(found)
+        named = [ids[text] for text in ENDS if text in ids]
+        ends.update(named)
+        for token in named:
+            kinds[token] = EntryKind.CONTROL
+        for text in PART_OF_REPLIES:
+            if text in ids:
+                kinds[ids[text]] = EntryKind.USER_DEFINED
+        names = {tokens[token]: token for token in ends}
+        for text in names.keys() & ENDS - ending_names(names):
+            kinds[names.pop(text)] = EntryKind.NORMAL if text == "</s>" else EntryKind.USER_DEFINED
         template = self.fields.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise TokenizerError(f"{self.where}: tokenizer.chat_template={shown(template)} must be a text; copy it again")
-        ends = (eos, self.token("eot", tokens), self.token("eom", tokens))
         return Settings(
             bos_token=None if bos is None else tokens[bos],
             eos_token=None if eos is None else tokens[eos],
-            stop_ids=tuple(token for token in ends if token is not None),
+            stop_ids=tuple(sorted(names.values())),
+            add_bos=self.flag("add_bos_token", add_bos),
+            add_eos=self.flag("add_eos_token", False),
             chat_template=template,
         )
 
@@ -95,59 +177,119 @@ class _Reader:
         return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={shown(value)} must be {need}")
 
 
-def _sentencepiece(reader: _Reader) -> Tokenizer:
-    tokens = reader.values("tokens", str)
-    scores = reader.values("scores", float, len(tokens))
-    kinds = reader.values("token_type", int, len(tokens))
-    odd = next((kind for kind in kinds if kind not in list(EntryKind)), None)
-    if odd is not None:
-        raise reader.error("token_type", odd, f"one of {[int(kind) for kind in EntryKind]} for each token")
-    bos, eos = reader.token("bos", tokens, 1), reader.token("eos", tokens, 2)
-    settings = reader.settings(tokens, bos, eos)
-    kinds = [int(EntryKind.CONTROL) if i in (bos, eos) else kind for i, kind in enumerate(kinds)]
+def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:
+    tokens = reader.tokens()
+    count = len(tokens)
+    last = {token: i for i, token in enumerate(tokens)}
+    tokens = [token if last[token] == i else f"{token}[{i}]" for i, token in enumerate(tokens)]  # of equal texts the last
+    scores = reader.values("scores", float, count) if "tokenizer.ggml.scores" in reader.fields else [0.0] * count
+    kinds = reader.kinds(count)
+    settings = reader.settings(tokens, kinds, "", add_bos=True)
+    kinds = [
+        EntryKind.BYTE if kind == EntryKind.NORMAL and BYTE.fullmatch(token) else kind
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    entries = [Entry(*entry) for entry in zip(tokens, scores, kinds, strict=True)]
+    unknown = reader.token("unknown", count, kinds.index(EntryKind.UNKNOWN) if EntryKind.UNKNOWN in kinds else 0)
+    # For the library one token is unknown, and the others of that kind are in no text, as control tokens. What it would
+    # look for by itself, or not use, is a piece like any other; bytes are all there or of no use.
+    all_bytes = kinds.count(EntryKind.BYTE) == 256
+    pieces = dict.fromkeys(EntryKind, EntryKind.NORMAL) | {
+        EntryKind.CONTROL: EntryKind.CONTROL,
+        EntryKind.UNKNOWN: EntryKind.CONTROL,
+        EntryKind.BYTE: EntryKind.BYTE if all_bytes else EntryKind.CONTROL,
+    }
     with library_errors(f"{reader.where} holds no whole SentencePiece vocabulary"):
         model = write_model(
-            (Entry(*piece) for piece in zip(tokens, scores, map(EntryKind, kinds), strict=True)),
+            (
+                entry._replace(kind=EntryKind.UNKNOWN if i == unknown else pieces[entry.kind])
+                for i, entry in enumerate(entries)
+            ),
             bos=settings.bos_token or "",
             eos=settings.eos_token or "",
             space_prefix=reader.flag("add_space_prefix", True),
         )
-    return SentencePieceTokenizer(model, reader.where, settings)
+        found = SentencePieceTokenizer(model, reader.where, settings, entries, reader.swallowing(tokens, kinds))
+    found.stop_ids = settings.stop_ids
+    return found
 
 
-def _bpe(reader: _Reader) -> Tokenizer:
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
+    from tokenizers import AddedToken, decoders, models, normalizers, processors
     from tokenizers import Tokenizer as Library
 
-    tokens = reader.values("tokens", str)
-    kinds = reader.values("token_type", int, len(tokens))
-    pairs = [tuple(merge.split(" ")) for merge in reader.values("merges", str)]
-    odd = next((pair for pair in pairs if len(pair) != 2), None)
-    if odd is not None:
-        raise reader.error("merges", " ".join(odd), "two tokens with a space between them")
+    name = "gemma4" if model == "gemma4" else reader.text("pre", "default")
+    if name not in PRE_TOKENIZERS:
+        raise TokenizerError(f"{reader.where}: tokenizer.ggml.pre={shown(name)} is not known; {REMEDY}")
+    pre = PRE_TOKENIZERS[name]
+    tokens = reader.tokens()
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise TokenizerError(f"{reader.where}: tokenizer.ggml.tokens has a token twice; copy the file again")
+    kinds = reader.kinds(len(tokens))
+    settings = reader.settings(tokens, kinds, name, pre.add_bos)
+    if name in ALWAYS_BOS:
+        settings = replace(settings, add_bos=True)
+    swallowing = reader.swallowing(tokens, kinds)
+    # A byte that no token is becomes nothing, but what is on both sides of it does not merge.
+    missing = [character for character in CHARACTER_BYTES if pre.spells_bytes and character not in ids]
+    beyond = {character: len(tokens) + i for i, character in enumerate(missing)}
     with library_errors(f"{reader.where} holds no whole BPE vocabulary"):
-        # Llama 3 takes a word that is a token as that token, even where no merges lead to it.
-        library = Library(models.BPE(vocab=ids, merges=pairs, ignore_merges=True))
-        library.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
+        library = Library(
+            models.BPE(
+                vocab=ids | beyond,
+                merges=_pairs(reader, required=name not in NO_MERGES),
+                ignore_merges=pre.ignore_merges,
+                byte_fallback=not pre.spells_bytes,
+            )
         )
+        library.pre_tokenizer = build(pre)
         library.decoder = decoders.ByteLevel()
-        for kind, special in ((EntryKind.CONTROL, True), (EntryKind.USER_DEFINED, False)):
-            these = [token for token, found in zip(tokens, kinds, strict=True) if found == kind]
-            add = library.add_special_tokens if special else library.add_tokens
-            add([AddedToken(token, special=special, normalized=False) for token in these])
-    bos, eos = reader.token("bos", tokens), reader.token("eos", tokens)
-    return HuggingFaceTokenizer(library, reader.where, reader.settings(tokens, bos, eos))
+        if not pre.spells_bytes:
+            library.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
+            if name not in SPACES_AS_THEY_ARE:
+                library.normalizer = normalizers.Replace(" ", SPACE)
+        special_tokens = {tokens[i]: i for i, kind in enumerate(kinds) if kind in (EntryKind.CONTROL, EntryKind.UNKNOWN)}
+        for special, add in ((True, library.add_special_tokens), (False, library.add_tokens)):
+            add(
+                [
+                    AddedToken(
+                        token,
+                        special=special,
+                        normalized=False,
+                        lstrip=token == MASK and name in MASKED,
+                        rstrip=i in swallowing,
+                    )
+                    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+                    if kind in LOOKED_FOR or (name in KEEPS_LINES and not token.strip("\n"))
+                    if (token in special_tokens) is special
+                ]
+            )
+        begin = [settings.bos_token] if settings.add_bos and settings.bos_token else []
+        end = [settings.eos_token] if settings.add_eos and settings.eos_token else []
+        library.post_processor = processors.TemplateProcessing(
+            single=[*begin, "$A", *end], special_tokens=[(token, ids[token]) for token in {*begin, *end}]
+        )
+    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, len(tokens))
+    found.stop_ids = settings.stop_ids
+    return found
+
+
+def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
+    """The merges; of equal ones the first counts."""
+    if not required and "tokenizer.ggml.merges" not in reader.fields:
+        return []
+    found: dict[tuple[str, str], None] = {}
+    for merge in reader.values("merges", str):
+        middle = merge.find(" ", 1)
+        if middle < 0:
+            raise reader.error("merges", merge, "two tokens with a space between them")
+        found[merge[:middle], merge[middle + 1 :]] = None
+    return list(found)
 
 
 def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str, Any]:
-    """The metadata that `from_metadata` reads, and llama.cpp.
+    """The metadata that `from_metadata` reads, and llama.cpp; of a vocabulary that came from a GGUF file, what it had.
 
     Args:
       vocab_size: of the model, where it is larger than the vocabulary: llama.cpp wants a token for every row.
@@ -155,31 +297,43 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
     Raises:
       TokenizerError: a kind of vocabulary that GGUF has no name for.
     """
+    if isinstance(tokenizer, SentencePieceTokenizer | HuggingFaceTokenizer) and tokenizer.metadata is not None:
+        named = {key: list(value) if isinstance(value, list | array) else value for key, value in tokenizer.metadata.items()}
+    else:
+        named = {f"tokenizer.ggml.{name}": value for name, value in _fields(tokenizer).items()}
+    for i in range(len(named["tokenizer.ggml.tokens"]), vocab_size or 0):
+        for name, value in (("tokens", PADDING.format(i)), ("scores", 0.0), ("token_type", int(EntryKind.UNUSED))):
+            if f"tokenizer.ggml.{name}" in named:
+                named[f"tokenizer.ggml.{name}"].append(value)
+    if tokenizer.chat_template is not None:
+        named["tokenizer.chat_template"] = tokenizer.chat_template
+    return named
+
+
+def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the fields of "tokenizer.ggml." say of a vocabulary that came from elsewhere."""
     if isinstance(tokenizer, SentencePieceTokenizer):
         fields = _scored(tokenizer.pieces(), tokenizer.space_prefix)
     elif isinstance(tokenizer, TiktokenTokenizer):
         tokens = [spell(token) for token in tokenizer.ranks()]
         pairs = [(spell(left), spell(right)) for left, right in merges(tokenizer.ranks())]
         names = sorted(tokenizer.special_tokens, key=tokenizer.special_tokens.__getitem__)
-        fields = _merged(tokens + names, pairs, [EntryKind.NORMAL] * len(tokens) + [EntryKind.CONTROL] * len(names))
+        kinds = [EntryKind.NORMAL] * len(tokens) + [EntryKind.CONTROL] * len(names)
+        fields = _merged(tokens + names, pairs, kinds, "llama-bpe")
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         fields = _described(tokenizer)
     else:
         raise TokenizerError(f"a {type(tokenizer).__name__} cannot be written into a GGUF")
-    for i in range(len(fields["tokens"]), vocab_size or 0):
-        for name, value in (("tokens", PADDING.format(i)), ("scores", 0.0), ("token_type", int(EntryKind.UNUSED))):
-            if name in fields:
-                fields[name].append(value)
-    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
-    for name, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eos_id)):
-        if token >= 0:
-            named[f"tokenizer.ggml.{name}_token_id"] = token
-    for name, text in (("eot", "<|eot_id|>"), ("eom", "<|eom_id|>")):
-        if text in tokenizer.special_tokens:
-            named[f"tokenizer.ggml.{name}_token_id"] = tokenizer.special_tokens[text]
-    if tokenizer.chat_template is not None:
-        named["tokenizer.chat_template"] = tokenizer.chat_template
-    return named
+    fields |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    if EntryKind.UNKNOWN in fields["token_type"]:
+        ids["unknown"] = fields["token_type"].index(EntryKind.UNKNOWN)
+    special = tokenizer.special_tokens
+    ids |= {name: special.get(text, -1) for name, text in (("eot", "<|eot_id|>"), ("eom", "<|eom_id|>"))}
+    known = {*ids.values(), *(special[name] for name in ending_names(special))}
+    if ids["eot"] < 0:  # the field for one more end
+        ids["eot"] = next((token for token in tokenizer.stop_ids if token not in known), -1)
+    return fields | {f"{name}_token_id": token for name, token in ids.items() if token >= 0}
 
 
 def _scored(pieces: Sequence[Entry], space_prefix: bool) -> dict[str, Any]:
@@ -190,23 +344,22 @@ def _scored(pieces: Sequence[Entry], space_prefix: bool) -> dict[str, Any]:
         "scores": [piece.score for piece in pieces],
         "token_type": [int(piece.kind) for piece in pieces],
         "add_space_prefix": space_prefix,
-        "add_bos_token": True,
     }
 
 
-def _merged(tokens: list[str], pairs: Sequence[Sequence[str]], kinds: Sequence[EntryKind]) -> dict[str, Any]:
+def _merged(tokens: list[str], pairs: Sequence[Sequence[str]], kinds: Sequence[EntryKind], pre: str) -> dict[str, Any]:
     return {
         "model": "gpt2",
-        "pre": LLAMA_3[0],
+        "pre": pre,
         "tokens": tokens,
         "merges": [" ".join(pair) for pair in pairs],
         "token_type": [int(kind) for kind in kinds],
-        "add_bos_token": True,
     }
 
 
 def _described(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
-    """The fields of a tokenizer.json: Llama 3's, or one made from a SentencePiece model, its merges' order for scores."""
+    """The fields of a tokenizer.json: of a byte-level BPE, or one made from a SentencePiece model, its merges' order for
+    scores."""
     whole = tokenizer.description()
     model = whole["model"]
     if model["type"] != "BPE":
@@ -220,10 +373,12 @@ def _described(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
         kinds[token["id"]] = EntryKind.CONTROL if token["special"] else EntryKind.USER_DEFINED
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     if tokenizer.spells_bytes:
-        cutting = whole["pre_tokenizer"] or {}
-        if not any(step.get("pattern") == {"Regex": SPLIT} for step in cutting.get("pretokenizers", [cutting])):
-            raise TokenizerError("a tokenizer.json that cuts texts otherwise than Llama 3 cannot be written into a GGUF")
-        return _merged(tokens, pairs, kinds)
+        pre = name_of(whole["pre_tokenizer"], model["ignore_merges"])
+        if pre is None:
+            raise TokenizerError(
+                "a tokenizer.json that cuts texts as none of llama.cpp's pre-tokenizers does cannot be written into a GGUF"
+            )
+        return _merged(tokens, pairs, kinds, pre)
     unknown = model["unk_token"]
     order = {left + right: -float(i) for i, (left, right) in reversed(list(enumerate(pairs)))}
     if unknown is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +81,22 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
 class HuggingFaceTokenizer(EncodesParts):
     """A vocabulary that the tokenizers library runs."""
 
-    def __init__(self, library: tokenizers.Tokenizer, where: str, settings: Settings = Settings()) -> None:
+    metadata: Mapping[str, Any] | None = None
+    """The fields of the GGUF file that it was read from."""
+
+    def __init__(
+        self,
+        library: tokenizers.Tokenizer,
+        where: str,
+        settings: Settings = Settings(),
+        special_tokens: Mapping[str, int] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         """Take over a tokenizer of the library, found at `where`: this changes it.
+
+        Args:
+          special_tokens: their ids by their names; by default those that the library and the settings call so.
+          vocab_size: V, where the library's vocabulary is larger: what is beyond becomes nothing in a text.
 
         Raises:
           TokenizerError: a decoder of another family.
@@ -91,7 +105,9 @@ class HuggingFaceTokenizer(EncodesParts):
 
         with library_errors(f"{where} is not a tokenizer.json of a Llama"):
             self.spells_bytes, self.space_prefix = _spelling(where, library.decoder)
-            library, special = _find_special_tokens(library, settings)
+            special = special_tokens
+            if special is None:
+                library, special = _find_special_tokens(library, settings)
             added = library.get_added_tokens_decoder()
             self._own_normalizer = library.normalizer
             # What removes the marks runs after the search for special tokens and before all else.
@@ -99,16 +115,19 @@ class HuggingFaceTokenizer(EncodesParts):
             library.normalizer = normalizers.Sequence(steps)
             library.no_truncation()
             library.no_padding()
-            self.vocab_size = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+            whole = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
+            self.vocab_size = whole if vocab_size is None else vocab_size
+            self._beyond = whole > self.vocab_size
+            self.bos_id = _id_of(library, settings.bos_token, USUAL_BOS, special)
+            self.eos_id = _id_of(library, settings.eos_token, USUAL_EOS, special)
+            self.add_bos, self.add_eos = _adds(library, settings, self.bos_id, self.eos_id)
         self._library = library
         self._where = where
         self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
-        self.special_tokens = special
+        self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
         self._pattern = special_pattern([*self.special_tokens, MARK])
         self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
-        self.bos_id = self._named(settings.bos_token, USUAL_BOS)
-        self.eos_id = self._named(settings.eos_token, USUAL_EOS)
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 
@@ -121,7 +140,7 @@ class HuggingFaceTokenizer(EncodesParts):
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
             text = MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
         with library_errors(f"{self._where} cannot encode a text"):
-            return self._library.encode(text, add_special_tokens=False).ids
+            return self._within(self._library.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, with no count of characters, which the library keeps otherwise."""
@@ -129,7 +148,7 @@ class HuggingFaceTokenizer(EncodesParts):
             check_text(text)
         with library_errors(f"{self._where} cannot encode a text"):
             found = self._library.encode_batch_fast(list(map(self._as_text, texts)), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        return [self._within(encoding.ids) for encoding in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids; special tokens give nothing, and what is no UTF-8 shows as U+FFFD."""
@@ -157,16 +176,37 @@ class HuggingFaceTokenizer(EncodesParts):
     def description(self) -> dict[str, Any]:
         """The content of its ``tokenizer.json``."""
         own = self._own_normalizer
-        return json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
+        whole = json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
+        if self._beyond:
+            vocabulary = whole["model"]["vocab"]
+            whole["model"]["vocab"] = {token: i for token, i in vocabulary.items() if i < self.vocab_size}
+        return whole
+
+    def _within(self, ids: list[int]) -> list[int]:
+        return [i for i in ids if i < self.vocab_size] if self._beyond else ids
 
     def _as_text(self, text: str) -> str:
         if not any(first in text for first in self._first):  # known ten times sooner than by the pattern
             return text
         return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
 
-    def _named(self, name: str | None, usual: Sequence[str]) -> int:
-        names = usual if name is None else [name]
-        return next((self.special_tokens[name] for name in names if name in self.special_tokens), -1)
+
+def _id_of(library: tokenizers.Tokenizer, name: str | None, usual: Sequence[str], special: Mapping[str, int]) -> int:
+    """The id of a token that ends or begins a sequence, or -1."""
+    if name is None:
+        return next((special[name] for name in usual if name in special), -1)
+    found = library.token_to_id(name)
+    return -1 if found is None else found
+
+
+def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int) -> tuple[bool, bool]:
+    """Whether a text begins with the BOS and ends with the EOS: what the library puts around it, as in transformers; where
+    it has nothing to do so (no post-processor), what the settings say."""
+    if library.post_processor is None:
+        return settings.add_bos is True and bos >= 0, settings.add_eos is True and eos >= 0
+    text, put = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
+    begin = next(i for i in range(len(put) + 1) if put[i : i + len(text)] == text)
+    return bos in put[:begin], eos in put[begin + len(text) :]
 
 
 def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, int]]:

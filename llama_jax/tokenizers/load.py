@@ -8,14 +8,15 @@ from collections.abc import Sequence
 
 from llama_jax.errors import TokenizerError, reading
 from llama_jax.files import read_whole
+from llama_jax.gguf_header import is_gguf, open_header
 from llama_jax.storage import Location, StoredPath, locate
-from llama_jax.tokenizers import huggingface, sentencepiece, tiktoken
+from llama_jax.tokenizers import gguf, huggingface, sentencepiece, tiktoken
 from llama_jax.tokenizers.base import Tokenizer
 from llama_jax.tokenizers.settings import Settings, read_settings
 
 LARGEST = 64 << 20  # bytes; no vocabulary comes near, every weight file of use is beyond
 LARGEST_PADDING = 1024  # ids that a model has beyond its vocabulary, so that its table divides over devices
-KINDS = "a SentencePiece model, a rank file of Llama 3 or a tokenizer.json"
+KINDS = "a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF file"
 # Names that can only be meant: transformers reads the first where both are, and Meta's own lies below in its repositories.
 NAMES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
@@ -26,7 +27,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Args:
       path: of this machine, or a URL (`storage.locate`). Of several vocabularies in a folder, the first of
         ``tokenizer.json``, ``tokenizer.model`` and ``original/tokenizer.model`` is taken, else the only one there is under
-        another name (in a store no other is looked for: give the file).
+        another name (in a store no other is looked for: give the file). A GGUF file, with weights or without, has all that
+        is said of its vocabulary inside.
 
     Raises:
       TokenizerError: none there, several of which none has such a name, or a damaged one.
@@ -41,6 +43,9 @@ def _load(path: Location) -> Tokenizer:
     if not path.is_dir():
         if not path.is_file():
             raise TokenizerError(f"{path} is neither a file nor a folder; give {KINDS}")
+        if is_gguf(path):
+            with open_header(path, TokenizerError) as header:
+                return gguf.from_metadata(header.fields(), str(path))
         return _read(path, read_settings(path.parent))
     settings = read_settings(path)
     for name in NAMES:
@@ -48,7 +53,9 @@ def _load(path: Location) -> Tokenizer:
             return _read(path / name, settings)
     others = _others(path, settings)
     if not others:
-        raise TokenizerError(f"{path} holds no SentencePiece model, no rank file of Llama 3 and no tokenizer.json")
+        raise TokenizerError(
+            f"{path} holds no SentencePiece model, no rank file of Llama 3 and no tokenizer.json; name a GGUF file itself"
+        )
     if len(others) > 1:
         raise TokenizerError(f"{path} holds several vocabularies ({_listed(others)}); give one of them")
     return others[0][1]

@@ -105,7 +105,7 @@ class ReplyEncoder:
 
     def pair(self, prompt: str, answer: str, *, special: bool = False) -> Taught:
         """A text that goes on as another one does, without any chat format: BOS, prompt, answer and EOS, of which the answer
-        and EOS are targets; BOS and EOS where the vocabulary has them.
+        and EOS are targets; BOS where the vocabulary's own rule says so, EOS where it has one.
 
         Args:
           special: whether "<|eot_id|>" and the like in the texts are special tokens; by default they are text. A BOS or an
@@ -113,7 +113,7 @@ class ReplyEncoder:
         """
         named = self.tokenizer.special_tokens if special else {}
         said = [(part, at == 1) for at, text in enumerate((prompt, answer)) for part in split_special(text, named)]
-        bos, eos = ([token] * (token >= 0) for token in (self.tokenizer.bos_id, self.tokenizer.eos_id))
+        bos, eos = [self.tokenizer.bos_id] * self.tokenizer.add_bos, [self.tokenizer.eos_id] * (self.tokenizer.eos_id >= 0)
         if said and said[0][0] in bos:
             del said[0]
         if said and said[-1][1] and said[-1][0] in eos:

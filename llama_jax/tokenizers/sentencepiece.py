@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import (
@@ -14,8 +14,10 @@ from llama_jax.tokenizers.base import (
     Part,
     check_ids,
     check_text,
+    decode_bytes,
     ending_ids,
     library_errors,
+    split_special,
 )
 from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
 
@@ -49,8 +51,23 @@ def recognises(start: bytes) -> bool:
 class SentencePieceTokenizer(EncodesParts):
     """A SentencePiece model, which the library itself runs."""
 
-    def __init__(self, model: bytes, where: str, settings: Settings = Settings()) -> None:
+    metadata: Mapping[str, Any] | None = None
+    """The fields of the GGUF file that it was read from."""
+
+    def __init__(
+        self,
+        model: bytes,
+        where: str,
+        settings: Settings = Settings(),
+        entries: Sequence[Entry] | None = None,
+        swallowing: Iterable[int] = (),
+    ) -> None:
         """Read the serialised model (the content of a ``.model`` file) that was found at `where`.
+
+        Args:
+          entries: what the tokens are, where that is not what the model says. User-defined ones are found in a text before
+            the model encodes what is between them.
+          swallowing: tokens that take away the white space after them.
 
         Raises:
           TokenizerError: a damaged model, or added tokens that do not follow its pieces.
@@ -67,39 +84,48 @@ class SentencePieceTokenizer(EncodesParts):
             if self._processor.GetPieceSize() < 1:
                 raise RuntimeError("it has no pieces")
             self.vocab_size: int = self._processor.GetPieceSize()
-            self._bytes = [self._piece_bytes(token) for token in range(self.vocab_size)]
-            self.special_tokens: dict[str, int] = {
-                self._processor.IdToPiece(token): token
-                for token in range(self.vocab_size)
-                if self._processor.IsControl(token) or self._processor.IsUnknown(token)
-            }
+            self._entries = self._read_entries(added) if entries is None else list(entries)
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
+        self._bytes = [_bytes_of(entry) for entry in self._entries]
+        self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN)
+        self._user_defined = {} if entries is None else self._named(EntryKind.USER_DEFINED)
+        self._swallowing = frozenset(swallowing)
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
+        self.add_bos = settings.add_bos is not False and self.bos_id >= 0
+        self.add_eos = settings.add_eos is True and self.eos_id >= 0
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Ids of texts and special tokens; each text gets its leading space, as in Meta's code and llama.cpp."""
         ids: list[int] = []
-        for part in parts:
+        for part in self._divided(parts):
             if isinstance(part, str):
+                if ids and ids[-1] in self._swallowing:
+                    part = part.lstrip(" \t\n\v\f\r")
                 check_text(part)
                 ids += self._processor.EncodeAsIds(part)
             else:
                 ids.append(part)
         return ids
 
+    def _divided(self, parts: Sequence[Part]) -> Iterator[Part]:
+        """The parts with user-defined tokens found."""
+        for part in parts:
+            yield from split_special(part, self._user_defined) if isinstance(part, str) and self._user_defined else [part]
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, by this thread alone."""
+        if self._user_defined:
+            return super().encode_batch(texts)
         for text in texts:
             check_text(text)
         return self._processor.EncodeAsIds(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, without a leading space: to continue a prompt, decode both together."""
-        check_ids(self.vocab_size, *ids)
-        return self._processor.DecodeIds(list(map(int, ids)))
+        return decode_bytes(self, ids)
 
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 that a token adds to those before it; it may begin or end inside a character."""
@@ -113,6 +139,10 @@ class SentencePieceTokenizer(EncodesParts):
 
     def pieces(self) -> list[Entry]:
         """All entries of the vocabulary by id."""
+        return list(self._entries)
+
+    def _read_entries(self, added: Sequence[Entry]) -> list[Entry]:
+        """The entries that the model has, those that were appended with what they are."""
         p = self._processor
         kinds = (
             (EntryKind.UNKNOWN, p.IsUnknown),
@@ -120,20 +150,24 @@ class SentencePieceTokenizer(EncodesParts):
             (EntryKind.UNUSED, p.IsUnused),
             (EntryKind.BYTE, p.IsByte),
         )
-        return [
+        own = [
             Entry(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL))
-            for i in range(self.vocab_size)
+            for i in range(self.vocab_size - len(added))
         ]
+        return [*own, *added]
 
-    def _piece_bytes(self, token: int) -> bytes:
-        if self._processor.IsControl(token):
-            return b""
-        if self._processor.IsUnknown(token):
-            return " \N{DOUBLE QUESTION MARK} ".encode()  # what SentencePiece itself decodes it to
-        piece = self._processor.IdToPiece(token)
-        if self._processor.IsByte(token):
-            return bytes([int(piece[1:-1], 16)])  # "<0x0A>"
-        return piece.replace(SPACE, " ").encode()
+    def _named(self, *kinds: EntryKind) -> dict[str, int]:
+        return {entry.text: i for i, entry in enumerate(self._entries) if entry.kind in kinds}
+
+
+def _bytes_of(entry: Entry) -> bytes:
+    if entry.kind == EntryKind.CONTROL:
+        return b""
+    if entry.kind == EntryKind.UNKNOWN:
+        return " \N{DOUBLE QUESTION MARK} ".encode()  # what SentencePiece itself decodes it to
+    if entry.kind == EntryKind.BYTE:
+        return bytes([int(entry.text[1:-1], 16)])  # "<0x0A>"
+    return (entry.text if entry.kind == EntryKind.USER_DEFINED else entry.text.replace(SPACE, " ")).encode()
 
 
 def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:

@@ -30,6 +30,7 @@ class Settings:
     Attributes:
       bos_token, eos_token: the texts of the begin and end-of-sequence tokens.
       stop_ids: tokens that end a reply.
+      add_bos, add_eos: whether a text begins with the one and ends with the other.
       chat_template: the chat format in Jinja.
       added_tokens: tokens that follow the vocabulary's own.
     """
@@ -37,6 +38,8 @@ class Settings:
     bos_token: str | None = None
     eos_token: str | None = None
     stop_ids: tuple[int, ...] = ()
+    add_bos: bool | None = None
+    add_eos: bool | None = None
     chat_template: str | None = None
     added_tokens: tuple[AddedToken, ...] = ()
 
@@ -62,6 +65,8 @@ def read_settings(folder: Location) -> Settings:
         bos_token=_token_text(where, "bos_token", names.get("bos_token")),
         eos_token=_token_text(where, "eos_token", names.get("eos_token")),
         stop_ids=_ids(where, "eos_token_id", generation.get("eos_token_id")),
+        add_bos=_flag(where, "add_bos_token", config.get("add_bos_token")),
+        add_eos=_flag(where, "add_eos_token", config.get("add_eos_token")),
         chat_template=template,
         added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
     )
@@ -74,6 +79,8 @@ def write_settings(folder: Path, tokenizer: Tokenizer, tokenizer_class: str) -> 
         "tokenizer_class": tokenizer_class,
         "bos_token": names.get(tokenizer.bos_id),
         "eos_token": names.get(tokenizer.eos_id),
+        "add_bos_token": tokenizer.add_bos,
+        "add_eos_token": tokenizer.add_eos,
         "chat_template": tokenizer.chat_template,
     }
     ends = [token for token in tokenizer.stop_ids if token != tokenizer.bos_id]
@@ -94,6 +101,12 @@ def _token_text(where: str, name: str, value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     raise _wrong(where, name, value, "a text")
+
+
+def _flag(where: str, name: str, value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise _wrong(where, name, value, "true or false")
 
 
 def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:

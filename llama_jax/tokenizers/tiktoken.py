@@ -80,6 +80,8 @@ class TiktokenTokenizer(EncodesParts):
             )
         self.bos_id = self.special_tokens.get(settings.bos_token or "", self.special_tokens["<|begin_of_text|>"])
         self.eos_id = self.special_tokens.get(settings.eos_token or "", self.special_tokens["<|end_of_text|>"])
+        self.add_bos = settings.add_bos is not False and self.bos_id >= 0
+        self.add_eos = settings.add_eos is True and self.eos_id >= 0
         self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 

@@ -34,8 +34,8 @@ class DistillOptions:
         keep their size.
       top_k: most probable tokens of the teacher that are compared, see `ops.divergence.DivergenceOptions`; 0 compares the
         whole distributions.
-      quantize: the matrices of the teacher are kept in fewer bits, see `model.trees.quantize`; "none" keeps them in the
-        dtype of the computation.
+      quantize: the matrices of the teacher are kept in fewer bits, see `model.trees.quantize`; "none" keeps them as
+        their files have them, floats in the dtype of the computation.
 
     Raises:
       ConfigError: a value that cannot be.

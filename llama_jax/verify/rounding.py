@@ -30,6 +30,8 @@ ROUNDING = {
     "Q5_1": 0.038,
     "Q5_0": 0.043,
     "Q4_K": 0.072,
+    "IQ4_NL": 0.075,
+    "IQ4_XS": 0.076,
     "Q4_1": 0.078,
     "Q4_0": 0.086,
     **dict.fromkeys(("NF4", "NF4_256", "NF4_SINGLE"), 0.092),
@@ -38,9 +40,16 @@ ROUNDING = {
     "INT4_32": 0.097,
     "INT4_ASYM": 0.101,
     "INT4_64": 0.108,
-    "INT4": 0.117,
+    **dict.fromkeys(("INT4", "MXFP4"), 0.117),
+    "IQ3_S": 0.14,
     "Q3_K": 0.15,
-    "Q2_K": 0.30,
+    "IQ3_XXS": 0.18,
+    "IQ2_S": 0.25,
+    **dict.fromkeys(("Q2_K", "IQ2_XS"), 0.30),
+    "IQ2_XXS": 0.35,
+    "IQ1_M": 0.45,
+    "IQ1_S": 0.49,
+    **dict.fromkeys(("TQ1_0", "TQ2_0"), 0.81),  # three values: for models that were trained with them
 }
 KIND = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # by dtype
 # What two float32 programs may differ by in a part, relative to its numbers: between XLA and torch 0.2e-6 to 1.5e-6 were

@@ -37,7 +37,7 @@ class Check(NamedTuple):
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, text: str) -> Check:
     """Its ids have rows in the embedding, and a text comes back from its tokens."""
     pieces = tokenizer.vocab_size
-    back = tokenizer.decode(tokenizer.encode(text, bos=False)) == text
+    back = tokenizer.decode(tokenizer.encode(text, bos=False, eos=False)) == text
     sizes = f"{pieces:,} pieces for {vocab_size:,} rows of the embedding"
     whole = "the text comes back from its tokens" if back else "the text does NOT come back from its tokens"
     return Check("vocabulary", pieces <= vocab_size and back, f"{sizes}; {whole}")

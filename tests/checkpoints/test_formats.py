@@ -16,8 +16,11 @@ import llama_jax
 from llama_jax.checkpoints import gguf_file, open_checkpoint
 from llama_jax.checkpoints.gguf_rope import factors_of, with_scaling
 from llama_jax.checkpoints.meta import config_from_params
+from llama_jax.checkpoints.tensors import read_bytes
 from llama_jax.config import preset
 from llama_jax.errors import CheckpointError, ConfigError
+from llama_jax.model.trees import kinds_in_memory
+from llama_jax.ops import weights
 
 TENSORS = make_goldens.random_tensors(SMALL)
 WIDE_TENSORS = make_goldens.random_tensors(WIDE)
@@ -131,19 +134,31 @@ def test_gguf_that_its_own_package_wrote(kind, tmp_path, logits):
     assert (kind == "F32") == bool((got == plain).all())  # the comparison can tell
 
 
-# Where in a block of a K quantisation its float16 scales lie; all else may be any bytes.
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+BLOCKS = {name: block for name, *block in gguf_file.TYPES.values() if name not in ("F32", "F16", "BF16")}
+# Where in a block its float16 scales lie; all else may be any bytes.
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES |= {"TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": (), "MXFP4": ()}
 
 
-@pytest.mark.parametrize("kind", SCALES)
-def test_k_quantised_blocks_are_read_by_rows_as_the_package_reads_them_whole(kind, tmp_path):
+def random_blocks(kind: str, *shape: int) -> np.ndarray:
+    """uint8[*shape, bytes], with scales that are finite."""
+    rng = np.random.default_rng(5)
+    blocks = rng.integers(0, 256, (*shape, BLOCKS[kind][1]), dtype=np.uint8)
+    for at in SCALES.get(kind, (0,)):
+        blocks[..., at : at + 2] = rng.uniform(0.001, 0.01, (*shape, 1)).astype("<f2").view(np.uint8)
+    if kind == "MXFP4":  # a power of two
+        blocks[..., 0] = rng.integers(120, 124, shape)
+    if kind == "IQ1_M":  # whose scale is in four halves of bytes
+        blocks[..., 55] = blocks[..., 55] & 15 | 32
+    return blocks
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_read_by_rows_as_the_package_reads_them_whole(kind, tmp_path):
     from gguf import GGMLQuantizationType, quants
 
-    block, size = next((numbers, size) for name, numbers, size in gguf_file.TYPES.values() if name == kind)
-    rng = np.random.default_rng(5)
-    blocks = rng.integers(0, 256, (40, 3, size), dtype=np.uint8)
-    for at in SCALES[kind]:
-        blocks[..., at : at + 2] = rng.uniform(0.001, 0.01, (40, 3, 1)).astype("<f2").view(np.uint8)
+    block, size = BLOCKS[kind]
+    blocks = random_blocks(kind, 40, 3)
     path = tmp_path / "blocks"
     path.write_bytes(b"12345" + blocks.tobytes())
     tensor = gguf_file.BlockTensor(path, 5, (40, 3 * block), kind, (block, size))
@@ -155,9 +170,39 @@ def test_k_quantised_blocks_are_read_by_rows_as_the_package_reads_them_whole(kin
     assert whole.std() > 0
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_file_in_any_blocks_is_read_kept_and_written_byte_for_byte(kind, tmp_path, monkeypatch):
+    from gguf import quants
+
+    def as_blocks(a, stored):
+        return a if a.ndim == 1 else random_blocks(kind, len(a), a.shape[1] // BLOCKS[kind][0]).reshape(len(a), -1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quants, "quantize", as_blocks)
+        formats.write_gguf(tmp_path / "model.gguf", WIDE, WIDE_TENSORS, kind)
+    config, dense, tokenizer = llama_jax.load(tmp_path / "model.gguf", "float32")
+    llama_jax.convert(tmp_path / "model.gguf", tmp_path / "converted.gguf")
+    written = [tmp_path / "converted.gguf"]
+    if kind.lower() in weights.KINDS:
+        kept = llama_jax.load(tmp_path / "model.gguf", "float32", quantize="keep").params
+        assert kinds_in_memory(kept) == kind.lower()
+        is_weight = lambda leaf: isinstance(leaf, weights.QuantizedWeight)
+        numbers = lambda leaf: leaf.form.decode(*map(np.asarray, leaf.planes)) if is_weight(leaf) else leaf
+        same(jax.tree.map(numbers, kept, is_leaf=is_weight), dense)
+        llama_jax.save(tmp_path / "saved.gguf", config, kept, tokenizer)
+        written.append(tmp_path / "saved.gguf")
+    _, tensors = gguf_file.read_file(tmp_path / "model.gguf")
+    for path in written:
+        for name, other in gguf_file.read_file(path)[1].items():
+            tensor = tensors[name]
+            assert (other.kind, other.shape) == (tensor.kind, tensor.shape)
+            ours, theirs = (read_bytes(one.path, one.offset, one.nbytes) for one in (other, tensor))
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+
+
 def test_a_q4_k_m_that_llama_cpp_quantised(logits):
     """Its logits beside it are llama.cpp's, which rounds activations to int8 as well: alike, not equal."""
-    config, params, _ = llama_jax.load(FORMATS / "q4_k_m.gguf")
+    config, params, _ = llama_jax.load(FORMATS / "q4_k_m.gguf", "float32")
     assert config == WIDE
     assert {t.kind for t in open_checkpoint(FORMATS / "q4_k_m.gguf").tensors.values()} == {"F32", "Q4_K", "Q6_K"}
     got, theirs = np.asarray(logits(config, params, TOKENS))[0], np.load(FORMATS / "q4_k_m.npy")

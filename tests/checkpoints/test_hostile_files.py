@@ -12,8 +12,9 @@ from make_format_goldens import FORMATS, SMALL
 from test_corruption import TENSORS, bounded, gguf_header, outcome, text
 
 import llama_jax
-from llama_jax.checkpoints.gguf_file import MOST_ENTRIES, MOST_TEXTS, read_file
+from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.gguf_header import MOST_ENTRIES, MOST_TEXTS
 from llama_jax.tokenizers import load_tokenizer
 
 

@@ -486,4 +486,5 @@ def test_several_models_in_a_folder(tmp_path):
 def test_params_of_is_what_load_gives(hf_folder):
     """The tests' shortcut goes the same way as the file."""
     same(params_of(KINDS["gqa"], make_goldens.random_tensors(KINDS["gqa"])), llama_jax.load(hf_folder).params)
-    assert jit_logits(*llama_jax.load(hf_folder)[:2], TOKENS).shape == (2, 8, 96)
+    config, params, _ = llama_jax.load(hf_folder)
+    assert jit_logits(config, params, TOKENS).shape == (2, 8, 96)

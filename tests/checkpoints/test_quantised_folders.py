@@ -14,7 +14,7 @@ import llama_jax
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.checkpoints.loading import open_checkpoint
 from llama_jax.errors import CheckpointError, ConfigError
-from llama_jax.model.trees import quantize
+from llama_jax.model.trees import kinds_in_memory, quantize
 from llama_jax.ops.weights import JoinedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.parallel.mesh import MeshSizes
@@ -34,7 +34,7 @@ def same(a, b):
 @pytest.mark.parametrize("kind", writers.FOLDERS)
 def test_numbers_are_those_of_the_format(kind, tmp_path):
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, kind))
-    same(llama_jax.load(tmp_path).params, dense)
+    same(llama_jax.load(tmp_path, "float32").params, dense)
     same(llama_jax.load(tmp_path, quantize="int8").params, quantize(dense, "int8"))
 
 
@@ -44,7 +44,7 @@ def test_numbers_are_those_that_the_packages_themselves_decode(kind, tmp_path, m
     monkeypatch.setitem(writers.FOLDERS, "golden", (writers.PACKAGES[kind], writers.by_package(kind), None))
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, "golden"))
     half = lambda params: jax.tree.map(lambda leaf: np.asarray(leaf, np.float16), params)
-    same(half(llama_jax.load(tmp_path).params), half(dense))
+    same(half(llama_jax.load(tmp_path, "float32").params), half(dense))
     if kind != "gptq_reordered":
         same(half(jit_dequantize(llama_jax.load(tmp_path, quantize="keep").params)), half(dense))
 
@@ -52,7 +52,8 @@ def test_numbers_are_those_that_the_packages_themselves_decode(kind, tmp_path, m
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in LONGER else kind for kind in KEPT])
 def test_kept_as_they_are(kind, tmp_path):
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, kind, files=3))
-    config, params, _ = llama_jax.load(tmp_path, quantize="keep")
+    config, params, _ = llama_jax.load(tmp_path)  # floats are asked for
+    same(llama_jax.load(tmp_path, quantize="keep").params, params)
     block = params.blocks[0]
     assert (block.attention.qkv.kind, block.feed_forward.down.kind) == writers.FOLDERS[kind][2]
     assert isinstance(params.embedding, jax.Array)
@@ -139,10 +140,12 @@ def test_converted_they_are_numbers(tmp_path):
     same(llama_jax.load(tmp_path / "c.gguf").params, dense)
 
 
-def test_columns_in_another_order_are_not_kept(tmp_path):
+def test_columns_in_another_order_are_not_kept(tmp_path, caplog):
     writers.write_folder(tmp_path, "gptq, reordered")
     with pytest.raises(CheckpointError, match=r"columns in another order than their groups \(desc_act\); use int8"):
         llama_jax.load(tmp_path, quantize="keep")
+    assert kinds_in_memory(llama_jax.load(tmp_path).params) == "float32"
+    assert "tensors in int4_asym become floats" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Models whose matrices are quantised while they are read, or kept in the blocks of a GGUF."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_dequantize, jit_logits
+from conftest import jit_dequantize, jit_init, jit_logits
 
 import llama_jax
 from llama_jax.checkpoints.bundled import bundled
@@ -95,11 +96,12 @@ def test_stacked_layers_are_those_one_by_one(stories_model):
 
 
 def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
-    config, params, tokenizer = llama_jax.load(Q4_K_M, quantize="keep")
+    config, params, tokenizer = llama_jax.load(Q4_K_M)  # floats are asked for
+    same(llama_jax.load(Q4_K_M, quantize="keep").params, params)
     qkv = params.blocks[0].attention.qkv
     assert isinstance(qkv, JoinedWeight)
     assert [part.kind for part in qkv.parts] == ["q4_k", "q4_k", "q6_k"]
-    _, dense, _ = llama_jax.load(Q4_K_M)
+    _, dense, _ = llama_jax.load(Q4_K_M, "float32")
     same(jit_dequantize(params), dense)
     llama_jax.save(tmp_path / "saved.gguf", config, params, tokenizer)
     llama_jax.convert(Q4_K_M, tmp_path / "converted.gguf")
@@ -123,6 +125,14 @@ def test_written_in_blocks_and_kept(kind, tmp_path, stories_model):
     same(kept, quantize(params, kind))
     llama_jax.save(tmp_path / "b.gguf", config, kept, tokenizer)
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_parts_of_one_kind_lie_side_by_side(tmp_path):
+    """Queries, keys and values of several heads, those of a GGUF in another order of rows: every block is at its place."""
+    config = replace(llama_jax.preset("stories-260k"), n_heads=4, n_kv_heads=2, hidden_dim=128, n_layers=1)
+    params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
+    llama_jax.save(tmp_path / "a.gguf", config, params)
+    same(llama_jax.load(tmp_path / "a.gguf").params, unstack(params))
 
 
 def test_other_formats_hold_the_numbers(tmp_path, stories_model):
@@ -265,7 +275,9 @@ def test_orbax_keeps_planes(kind, tmp_path, stories_model):
     llama_jax.save(tmp_path / "a", config, found, tokenizer, format="orbax")
     same(llama_jax.load(tmp_path / "a").params, found)
     same(llama_jax.load(tmp_path / "a", quantize="keep").params, found)
-    assert llama_jax.load(tmp_path / "a", "bfloat16").params.blocks[0].attention.out.dtype == jnp.bfloat16
+    in_bfloat16 = llama_jax.load(tmp_path / "a", "bfloat16", quantize="keep").params
+    assert in_bfloat16.blocks[0].attention.out.dtype == jnp.bfloat16
+    same(llama_jax.load(tmp_path / "a", "float32").params, jit_dequantize(found))
     kinds = {tensor.kind for tensor in open_checkpoint(tmp_path / "a").tensors.values()}
     assert kinds == {"F32", kind.upper(), *(["INT4_64"] if kind == "int4" else [])}
 
@@ -275,7 +287,7 @@ def test_orbax_in_another_way(tmp_path, stories_model):
     config, params, tokenizer = stories_model
     found = quantize(params, "int8")
     llama_jax.convert(bundled(), tmp_path / "a", format="orbax", quantize="int8")
-    same(llama_jax.load(tmp_path / "a", "float32").params, found)
+    same(llama_jax.load(tmp_path / "a").params, found)
     same(llama_jax.load(tmp_path / "a", "float32", quantize="fp8").params, quantize(jit_dequantize(found), "fp8"))
     llama_jax.save(tmp_path / "b", config, found, tokenizer, format="orbax", dtype="float32")
     same(llama_jax.load(tmp_path / "b").params, jit_dequantize(found))

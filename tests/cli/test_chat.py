@@ -32,6 +32,7 @@ class Letters:
 
     vocab_size = 257
     bos_id = eos_id = 256
+    add_bos = True
     stop_ids = (256,)
     special_tokens = {"<end>": 256}  # noqa: RUF012
     chat_template = TEMPLATE

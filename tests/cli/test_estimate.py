@@ -5,15 +5,18 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import check_estimate
 import mesh_report
 import pytest
 from commands import run_here
 
-from llama_jax import cache_bytes, parameter_count, preset
+from llama_jax import cache_bytes, load, parameter_count, preset
 from llama_jax.checkpoints.huggingface_config import config_to_dict
+from llama_jax.cli.estimate import kinds_in_files
 from llama_jax.model.adapters import Lora, adapter_count
+from llama_jax.model.trees import bytes_in_memory
 from llama_jax.parallel.mesh import parse_mesh
 
 PROGRAM = [sys.executable, "-c", "from llama_jax.cli import main; main()", "estimate"]
@@ -305,3 +308,25 @@ def test_the_largest_models_on_512_devices(process, model, count):
     assert (
         0.01 < found["rooflines"]["as compiled"]["mfu_apart"] < found["rooflines"]["as compiled"]["mfu_overlapped"] <= 0.75
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "words"),
+    [
+        ((), None, "q4_k and q6_k"),
+        pytest.param(("--dtype", "float32"), "float32", "none", marks=pytest.mark.slow),
+    ],
+)
+def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words, run):
+    path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
+    facts = json.loads(run(path, "--batch", 1, "--length", 32, "--json", *arguments).stdout)
+    assert facts["quantize"] == words
+    assert facts["bytes_per_device"]["decode"]["parameters"] == bytes_in_memory(load(path, dtype).params)
+
+
+def test_kinds_of_stacked_layers_are_planned_where_they_are_alike():
+    path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
+    words, kinds = kinds_in_files(path, stacked=True)
+    assert words == "q4_k and q6_k"
+    assert kinds.blocks.attention.qkv == ("q4_k", "q4_k", "q6_k")
+    assert kinds.blocks.attention_norm == (None,)

@@ -210,7 +210,7 @@ def test_a_problem_is_shown_with_all_there_is(run, tmp_path, change, problem):
 
 
 class Vocabulary:
-    vocab_size, bos_id, eos_id, stop_ids, chat_template = 97, -1, 5, (), "{{ messages }}"
+    vocab_size, bos_id, add_bos, eos_id, stop_ids, chat_template = 97, -1, False, 5, (), "{{ messages }}"
 
 
 def test_a_vocabulary_that_is_damaged_or_too_large():

@@ -24,14 +24,18 @@ class ByteTokenizer:
     encoded: int = 0
 
     @property
+    def add_bos(self) -> bool:
+        return self.bos_id >= 0
+
+    @property
     def special_tokens(self) -> dict[str, int]:
         return {"<s>": self.bos_id, "</s>": self.eos_id}
 
-    def encode(self, text: str, bos: bool = True, eos: bool = False, special: bool = False) -> list[int]:
+    def encode(self, text: str, bos: bool | None = None, eos: bool | None = None, special: bool = False) -> list[int]:
         check_text(text)
         self.encoded += 1
         ids = [(byte + self.shift) % 256 for byte in text.encode()]
-        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+        return [self.bos_id] * (self.add_bos if bos is None else bos) + ids + [self.eos_id] * bool(eos)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b""

@@ -25,7 +25,7 @@ from llama_jax.ops.weights import weight as room
 from llama_jax.ops.weights.planes import INT4, in_smaller_groups, join, packed, split, unpacked
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-BYTES = {"q8_0": 34, "q4_0": 18, "q4_k": 144, "q5_k": 176, "q6_k": 210}
+OF_GGUF = [name for name, form in KINDS.items() if form.of_gguf]
 MADE = [name for name, form in KINDS.items() if form.encode is not None]
 COMMON = {"int8", "int4", "nf4", "q4_k"}
 EVERY = [kind if kind in COMMON else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
@@ -46,8 +46,10 @@ def random_planes(kind: str, rows: int, columns: int, seed: int = 0) -> tuple[np
             return rng.integers(low, high, shape).astype(dtype)
 
         return tuple(plane(*each.packed((rows, columns))) for each in form.planes)
-    blocks = rng.integers(0, 256, (rows, columns // form.block, BYTES[kind]), dtype=np.uint8)
-    found = split(blocks, form.planes)
+    size = form.bytes_of_row(form.block)
+    found = split(rng.integers(0, 256, (rows, columns // form.block, size), dtype=np.uint8), form.planes)
+    if kind == "mxfp4":  # whose factors are powers of two
+        return rng.integers(120, 127, found[0].shape, np.uint8), found[1]
     return tuple(rng.normal(0, 0.1, p.shape).astype(p.dtype) if p.dtype == np.float16 else p for p in found)
 
 
@@ -68,7 +70,7 @@ def by_xla(monkeypatch):
     monkeypatch.setenv("LLAMA_JAX_NATIVE", "off")
 
 
-@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("kind", OF_GGUF)
 def test_blocks_stand_for_the_numbers_that_the_gguf_package_says(kind):
     gguf = pytest.importorskip("gguf")
     planes = random_planes(kind, 6, 768)
@@ -77,6 +79,14 @@ def test_blocks_stand_for_the_numbers_that_the_gguf_package_says(kind):
     np.testing.assert_array_equal(KINDS[kind].decode(*planes), wanted)
     for plane, again in zip(planes, split(blocks, KINDS[kind].planes), strict=True):
         np.testing.assert_array_equal(plane, again)
+
+
+def test_every_exponent_of_mxfp4_is_that_of_the_gguf_package():
+    gguf = pytest.importorskip("gguf")
+    exponents = np.arange(256, dtype=np.uint8)
+    wanted = gguf.quants.MXFP4.e8m0_to_fp32_half(exponents)
+    found = KINDS["mxfp4"].decode(exponents, np.full(256 * 16, 0x11, np.uint8))  # ones
+    np.testing.assert_array_equal(found.reshape(256, 32), np.repeat(wanted[:, None], 32, axis=1))
 
 
 # How far a number may be from what stands for it, in parts of the largest of its group: half a step, of a factor that is
@@ -313,6 +323,20 @@ def test_as_accelerators_multiply(kind, tokens, platform, monkeypatch):
     assert f"f32[{rows},512]" in program
     apart = kind == "int4" and tokens <= (64 if platform == "tpu" else 16)
     assert (f"f32[4,{rows},24]" in program) == apart  # sums of its four groups
+
+
+@pytest.mark.parametrize("kind", OF_GGUF)
+def test_a_gpu_decodes_blocks_for_one_token_in_one_kernel(kind):
+    """Without a loop over chunks, and with factors made for each number, as no other platform makes them."""
+    weight = weight_of(kind)
+    x = jax.device_put(np.asarray(np.random.default_rng(2).normal(0, 1, (1, 512)), np.float32))
+    with planned_for("gpu"):
+        found = jax.jit(ops.project)(x, weight)
+        program = str(jax.make_jaxpr(ops.project)(x, weight))
+    wanted = np.asarray(x, np.float64) @ numbers(weight).T.astype(np.float64)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    assert "while" not in program
+    assert "scan" not in program
 
 
 def test_parts_of_different_kinds_side_by_side():

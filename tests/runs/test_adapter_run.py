@@ -9,20 +9,20 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import jit_init, jit_logits
+from conftest import jit_dequantize, jit_init, jit_logits
 from mortal_run import recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
 import llama_jax
-from llama_jax.checkpoints import load_adapter
+from llama_jax.checkpoints import load_adapter, open_checkpoint
 from llama_jax.checkpoints.steps import CHECKPOINTS
 from llama_jax.errors import CheckpointError
 from llama_jax.model.adapters import Lora, adapted, adapter_count, merge
-from llama_jax.model.trees import quantize
+from llama_jax.model.trees import kinds_in_memory, quantize, stack, unstack
 from llama_jax.ops.weights import quantized
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
-from llama_jax.runs.base import digest
+from llama_jax.runs.base import about_weights, digest, load_frozen
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.loop import train
 from llama_jax.runs.overrides import override
@@ -153,6 +153,25 @@ def test_the_base_may_be_quantised(base, text, tmp_path):
     result = train(short, tmp_path, [text], weights=base, log=log)
     assert np.isfinite(result.validation.loss)
     assert "parameters in int8 that stay as they are" in log.said
+
+
+def test_a_quantized_base_is_kept_and_what_differs_between_layers_becomes_floats(tmp_path, caplog):
+    config = recipe().model
+    params = quantize(unstack(jit_init(config, jax.random.key(0))), "q8_0")
+    first, *rest = params.blocks
+    wide = first.feed_forward.replace(up=quantized(first.feed_forward.up.decoded(), "q4_0"))
+    params = params.replace(blocks=(first.replace(feed_forward=wide), *rest))
+    llama_jax.save(tmp_path / "a.gguf", config, params)
+    found, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", "none")
+    assert found.embedding.kind == found.blocks.feed_forward.down.kind == "q8_0"
+    dense = stack(jit_dequantize(params))
+    np.testing.assert_array_equal(found.blocks.feed_forward.up, dense.blocks.feed_forward.up)
+    assert "feed_forward.up becomes float32" in caplog.text
+    floats, _ = load_frozen(tmp_path / "a.gguf", config, MeshSizes(), "float32", None)
+    assert kinds_in_memory(floats) == "float32"
+    tensors = open_checkpoint(tmp_path / "a.gguf").tensors
+    assert about_weights(RECIPE, tensors) == ["weights: q8_0 and q4_0, kept as they are under the adapters"]
+    assert about_weights(FULL, tensors) == ["weights: q8_0 and q4_0, dequantized to float32, in which they are trained"]
 
 
 def test_recipes_that_cannot_be():

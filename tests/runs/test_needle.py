@@ -254,7 +254,7 @@ class NoDigits:
     def __init__(self, known=""):
         self.known = known
 
-    def encode(self, text, bos):
+    def encode(self, text, bos, eos):
         return [ord(letter) if letter.isalpha() or letter in self.known else 0 for letter in text]
 
 

@@ -152,7 +152,7 @@ def test_what_is_no_vocabulary_is_named(tmp_path):
         load_tokenizer(tmp_path / "pipe")
     (tmp_path / "text.txt").write_text("Once upon a time")
     with pytest.raises(
-        TokenizerError, match=r"text.txt is not a SentencePiece model, a rank file of Llama 3 or a tokenizer"
+        TokenizerError, match=r"text.txt is not a SentencePiece model, a rank file of Llama 3, a tokenizer.json or a GGUF"
     ):
         load_tokenizer(tmp_path / "text.txt")
     with (tmp_path / "tokenizer.json").open("wb") as file:
@@ -171,6 +171,8 @@ def test_saved_settings_are_what_transformers_reads(tmp_path):
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin_of_text|>",
         "eos_token": "<|end_of_text|>",
+        "add_bos_token": True,
+        "add_eos_token": False,
     }
     ends = json.loads((tmp_path / "b/generation_config.json").read_text())["eos_token_id"]
     assert tuple(ends) == tuple(token for token in tokenizer.stop_ids if token != tokenizer.bos_id)

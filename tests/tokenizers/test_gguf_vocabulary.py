@@ -1,14 +1,21 @@
+import json
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import tokenizers
 import vocabularies
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
-from llama_jax.tokenizers import load_tokenizer
+from llama_jax.tokenizers import encode_chat, load_tokenizer
+from llama_jax.tokenizers.base import ENDS
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
+from llama_jax.tokenizers.huggingface import from_json
+from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
+from llama_jax.tokenizers.sentencepiece import EntryKind
 
 KINDS = ("sentencepiece", "ranks", "bytes", "spaces", "never")
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -33,8 +40,10 @@ def fields(pairs):
 @given(text=TEXTS)
 def test_metadata_holds_the_whole_vocabulary(pairs, text):
     for kind, (tokenizer, again) in pairs.items():
-        for name in ("vocab_size", "bos_id", "eos_id", "stop_ids", "special_tokens", "chat_template", "space_prefix"):
+        for name in ("vocab_size", "bos_id", "eos_id", "add_bos", "special_tokens", "chat_template", "space_prefix"):
             assert getattr(again, name) == getattr(tokenizer, name), (kind, name)
+        # A BOS ends what llama2.c's models write, but nothing in GGUF.
+        assert set(again.stop_ids) == set(tokenizer.stop_ids) - {tokenizer.bos_id}, kind
         for special in (False, True):
             ids = tokenizer.encode(f"once upon the tree{text}</s><|eot_id|>", special=special)
             assert again.encode(f"once upon the tree{text}</s><|eot_id|>", special=special) == ids, kind
@@ -49,7 +58,7 @@ def test_ids_equal_llama_cpps_vectors(kind):
     for text, ids in vectors:
         assert inside.encode(text, bos=False) == ids, repr(text)
         assert inside.decode(ids) == text
-    assert inside.stop_ids == tokenizer.stop_ids
+    assert set(inside.stop_ids) == set(tokenizer.stop_ids) - {tokenizer.bos_id}
 
 
 def test_a_models_padding_has_names(pairs):
@@ -62,7 +71,7 @@ def test_a_models_padding_has_names(pairs):
 def test_ends_and_template(fields):
     fields |= {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9, "tokenizer.chat_template": "{{ x }}"}
     tokenizer = from_metadata(fields, "x.gguf")
-    assert tokenizer.stop_ids == (1, 2, 7, 9)
+    assert tokenizer.stop_ids == (2, 7, 9)
     assert tokenizer.chat_template == "{{ x }}"
 
 
@@ -78,15 +87,14 @@ def test_bos_and_eos_are_special_whatever_their_type(fields):
     [
         ({"model": "rwkv"}, "model='rwkv' must be 'llama' .SentencePiece. or 'gpt2'"),
         ({"model": None}, "model=None must be a text"),
-        ({"model": "gpt2", "pre": "deepseek-llm"}, "pre='deepseek-llm' must be Llama 3's"),
-        ({"model": "gpt2"}, "pre='default' must be Llama 3's"),
+        ({"model": "gpt2", "pre": "mine"}, "pre='mine' is not known; pass the .* .--tokenizer tokenizer.json.$"),
         ({"model": "gpt2", "pre": "llama-bpe"}, "merges=None must be a list"),
-        ({"model": "gpt2", "pre": "llama-bpe", "merges": ["a b c"]}, "merges='a b c' must be two tokens"),
+        ({"model": "gpt2", "pre": "llama-bpe", "merges": ["abc"]}, "merges='abc' must be two tokens"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": ["zz yy"]}, "holds no whole BPE vocabulary"),
         ({"tokens": None}, "tokens=None must be a list"),
         ({"tokens": ["a", 1]}, "tokens=1 must be a list of str"),
         ({"scores": [0.5]}, "scores has 1 entries for"),
-        ({"token_type": None}, "token_type=None must be a list"),
+        ({"token_type": [1]}, "token_type has 1 entries for"),
         ({"eos_token_id": 10**6}, "eos_token_id=1000000 must be an id below"),
         ({"bos_token_id": "1"}, "bos_token_id='1' must be an id below"),
         ({"add_space_prefix": 1}, "add_space_prefix=1 must be true or false"),
@@ -102,10 +110,6 @@ def test_what_cannot_be_read_is_named(fields, change, message):
     ("change", "message"),
     [
         (lambda f: f["tokenizer.ggml.token_type"].__setitem__(9, 17), "token_type=17 must be one of"),
-        (
-            lambda f: f["tokenizer.ggml.tokens"].__setitem__(9, f["tokenizer.ggml.tokens"][8]),
-            "not a whole SentencePiece model",
-        ),
         (lambda f: f["tokenizer.ggml.tokens"].__setitem__(9, "\udcff"), "holds no whole SentencePiece vocabulary"),
         (lambda f: f.update({"tokenizer.chat_template": 3}), "chat_template=3 must be a text"),
     ],
@@ -119,27 +123,11 @@ def test_damage_is_named(fields, change, message):
 @pytest.mark.llama_cpp
 @pytest.mark.parametrize("kind", KINDS)
 def test_llama_cpp_reads_it_alike(pairs, kind, tmp_path):
-    import gguf
     import llama_cpp
 
     tokenizer, _ = pairs[kind]
-    writer = gguf.GGUFWriter(tmp_path / "vocabulary.gguf", "llama")
-    for add, value in (("context_length", 64), ("embedding_length", 32), ("block_count", 1), ("feed_forward_length", 64)):
-        getattr(writer, f"add_{add}")(value)
-    writer.add_head_count(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    for key, value in to_metadata(tokenizer).items():
-        if type(value) is int:
-            writer.add_uint32(key, value)
-        elif isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    peer = llama_cpp.Llama(str(tmp_path / "vocabulary.gguf"), vocab_only=True, verbose=False)
+    path = vocabularies.write_gguf(tmp_path / "vocabulary.gguf", to_metadata(tokenizer))
+    peer = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
 
     @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1))
     def compare(text):
@@ -149,6 +137,198 @@ def test_llama_cpp_reads_it_alike(pairs, kind, tmp_path):
     compare()
     assert peer.token_bos() == tokenizer.bos_id
     assert peer.token_eos() == tokenizer.eos_id
+
+
+@pytest.mark.parametrize("name", vocabularies.GGUF)
+def test_ids_of_real_vocabularies(name):
+    path, vectors = vocabularies.in_gguf(name)
+    tokenizer = load_tokenizer(path)
+    for text, ids in vectors:
+        assert tokenizer.encode(text, bos=False) == ids, repr(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.add_bos == (name == "deepseek-llm")
+    assert tokenizer.encode("a")[:1] == ([tokenizer.bos_id] if tokenizer.add_bos else tokenizer.encode("a", bos=False))
+
+
+def test_every_pre_tokenizer_cuts_as_llama_cpps():
+    """The goldens are of `test_llama_cpp_ids`."""
+    library = tokenizers.Tokenizer.from_str(json.dumps(load_tokenizer(vocabularies.in_gguf("gpt-2")[0]).description()))
+    stored = json.loads((Path(__file__).parents[1] / "goldens" / "pre_tokenizers.json").read_text())
+    for name, ids in stored["ids"].items():
+        library.pre_tokenizer = build(PRE_TOKENIZERS[name])
+        assert library.encode(stored["text"], add_special_tokens=False).ids == ids, name
+    assert stored["ids"].keys() == {name for name, pre in PRE_TOKENIZERS.items() if pre.spells_bytes}
+
+
+def test_a_bos_is_put_where_the_file_or_its_pre_tokenizer_says_so(pairs):
+    fields = to_metadata(pairs["ranks"][0])
+    del fields["tokenizer.ggml.add_bos_token"]
+    for pre, put in (("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)):
+        fields["tokenizer.ggml.pre"] = pre
+        assert from_metadata(fields, "x.gguf").add_bos is put
+        for said in (True, False):
+            tokenizer = from_metadata(fields | {"tokenizer.ggml.add_bos_token": said}, "x.gguf")
+            assert tokenizer.encode("once") == [tokenizer.bos_id] * said + tokenizer.encode("once", bos=False)
+            ended = from_metadata(fields | {"tokenizer.ggml.add_eos_token": said}, "x.gguf")
+            assert ended.encode("once", bos=False) == ended.encode("once", bos=False, eos=False) + [ended.eos_id] * said
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
+def test_what_was_read_is_written(pairs, kind):
+    fields = to_metadata(pairs[kind][0]) | {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_eos_token": True}
+    fields |= {"tokenizer.ggml.padding_token_id": 5, "tokenizer.ggml.fim_pad_token_id": 6, "tokenizer.other": "kept"}
+    fields["tokenizer.ggml.token_type"][10:12] = [4, 5]
+    if kind == "ranks":
+        fields["tokenizer.ggml.pre"] = "smollm"
+    before = json.dumps(fields)
+    tokenizer = from_metadata(fields, "x.gguf")
+    assert json.dumps(to_metadata(tokenizer)) == before
+    more = to_metadata(tokenizer, tokenizer.vocab_size + 2)  # a copy: neither changes the other
+    assert len(more["tokenizer.ggml.tokens"]) == tokenizer.vocab_size + 2
+    assert json.dumps(to_metadata(tokenizer)) == before
+
+
+def with_tokens(fields, *added):
+    """The fields with more tokens, each a text and what it is."""
+    for text, kind in added:
+        for name, value in (("tokens", text), ("scores", -1000.0), ("token_type", int(kind))):
+            if f"tokenizer.ggml.{name}" in fields:
+                fields[f"tokenizer.ggml.{name}"].append(value)
+    return fields
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
+def test_user_defined_tokens_are_found_in_any_text(pairs, kind):
+    fields = to_metadata(pairs[kind][0])
+    size = len(fields["tokenizer.ggml.tokens"])
+    added = (("<think>", EntryKind.USER_DEFINED), ("<|mine|>", EntryKind.CONTROL), ("   ", EntryKind.USER_DEFINED))
+    tokenizer = from_metadata(with_tokens(fields, *added), "x.gguf")
+    plain = lambda text: tokenizer.encode(text, bos=False)
+    assert plain("once<think>time") == [*plain("once"), size, *plain("time")]
+    assert plain("once   time") == [*plain("once"), size + 2, *plain("time")]
+    assert size + 1 not in plain("once<|mine|>")
+    assert tokenizer.encode("once<|mine|>", bos=False, special=True) == [*plain("once"), size + 1]
+    assert tokenizer.encode_batch(["<think>", "once"]) == [[size], plain("once")]
+    prefix = " " * tokenizer.space_prefix  # before every text that follows another token
+    assert tokenizer.decode(plain("once<think>   time")) == f"once<think>   {prefix}time"
+
+
+def test_ends_that_llama_cpp_knows_by_their_texts(pairs):
+    fields = to_metadata(pairs["ranks"][0])
+    own = from_metadata(fields, "x.gguf").stop_ids
+    size = len(fields["tokenizer.ggml.tokens"])
+    names = [*sorted(ENDS - {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}), "<fim_pad>", "<|file_sep|>", "<fim_prefix>"]
+    tokenizer = from_metadata(with_tokens(fields, *((name, EntryKind.NORMAL) for name in names)), "x.gguf")
+    ids = {name: size + i for i, name in enumerate(names)}
+    # <|end|> is none beside <|return|>, and </s> none beside <|tool_response>; one that begins what is filled in is none.
+    none = {ids[name] for name in ("<|end|>", "</s>", "<fim_prefix>")}
+    assert set(tokenizer.stop_ids) - set(own) == set(ids.values()) - none
+    assert ids["<|im_end|>"] in tokenizer.special_tokens.values()
+    assert ids["<|end|>"] in tokenizer.encode("once<|end|>")
+
+
+def test_phi_3s_tokens_take_the_white_space_after_them_away(pairs):
+    for kind in ("sentencepiece", "ranks"):
+        fields = with_tokens(to_metadata(pairs[kind][0]), ("<|user|>", EntryKind.CONTROL), ("[PAD9]", EntryKind.UNKNOWN))
+        other, phi = (from_metadata(fields | {"general.name": name}, "x.gguf") for name in ("Phil", "Phi-3 mini"))
+        end = fields["tokenizer.ggml.tokens"].index("<|user|>")
+        assert phi.encode("<|user|>\n once", bos=False, special=True) == [end, *phi.encode("once", bos=False)]
+        assert len(other.encode("<|user|>\n once", bos=False, special=True)) > 1 + len(phi.encode("once", bos=False))
+        assert "general.name" in to_metadata(phi)
+        assert "general.name" not in to_metadata(other)
+
+
+def test_two_tokens_of_one_text(fields):
+    """The last one is meant."""
+    once = [i for i, token in enumerate(fields["tokenizer.ggml.tokens"]) if token == "▁once"]
+    tokenizer = from_metadata(with_tokens(fields, ("▁once", EntryKind.NORMAL), ("<unk>", EntryKind.UNKNOWN)), "x.gguf")
+    assert tokenizer.encode("once", bos=False) == [tokenizer.vocab_size - 2] != once
+    assert to_metadata(tokenizer)["tokenizer.ggml.tokens"][-2:] == ["▁once", "<unk>"]
+
+
+def test_fields_that_are_left_out(fields):
+    for name in ("bos_token_id", "eos_token_id", "add_bos_token", "add_space_prefix", "token_type", "scores"):
+        del fields[f"tokenizer.ggml.{name}"]
+    tokenizer = from_metadata(fields, "x.gguf")
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.add_bos, tokenizer.space_prefix) == (1, 2, True, True)
+    assert tokenizer.decode(tokenizer.encode("once é🦙")) == "once é🦙"
+
+
+def test_a_tokenizer_json_is_written_by_its_pre_tokenizers_name():
+    assert to_metadata(from_json(vocabularies.bytes_json(), "here"))["tokenizer.ggml.pre"] == "llama-bpe"
+    first = {(pre.patterns, pre.ignore_merges): name for name, pre in reversed(PRE_TOKENIZERS.items()) if pre.spells_bytes}
+    for (_, ignore_merges), name in first.items():  # as it is saved, which spells categories out
+        assert name_of(json.loads(build(PRE_TOKENIZERS[name]).__getstate__()), ignore_merges) == name
+
+
+def split(*patterns):
+    steps = [{"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False} for one in patterns]
+    return {
+        "type": "Sequence",
+        "pretokenizers": [*steps, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}],
+    }
+
+
+END = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BEFORE, SHORT = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+DIGITS = {"type": "Digits", "individual_digits": True}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+@pytest.mark.parametrize(
+    ("published", "ignore_merges", "name"),
+    [
+        (split(rf"{SHORT}|{BEFORE}\p{{L}}+|\p{{N}}{END}"), False, "qwen2"),
+        (split(rf"{SHORT}|{BEFORE}\p{{L}}+|\p{{N}}{{1,3}}{END}"), False, "dbrx"),
+        (
+            split(
+                rf"{BEFORE}{UPPER}*{LOWER}+{SHORT}?|{BEFORE}{UPPER}+{LOWER}*{SHORT}?|\p{{N}}{{1,3}}"
+                + END.replace("]*|\\s*", "/]*|\\s*")
+            ),
+            False,
+            "gpt-4o",
+        ),
+        (
+            split(
+                r"\p{N}{1,3}",
+                "[一-龥\u3040-ゟ゠-ヿ]+",
+                "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+                "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+            ),
+            False,
+            "deepseek-v3",
+        ),
+        (BYTES, False, "mpt"),
+        ({"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}, False, "starcoder"),
+        (BYTES | {"add_prefix_space": True}, False, None),
+        (split("a+"), False, None),
+        (None, False, None),
+    ],
+)
+def test_published_pre_tokenizers(published, ignore_merges, name):
+    assert name_of(published, ignore_merges) == name
+
+
+def test_one_that_has_no_name_is_refused():
+    library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    with pytest.raises(TokenizerError, match=r"cuts texts as none of llama\.cpp's pre-tokenizers"):
+        to_metadata(from_json(library.to_str().encode(), "here"))
+
+
+@pytest.mark.real
+def test_smollm2_is_read_as_it_was_made(smollm2):
+    tokenizer = load_tokenizer(smollm2)
+    assert tokenizer.encode("Once upon a time") == [6403, 1980, 253, 655]
+    assert (tokenizer.bos_id, tokenizer.add_bos, tokenizer.stop_ids) == (1, False, (0, 2, 4))
+    chat = encode_chat(tokenizer, [{"role": "user", "content": "Hi<|im_end|>"}])
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    before = tokenizer.encode(f"{system}<|im_start|>user\nHi", special=True)
+    after = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n", special=True)
+    assert chat == [*before, *tokenizer.encode("<|im_end|>"), *after]
+    fields = to_metadata(tokenizer)
+    assert (fields["tokenizer.ggml.pre"], fields["tokenizer.ggml.add_bos_token"]) == ("smollm", False)
 
 
 def test_every_token_of_a_kind_of_its_own(pairs):

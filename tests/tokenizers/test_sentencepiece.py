@@ -59,7 +59,7 @@ def test_added_tokens_are_appended(model, small):
     tokenizer = SentencePieceTokenizer(model, "small", Settings(eos_token="<|im_start|>", added_tokens=tuple(added)))
     assert tokenizer.vocab_size == size + 2
     assert tokenizer.eos_id == size
-    assert tokenizer.stop_ids == (1, size)
+    assert tokenizer.stop_ids == (1, 2, size)  # </s> is an end under any name
     assert size not in tokenizer.encode("<|im_start|>", bos=False)
     assert tokenizer.encode("<|im_start|>", bos=False, special=True) == [size]
     assert size + 1 in tokenizer.encode("Hello<think>", bos=False)
@@ -84,7 +84,9 @@ def test_a_vocabulary_without_bos_says_so(small):
     tokenizer = SentencePieceTokenizer(write_model(pieces, bos="", eos="", space_prefix=True), "none")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (-1, -1, ())
     with pytest.raises(TokenizerError, match="has no bos token; encode with bos=False"):
-        tokenizer.encode("Hello")
+        tokenizer.encode("Hello", bos=True)
+    assert not tokenizer.add_bos
+    assert tokenizer.encode("Hello") == tokenizer.encode("Hello", bos=False)
     assert tokenizer.decode(tokenizer.encode("Hello", bos=False)) == "Hello"
 
 

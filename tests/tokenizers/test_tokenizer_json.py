@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
-from llama_jax.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer
+from llama_jax.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
 from llama_jax.tokenizers.huggingface import byte_characters, from_json, recognises
 from llama_jax.tokenizers.settings import Settings
 
@@ -85,9 +85,9 @@ def test_named_ends():
     assert tokenizer.special_tokens["<|end_of_text|>"] in tokenizer.stop_ids
     unknown = from_json(vocabularies.bytes_json(), "here", Settings(bos_token="<none>"))
     with pytest.raises(TokenizerError, match="has no bos token"):
-        unknown.encode("Hi")
+        unknown.encode("Hi", bos=True)
     plain = from_json(vocabularies.bytes_json(), "here", Settings(bos_token="user"))  # a token, but not an added one
-    assert plain.encode("Hi")[0] == plain.special_tokens["user"]
+    assert plain.encode("Hi", bos=True)[0] == plain.special_tokens["user"]
     assert plain.token_bytes(plain.bos_id) == b""
 
 
@@ -131,3 +131,63 @@ def test_recognised_by_its_first_key():
     assert recognises(b' {"added_tokens": []')
     for other in (b"", b'{"added_tokens_decoder": {', b'{"metadata": {}, "version": 1}', b"\x0a\x05\x0a<unk>"):
         assert not recognises(other)
+
+
+def template(single, *names):
+    ids = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode()).token_to_id
+    return tokenizers.processors.TemplateProcessing(single=single, special_tokens=[(name, ids(name)) for name in names])
+
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+POST_PROCESSORS = {  # and whether a BOS and an EOS are put
+    "BOS": (template(f"{BOS} $A", BOS), True, False),
+    "EOS": (template(f"$A {EOS}", EOS), False, True),
+    "both": (template(f"{BOS} $A {EOS}", BOS, EOS), True, True),
+    "none": (tokenizers.processors.ByteLevel(), False, False),
+    "BOS in a sequence": (
+        tokenizers.processors.Sequence([tokenizers.processors.ByteLevel(), template(f"{BOS} $A", BOS)]),
+        True,
+        False,
+    ),
+}
+
+
+def folder_that_puts(folder, kind, **settings):
+    library = tokenizers.Tokenizer.from_str(vocabularies.bytes_json().decode())
+    library.post_processor = POST_PROCESSORS[kind][0]
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS} | settings))
+    return folder
+
+
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+def test_a_bos_is_put_where_the_post_processor_puts_one(kind, tmp_path):
+    _, bos, eos = POST_PROCESSORS[kind]
+    tokenizer = load_tokenizer(folder_that_puts(tmp_path / "a", kind, add_bos_token=not bos))  # which counts less
+    assert (tokenizer.add_bos, tokenizer.add_eos) == (bos, eos)
+    plain = tokenizer.encode("once", bos=False, eos=False)
+    assert tokenizer.encode("once") == [tokenizer.bos_id] * bos + plain + [tokenizer.eos_id] * eos
+    (tmp_path / "b").mkdir()
+    tokenizer.save(tmp_path / "b")
+    again = load_tokenizer(tmp_path / "b")
+    assert (again.add_bos, again.add_eos) == (bos, eos)
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_without_a_post_processor_the_settings_say_it(said, tmp_path):
+    whole = json.loads(vocabularies.bytes_json()) | {"post_processor": None}
+    settings = {"bos_token": BOS, "eos_token": EOS, "add_bos_token": said, "add_eos_token": said}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.add_bos, tokenizer.add_eos) == (said is True, said is True)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+def test_transformers_puts_the_same(kind, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = folder_that_puts(tmp_path, kind, tokenizer_class="PreTrainedTokenizerFast")
+    assert load_tokenizer(folder).encode("once upon") == AutoTokenizer.from_pretrained(folder).encode("once upon")

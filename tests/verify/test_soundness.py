@@ -70,8 +70,9 @@ class Vocabulary:
         self.vocab_size = size
         self.back = back
 
-    def encode(self, text, bos):
+    def encode(self, text, bos, eos):
         assert not bos
+        assert not eos
         return [ord(c) for c in text]
 
     def decode(self, ids):

@@ -29,10 +29,14 @@ from llama_jax.writing import appearing
 
 TARGET, FLOATS, ATTENTION = "llama_jax_multiply", "llama_jax_floats", "llama_jax_attend"
 OF_GROUP = "_of_group"  # ends the names of the kernels that multiply with one of several matrices
-KINDS = ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "int8")  # of quantised weights; blocks.cc uses the indices
+# Of quantised weights; blocks.cc uses the indices.
+KINDS = (
+    *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
+    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
+)
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
-SECONDS = 120  # limit for the compiler, which takes five for `floats` and eight for `blocks`
+SECONDS = 120  # limit for the compiler, which takes five for `floats` and ten for `blocks`
 
 _log = logging.getLogger("llama_jax.native")
 

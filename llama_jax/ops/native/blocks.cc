@@ -34,12 +34,20 @@ static ffi::Error multiply_one(ffi::ThreadPool threads, int64_t kind, int64_t gr
     if (group >= 0) job.planes.at[i] += group * static_cast<int64_t>(plane->size_bytes()) / plane->dimensions()[0];
   }
   switch (kind) {  // as `native.KINDS` has them
-    case 0: multiply<Q8_0>(threads, job); break;
-    case 1: multiply<Q4_0>(threads, job); break;
-    case 2: multiply<QK<false>>(threads, job); break;
-    case 3: multiply<QK<true>>(threads, job); break;
-    case 4: multiply<Q6_K>(threads, job); break;
-    case 5: multiply<Int8>(threads, job); break;
+    case 0: multiply<Int8>(threads, job); break;
+    case 1: multiply<Q8_0>(threads, job); break;
+    case 2: multiply<Q<false, false>>(threads, job); break;
+    case 3: multiply<Q<false, true>>(threads, job); break;
+    case 4: multiply<Q<true, false>>(threads, job); break;
+    case 5: multiply<Q<true, true>>(threads, job); break;
+    case 6: multiply<IQ4_NL>(threads, job); break;
+    case 7: multiply<MXFP4>(threads, job); break;
+    case 8: multiply<Pairs<false>>(threads, job); break;
+    case 9: multiply<Pairs<true>>(threads, job); break;
+    case 10: multiply<QK<false>>(threads, job); break;
+    case 11: multiply<QK<true>>(threads, job); break;
+    case 12: multiply<Q6_K>(threads, job); break;
+    case 13: multiply<IQ4_XS>(threads, job); break;
     default: return ffi::Error::InvalidArgument("no such kind");
   }
   return ffi::Error::Success();

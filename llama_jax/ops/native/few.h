@@ -6,19 +6,15 @@
 
 #include "job.h"
 
+// `step` integers from `i` on, as the kind unpacks them fastest.
 template <bool whole, typename Kind>
 static inline void unpack(const Kind& weight, int64_t i, typename Kind::Integers* w) {
-  w[0] = weight.template at<whole>(i);
+  if constexpr (Kind::step > W) {
+    weight.template unpack<whole>(i, w);
+  } else {
+    w[0] = weight.template at<whole>(i);
+  }
 }
-template <bool whole>
-static inline void unpack(const Q4_0& weight, int64_t i, u8s* w) {
-  weight.unpack<whole>(i, w);
-}
-
-template <typename Kind>
-constexpr int step_of = W;
-template <>
-constexpr int step_of<Q4_0> = Q4_0::step;
 
 // A token as rows of a weight are multiplied by it: integers in the order in which those of the weight are unpacked, factors
 // of its groups and their sums, and where the sums of each step begin: less what the weight's integers are more.
@@ -30,7 +26,7 @@ struct Token {
 
 template <typename Kind>
 static Token as_token(const float* x, int64_t columns) {
-  constexpr int step = step_of<Kind>;
+  constexpr int step = Kind::step;
   Row row;
   read<Kind>(x, columns, &row);
   Token token{row.q, std::vector<ints>(row.q.size() * W / step), row.factor, row.factor};
@@ -51,7 +47,7 @@ static Token as_token(const float* x, int64_t columns) {
 // group; `each` lanes are of the same.
 template <typename Kind, int C>
 static void multiply_together(const Job& job, const Token* x, int64_t n, float* out) {
-  constexpr int step = step_of<Kind>, vectors = step / W, each = LANES * Kind::group / step, R = TOGETHER;
+  constexpr int step = Kind::step, vectors = step / W, each = LANES * Kind::group / step, R = TOGETHER;
   static_assert(R == 4, "`sums_of_four`");
   const int64_t columns = job.columns;
   const auto of = [&](int r) { return Kind(job.planes, std::min(n + r, job.rows - 1), columns); };

@@ -121,6 +121,22 @@ static inline u8s twice16(const uint8_t* from, int64_t count) {
   return (u8s)_mm512_shuffle_i64x2(bytes, bytes, 0x50);
 }
 
+// `value` where there is a bit, else 0.
+static inline u8s spread(uint64_t bits, uint8_t value) { return (u8s)_mm512_maskz_set1_epi8(bits, value); }
+
+// The first 16 bits of every 32, and the others.
+static inline void split16(const uint64_t* bits, uint64_t* first, uint64_t* second) {
+  const __m128i places = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+  const __m128i found = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits)), places);
+  *first = _mm_cvtsi128_si64(found), *second = _mm_extract_epi64(found, 1);
+}
+
+// For each byte, 0 to 15, the entry of a table.
+static inline u8s looked_up(const int8_t* table, u8s places) {
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (u8s)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), (__m512i)places);
+}
+
 static inline u8s all32(const uint8_t* from) {
   return (u8s)_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -200,6 +216,34 @@ static inline u8s twice16(const uint8_t* from, int64_t) {
   u8s found;
   for (int i = 0; i < 2; ++i) std::memcpy(reinterpret_cast<char*>(&found) + 16 * i, from, 16);
   return found;
+}
+
+static inline u8s spread(uint64_t bits, uint8_t value) {
+  u8s found, bit;
+  for (int i = 0; i < W; ++i) bit[i] = 1 << i % 8;
+#if defined(__AVX2__)
+  const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  found = (u8s)_mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int32_t>(bits)), places);
+#else
+  for (int i = 0; i < W; ++i) found[i] = bits >> i / 8 * 8;
+#endif
+  return (u8s)((found & bit) != 0) & value;
+}
+
+static inline void split16(const uint64_t* bits, uint64_t* first, uint64_t* second) {
+  *first = (bits[0] & 0xffff) | (bits[0] >> 16 & 0xffff0000);
+  *second = (bits[0] >> 16 & 0xffff) | (bits[0] >> 32 & 0xffff0000);
+}
+
+static inline u8s looked_up(const int8_t* table, u8s places) {
+#if defined(__AVX2__)
+  const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (u8s)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), (__m256i)places);
+#else
+  u8s found;
+  for (int i = 0; i < W; ++i) found[i] = table[places[i]];
+  return found;
+#endif
 }
 
 static inline u8s all32(const uint8_t* from) { return load<u8s>(from); }

@@ -10,7 +10,25 @@ from llama_jax.ops.weights.planes import Kind
 from llama_jax.ops.weights.scaled import SCALED
 
 # What a user may ask for, and what files are kept in; `fitting` chooses among those of different groups.
-Name = Literal["int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", "q5_k", "q6_k"]
+Name = Literal[
+    "int8",
+    "int4",
+    "fp8",
+    "nf4",
+    "q8_0",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_nl",
+    "iq4_xs",
+    "mxfp4",
+]
 Kept = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"]  # of a model that training reads and does not change
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*SCALED, *NF4_KINDS, *BLOCKS)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llama_jax.ops.weights.planes import Array, Kind, Plane, groups_of, joined, rows_of, wide
+from llama_jax.ops.weights.planes import Array, Kind, Plane, groups_of, looked_up, rows_of, shifted, wide
 
 BLOCK = 64
 # The sixteen: quantiles of a normal distribution, with zero and both ends (QLoRA, appendix E).
@@ -54,25 +54,10 @@ def dynamic_map() -> np.ndarray:
 DYNAMIC = dynamic_map()
 
 
-def _looked_up(table: np.ndarray, indices: Array) -> Array:
-    """The entries of one of the tables. Of sixteen JAX chooses by the bits: an accelerator gathers slower."""
-    if isinstance(indices, np.ndarray):
-        return table[indices]
-    import jax.numpy as jnp
-
-    if len(table) > 16:
-        return jnp.asarray(table)[indices.astype(np.int32)]
-    found = [jnp.float32(number) for number in table]
-    for bit in range(4):
-        high = (indices >> np.uint8(bit)) & 1 == 1
-        found = [jnp.where(high, found[i + 1], found[i]) for i in range(0, len(found), 2)]
-    return found[0]
-
-
 def _numbers(values: Array) -> Array:
     """uint8[..., D / 2] as float32[..., D / 64, 64]: of each byte the high half first."""
-    pairs = groups_of(values, 1)
-    return groups_of(_looked_up(NF4, rows_of(joined([pairs >> 4, pairs & 15]))), BLOCK)
+    pairs = shifted(groups_of(values, 1), (4, 0), 15)
+    return groups_of(looked_up(NF4, pairs.reshape(*values.shape[:-1], -1)), BLOCK)
 
 
 def _decode(values: Array, factors: Array) -> Array:
@@ -80,12 +65,12 @@ def _decode(values: Array, factors: Array) -> Array:
 
 
 def _decode_rows(values: Array, absmax: Array, nested: Array, offset: Array) -> Array:
-    return _decode(values, _looked_up(DYNAMIC, absmax) * nested[..., None] + offset[..., None])
+    return _decode(values, looked_up(DYNAMIC, absmax) * nested[..., None] + offset[..., None])
 
 
 def _decode_groups(values: Array, absmax: Array, nested: Array, offset: Array) -> Array:
     """With a nested factor for each 256 numbers."""
-    factors = rows_of(groups_of(_looked_up(DYNAMIC, absmax), 256 // BLOCK) * wide(nested)[..., None])
+    factors = rows_of(groups_of(looked_up(DYNAMIC, absmax), 256 // BLOCK) * wide(nested)[..., None])
     return _decode(values, factors + offset[..., None])
 
 

@@ -8,13 +8,15 @@ as JAX's, so that files are read with what computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from llama_jax.ops.platform import lowering_platform
 
 Array = Any  # numpy.ndarray or jax.Array
 
@@ -167,10 +169,37 @@ def joined(arrays: list[Array]) -> Array:
     return np.concatenate(arrays, -1) if isinstance(arrays[0], np.ndarray) else jnp.concatenate(arrays, -1)
 
 
+def shifted(x: Array, shifts: tuple[int, ...], mask: int) -> Array:
+    """Parts of integers, [..., n] as [..., len(shifts), n]; a concatenation XLA would write before it is read."""
+    return (x[..., None, :] >> np.asarray(shifts, x.dtype)[:, None]) & mask
+
+
 def nibbles(x: Array, size: int) -> Array:
     """uint8[..., D / 2] as [..., groups, 2, size / 2]: of each group's bytes the low halves, and then the high ones."""
-    pairs = groups_of(x, size // 2)
-    return joined([pairs & 15, pairs >> 4]).reshape(*pairs.shape[:-1], 2, size // 2)
+    return shifted(groups_of(x, size // 2), (0, 4), 15)
+
+
+def for_each(x: Array, size: int) -> Array:
+    """What `size` numbers share, [..., n] as [..., n, 1]; on a GPU [..., n, size].
+
+    XLA would write factors that several operations make, and read them again; made for each number they stay in registers.
+    """
+    if isinstance(x, np.ndarray) or lowering_platform() != "gpu":
+        return x[..., None]
+    return jnp.broadcast_to(x[..., None], (*x.shape, size))
+
+
+def looked_up(table: np.ndarray, indices: Array) -> Array:
+    """Entries of a table. Of sixteen, a TPU selects by the bits of the index: it gathers slowly."""
+    if isinstance(indices, np.ndarray):
+        return table[indices]
+    if len(table) > 16 or lowering_platform() == "gpu":
+        return jnp.asarray(table).at[indices.astype(np.int32)].get(mode="promise_in_bounds")
+    found = [jnp.float32(number) for number in table]
+    for bit in range(4):
+        high = (indices >> np.uint8(bit)) & 1 == 1
+        found = [jnp.where(high, found[i + 1], found[i]) for i in range(0, len(found), 2)]
+    return found[0]
 
 
 def split(blocks: np.ndarray, planes: tuple[Plane, ...]) -> tuple[np.ndarray, ...]:
@@ -183,6 +212,23 @@ def split(blocks: np.ndarray, planes: tuple[Plane, ...]) -> tuple[np.ndarray, ..
         found.append(part.reshape(*blocks.shape[:-2], -1))
         at += size
     return tuple(found)
+
+
+def split_into(out: Sequence[np.ndarray], blocks: np.ndarray, planes: tuple[Plane, ...]) -> None:
+    """As `split`, into memory for each plane, which has the axes of the blocks before theirs, and whose last is contiguous.
+
+    Bytes are moved by units of up to 16, which NumPy copies as fast as memory is read; runs of single bytes it does not.
+    """
+    at, block = 0, planes_block(planes)
+    for memory, plane in zip(out, planes, strict=True):
+        size = block * plane.entries // plane.numbers * np.dtype(plane.dtype).itemsize
+        unit = np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(min(size & -size, 16), "V16"))
+        source = blocks[..., at : at + size].view(unit)
+        target = memory.view(unit)
+        target = target.reshape(*target.shape[:-1], -1, source.shape[-1])  # one axis as two, which is never a copy
+        for i in range(source.shape[-1]):
+            target[..., i] = source[..., i]
+        at += size
 
 
 def join(planes: tuple[np.ndarray, ...], kind: Kind) -> np.ndarray:

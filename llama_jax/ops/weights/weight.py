@@ -235,6 +235,9 @@ def multiply(x: jax.Array, planes: tuple[jax.Array, ...], form: Kind) -> jax.Arr
         if zeros:
             sums -= jnp.sum(groups, axis=-1, dtype=jnp.float32).T[..., None] * zeros[0].T[:, None].astype(jnp.float32)
         return jnp.sum(sums * scales.T[:, None], axis=0)
+    if len(x) == 1 and lowering_platform() == "gpu" and not is_divided():
+        # No matmul: one kernel decodes in registers and adds the products. Of several rows XLA writes what is decoded.
+        return jnp.sum(form.decode(*planes) * x.astype(jnp.float32), axis=-1)[None]
     return _by_chunks(x, planes, form)
 
 

@@ -100,7 +100,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     if r.beta and recipe.lora is None:
         if given.weights is None:
             raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
-        reference, known = load_frozen(given.weights, recipe.model, given.mesh, recipe.dtype, "none")
+        reference, known = load_frozen(given.weights, recipe.model, given.mesh, recipe.dtype, None)
         digests["reference"] = known["digest"]
     batch, length = recipe.batch, length_of(recipe, train, held)
     frozen = recipe.lora is not None

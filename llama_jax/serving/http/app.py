@@ -110,8 +110,8 @@ class Routes:
         service = self._service
         given = f.read_object(self._tokenize, await read_json(request, service.limits.largest_body))
         service.check_model(given["model"])
-        bos = given["add_special_tokens"] and service.served.tokenizer.bos_id >= 0
-        ids = await service.encode(given["prompt"], bos)
+        ends = None if given["add_special_tokens"] else False
+        ids = await service.encode(given["prompt"], ends, ends)
         return JSONResponse({"count": len(ids), "max_model_len": service.limits.context, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:

@@ -20,7 +20,7 @@ def tokenize_fields(limits: Limits) -> Fields:
     return {
         "model": f.text(longest=1000),
         "prompt": f.text(longest=limits.longest_prompt, required=True),
-        "add_special_tokens": f.boolean(True, "Begin with the begin-of-sequence token, where the vocabulary has one."),
+        "add_special_tokens": f.boolean(True, "Put a BOS and an EOS where the vocabulary's own rule says so."),
     }
 
 

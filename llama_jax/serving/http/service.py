@@ -128,7 +128,7 @@ class Service:
         Raises:
           ApiError: the request is impossible, or there is no room.
         """
-        bos = asked.add_special_tokens and self.served.tokenizer.bos_id >= 0
+        bos = None if asked.add_special_tokens else False
         prompts: list[Sequence[int]] = []
         for prompt in asked.prompts:
             prompts.append(prompt if isinstance(prompt, tuple) else await self.encode(prompt, bos))
@@ -152,9 +152,10 @@ class Service:
         tools = [tool["function"]["name"] for tool in asked.tools]
         return await self._submit(asked, [ids], ends, None, constraint, arrived, tools=tools)
 
-    async def encode(self, text: str, bos: bool) -> list[int]:
+    async def encode(self, text: str, bos: bool | None, eos: bool | None = False) -> list[int]:
         """Ids of a text; long ones in a thread."""
-        return await _checked(lambda: self.served.tokenizer.encode(text, bos=bos), "prompt", apart=len(text) > SHORT)
+        encode = partial(self.served.tokenizer.encode, text, bos, eos)
+        return await _checked(encode, "prompt", apart=len(text) > SHORT)
 
     def decode(self, ids: Sequence[int], param: str) -> str:
         """The text of ids from the field `param`; ids beyond the vocabulary, a model's padding, have none."""

@@ -1,0 +1,160 @@
+"""The header of a GGUF file, versions 1 to 3: its settings, a vocabulary among them.
+
+Source: ggml-org/ggml, docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from llama_jax.errors import UserError, reason_of, shown
+from llama_jax.storage import Location, StoredPath
+
+# Types of settings by number: struct's letter, or one of the two below.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+# A text or an entry of a table costs up to a hundred bytes here for each of its own. Llama 3's vocabulary has 410,000 texts.
+MOST_TEXTS = 1 << 20
+MOST_ENTRIES = 1 << 16
+WINDOW = 1 << 20  # bytes of texts that are looked at together
+READ_AHEAD = 1 << 20  # bytes of a header in a store, which has several million
+
+
+def is_gguf(path: Location) -> bool:
+    """Whether the file begins as GGUF does."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+@contextmanager
+def open_header(path: Location, kind: type[UserError]) -> Iterator[Header]:
+    """The header of a file, to be read from its start.
+
+    Raises:
+      UserError: of this kind, for a damaged file, or what the caller finds damaged in it.
+    """
+    with path.open("rb", buffering=READ_AHEAD if isinstance(path, StoredPath) else -1) as file:
+        try:
+            yield Header(path, kind, file)
+        except UserError:
+            raise
+        except (struct.error, ValueError, KeyError, OverflowError) as error:
+            raise kind(f"{path} is not a whole GGUF file ({reason_of(error)}); copy it again") from None
+
+
+class Header:
+    """Reads a header from its start. Every length in it is checked against the rest of the file before it is used."""
+
+    def __init__(self, path: Location, kind: type[UserError], file: Any) -> None:
+        self.file = file
+        self.size = file.seek(0, os.SEEK_END)
+        self.texts_left = MOST_TEXTS
+        self.at = file.seek(4)  # after the magic
+        self.version = self.scalar("I")
+        self.length = "I" if self.version == 1 else "Q"
+        if self.version not in (1, 2, 3):
+            big = self.version in (1 << 24, 2 << 24, 3 << 24)
+            what = "is in big-endian byte order" if big else f"has version {self.version}"
+            raise kind(f"{path} {what}, which is not supported; little-endian versions 1 to 3 are")
+        self.tensor_count, self.field_count = self.scalar(self.length), self.scalar(self.length)
+        if max(self.tensor_count, self.field_count) > MOST_ENTRIES:
+            raise ValueError(f"{self.field_count} settings and {self.tensor_count} tensors are announced")
+
+    def fields(self, *, texts: bool = True) -> dict[str, Any]:
+        """All settings by key, with the format's version as ``GGUF.version``; what follows them are the tensors' entries.
+
+        Args:
+          texts: whether to read lists of texts, which are a vocabulary; otherwise they are passed over.
+        """
+        found: dict[str, Any] = {"GGUF.version": self.version}
+        for _ in range(self.field_count):
+            key = self.string()
+            if key in found:
+                raise ValueError(f"the key {shown(key, 40)} occurs twice")
+            value = self.value(self.scalar("I"), texts)
+            if value is not None:
+                found[key] = value
+        return found
+
+    def take(self, size: int) -> bytes:
+        if size > self.size - self.at:
+            raise ValueError(f"{size} bytes are announced, {self.size - self.at} are left")
+        found = self.file.read(size)
+        if len(found) < size:
+            raise ValueError("the file ended while it was read")
+        self.at += size
+        return found
+
+    def scalar(self, letter: str) -> Any:
+        return struct.unpack("<" + letter, self.take(struct.calcsize(letter)))[0]
+
+    def string(self) -> str:
+        # A vocabulary may hold pieces that are no UTF-8 by themselves.
+        return self.take(self.scalar(self.length)).decode("utf-8", "surrogateescape")
+
+    def value(self, kind: int, texts: bool) -> Any:
+        """A setting, or None for a list of texts that is passed over."""
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY:
+            return self.scalar(SCALARS[kind])
+        kind, count = self.scalar("I"), self.scalar(self.length)
+        if kind == STRING:
+            self.texts_left -= count
+            if count > self.size - self.at or self.texts_left < 0:
+                raise ValueError(f"{count} strings are announced")
+            found_texts: list[str] = []
+            while count:
+                some = self.run_of_texts(count, found_texts if texts else None)
+                if not some:  # a long one, an empty one, or the last ones of a file
+                    last = self.string()
+                    found_texts += [last] if texts else []
+                count -= max(some, 1)
+            return found_texts if texts else None
+        letter = SCALARS[kind]
+        # Packed, since a list takes twenty bytes for each of a file's.
+        found = array("B" if letter == "?" else letter, self.take(count * struct.calcsize(letter)))
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
+
+    def run_of_texts(self, most: int, found: list[str] | None) -> int:
+        """Append texts of 1 to 255 bytes that follow one another, and return how many they were: 0 is none.
+
+        Their lengths are known by the seven zeros that only a length has, and each is checked to end where the next begins.
+        Read one after the other the 98,000 texts of a vocabulary would take 80 ms instead of 10.
+        """
+        zeros = 3 if self.length == "I" else 7
+        window = np.frombuffer(self.file.read(min(WINDOW, self.size - self.at)), np.uint8)
+        following = np.zeros(max(0, len(window) - zeros), np.uint8)
+        for i in range(1, zeros + 1):
+            following |= window[i : i + len(following)]
+        starts = np.flatnonzero((following == 0) & (window[: len(following)] != 0))[:most]
+        ends = starts + 1 + zeros + window[starts]
+        ends = ends[: int(np.searchsorted(ends, len(window), "right"))]
+        starts = starts[: len(ends)]
+        wrong = np.flatnonzero(starts != np.concatenate([[0], ends[:-1]])) if len(starts) else starts
+        count = int(wrong[0]) if len(wrong) else len(starts)
+        size = int(ends[count - 1]) if count else 0
+        self.file.seek(self.at + size)
+        self.at += size
+        if found is None or not count:
+            return count
+        texts = window[:size].copy()
+        texts[starts[:count]] = 0
+        if size - np.count_nonzero(texts) == count * (zeros + 1):  # no text has a zero: one each is left, between them
+            is_start = np.zeros(size, bool)
+            is_start[starts[:count]] = True
+            found += texts[(texts != 0) | is_start].tobytes().decode("utf-8", "surrogateescape").split("\0")[1:]
+        else:
+            spans = zip((starts[:count] + 1 + zeros).tolist(), ends[:count].tolist(), strict=True)
+            found += [window[start:end].tobytes().decode("utf-8", "surrogateescape") for start, end in spans]
+        return count

@@ -1,0 +1,315 @@
+"""How BPE vocabularies in GGUF cut a text before merging: llama.cpp's pre-tokenizers by the names in `tokenizer.ggml.pre`.
+
+Source: llama.cpp, src/llama-vocab.cpp and src/unicode.cpp, whose ids are the measure. Its regular expressions differ from
+those of the published tokenizer.json: letters outside ASCII are of both cases (`\\p{Lu}` is `\\p{L}`), `\\d` is ASCII's, a
+white space character is in no range of characters, and what came after Unicode 15.1 is in no category.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer as Library
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """What a name in `tokenizer.ggml.pre` stands for.
+
+    Attributes:
+      patterns: regular expressions; each cuts the pieces that the one before it left, at its matches and between them.
+      ignore_merges: whether a piece that is a token becomes that token, even where no merges lead to it.
+      add_bos: whether a text begins with the BOS where the file does not say (`add_bos_token`).
+      spells_bytes: whether tokens are bytes spelled as GPT-2's characters; otherwise a space is U+2581, and a byte that is
+        in no token is `<0x0A>`.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    spells_bytes: bool = True
+
+
+CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+BEFORE_WORD = r"[^\r\n\p{L}\p{N}]?"
+WORD = rf"{BEFORE_WORD}\p{{L}}+"
+SYMBOLS = r" ?[^\s\p{L}\p{N}]+"
+SPACES = r"\s+(?!\S)|\s+"
+LINES = rf"\s*[\r\n]+|{SPACES}"
+UPPER, LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+UPPER_MARKED, LOWER_MARKED = r"(?:(?=[\p{L}\p{M}])[^a-z])", r"(?:(?=[\p{L}\p{M}])[^A-Z])"
+ANY_CASE = r"[\p{L}\p{M}]"
+CJK = r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+HAN = (
+    r"\u4e00-\u9fff\u3400-\u4dbf\x{20000}-\x{2a6df}\x{2a700}-\x{2b73f}\x{2b740}-\x{2b81f}\x{2b820}-\x{2ceaf}"
+    r"\x{2ceb0}-\x{2ebef}\uf900-\ufaff\x{2f800}-\x{2fa1f}"
+)
+# DeepSeek LLM's letters: those of alphabets with upper and lower case.
+CASED = (
+    r"A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    r"\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    r"\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15"
+    r"\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe"
+    r"\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113"
+    r"\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184"
+    r"\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e"
+    r"\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\x{10400}-\x{1044f}\x{104b0}-\x{104d3}"
+    r"\x{104d8}-\x{104fb}\x{10c80}-\x{10cb2}\x{10cc0}-\x{10cf2}\x{118a0}-\x{118df}\x{1e900}-\x{1e943}"
+)
+
+
+def _cased(upper: str, lower: str, after: str = "") -> str:
+    """Words of upper-case letters and then lower-case ones, with one character before them and `after` after them."""
+    return rf"{BEFORE_WORD}{upper}*{lower}+{after}|{BEFORE_WORD}{upper}+{lower}*{after}"
+
+
+DIGIT = r"\p{N}"
+THREE_DIGITS = r"\p{N}{1,3}"
+# Groups of three from the right, the first with what is before the number: what llama.cpp does for AFMoE and Aya.
+GROUPED_DIGITS = r"[^\p{N}]*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+GPT_2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{SYMBOLS}|{SPACES}"
+LLAMA_3 = rf"{CONTRACTION}|{WORD}|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|{LINES}"
+QWEN_2 = rf"{CONTRACTION}|{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}"
+AFTER_WORDS = rf"{SYMBOLS}[\r\n/]*|{LINES}"
+GPT_4O = rf"{_cased(UPPER, LOWER, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}"
+DEEPSEEK_WORDS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
+DEEPSEEK_3 = (THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")
+# Of U+0800 to U+4E00 the white space is left out: U+1680, U+2000 to 200A, 2028, 2029, 202F, 205F and 3000.
+DEEPSEEK_ASIAN = r"(?:(?!\s)[\u0800-\u9fa5\uac00-\ud7ff])+"
+BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+NEWLINES = r"[^\n]+|\n+"
+ASIAN = (
+    r"[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
+    r"\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+
+_DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT_2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_LLAMA_3 = PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True)
+_LLAMA_3_PLAIN = PreTokenizer((LLAMA_3,))
+_GLM = PreTokenizer((LLAMA_3,), ignore_merges=True)
+_GPT_2 = PreTokenizer((GPT_2,))
+_SINGLE_DIGITS = PreTokenizer((DIGIT, GPT_2))
+_QWEN_2 = PreTokenizer((QWEN_2,))
+_DEEPSEEK_3 = PreTokenizer(DEEPSEEK_3)
+_BLOOM = PreTokenizer((BLOOM,))
+_GPT_4O = PreTokenizer((GPT_4O,))
+_AYA = PreTokenizer(
+    (GROUPED_DIGITS, rf"{_cased(ANY_CASE, ANY_CASE, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}"),
+)
+_BAILING = PreTokenizer((rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|\s*[\r\n]|{SPACES}",))
+_LINES = PreTokenizer((NEWLINES,), spells_bytes=False)
+_GEMMA_4 = replace(_LINES, add_bos=True)
+
+# In llama.cpp's order. Of two names for the same thing the first is written.
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": _DEFAULT,
+    "llama-bpe": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "falcon3": _LLAMA_3,
+    "falcon-h1": _LLAMA_3,
+    "pixtral": _LLAMA_3,
+    "midm-2.0": _LLAMA_3,
+    "lfm2": _LLAMA_3,
+    "jina-v5-nano": _LLAMA_3,
+    "minicpm5": PreTokenizer((THREE_DIGITS, rf"{CONTRACTION}|{WORD}|\p{{N}}+|{SYMBOLS}[\r\n]*|{LINES}"), ignore_merges=True),
+    "deepseek-llm": PreTokenizer(
+        (
+            r"[\r\n]",
+            rf"\s?[{CASED}]+",
+            r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001\u3002]+",
+            r"\s+\z",
+            DEEPSEEK_ASIAN,
+            r"\p{N}+",
+        )
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_ASIAN, DIGIT)),
+    "deepseek-v3": _DEEPSEEK_3,
+    "spark2_5": PreTokenizer((THREE_DIGITS, CJK, rf"{DEEPSEEK_WORDS}|[\r\n]|{SPACES}", DIGIT)),
+    "youtu": PreTokenizer(
+        (
+            r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
+            rf"\ufe30-\ufe4f]+|[\u3105-\u312f]+|{CJK}",
+            rf"{_cased(ANY_CASE, ANY_CASE, CONTRACTION + '?')}|{DIGIT}|{AFTER_WORDS}",
+        ),
+        ignore_merges=True,
+    ),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT_2, r"[0-9][0-9][0-9]")),
+    "mpt": _GPT_2,
+    "starcoder": _SINGLE_DIGITS,
+    "gpt-2": _GPT_2,
+    "phi-2": _GPT_2,
+    "jina-es": _GPT_2,
+    "jina-de": _GPT_2,
+    "gigachat": _GPT_2,
+    "jina-v2-es": _GPT_2,
+    "jina-v2-de": _GPT_2,
+    "a.x-4.0": _GPT_2,
+    "mellum": _GPT_2,
+    "modern-bert": _GPT_2,
+    "jais-2": PreTokenizer(
+        (
+            rf"{CONTRACTION}|{WORD}|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|\s*[\r\n]+"
+            + "".join(rf"|\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4))
+            + r"|\s{1,2}(?!\S)|\s",
+        )
+    ),
+    "gemma4": _GEMMA_4,
+    "granite-embed-multi-311m": _GEMMA_4,
+    "sarvam-moe": _LINES,
+    "jina-v1-en": _GPT_2,
+    "jina-v2-code": _GPT_2,
+    "roberta-bpe": _GPT_2,
+    "refact": _SINGLE_DIGITS,
+    "command-r": _SINGLE_DIGITS,
+    "qwen2": _QWEN_2,
+    "deepseek-r1-qwen": _QWEN_2,
+    "kormo": _QWEN_2,
+    "f2llmv2": _QWEN_2,
+    "qwen35": PreTokenizer(
+        (rf"{CONTRACTION}|{BEFORE_WORD}{ANY_CASE}+|{DIGIT}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{LINES}",)
+    ),
+    "stablelm2": _QWEN_2,
+    "olmo": _GPT_2,
+    "dbrx": _LLAMA_3_PLAIN,
+    "smaug-bpe": _LLAMA_3_PLAIN,
+    "poro-chat": _BLOOM,
+    "chatglm-bpe": _LLAMA_3_PLAIN,
+    "glm4": _GLM,
+    "glm5": _GLM,
+    "viking": PreTokenizer((BLOOM, DIGIT)),
+    "jais": _GPT_2,
+    "tekken": PreTokenizer((rf"{_cased(UPPER, LOWER)}|{DIGIT}|{AFTER_WORDS}",), ignore_merges=True, add_bos=True),
+    "smollm": _SINGLE_DIGITS,
+    "codeshell": _SINGLE_DIGITS,
+    "bloom": _BLOOM,
+    "gpt3-finnish": _BLOOM,
+    "exaone": _SINGLE_DIGITS,
+    "exaone4": _GPT_2,
+    "exaone-moe": PreTokenizer(
+        (
+            rf"{CONTRACTION}|{BEFORE_WORD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|{DIGIT}|{SYMBOLS}[\r\n/]?"
+            rf"|\s*[\r\n]|{SPACES}",
+        )
+    ),
+    "chameleon": PreTokenizer(
+        (
+            r"<sentinel:[0-9]+>",
+            r"IMGIMG[A-I]{1,4}Z",
+            r"[\t\n]|    |  ",
+            DIGIT,
+            r"[\p{P}!-/:-@\[-`{-~]",
+            GPT_2,
+        ),
+        add_bos=True,
+    ),
+    "minerva-7b": _SINGLE_DIGITS,
+    "megrez": _QWEN_2,
+    "gpt-4o": _GPT_4O,
+    "llama4": _GPT_4O,
+    "kanana2": _GPT_4O,
+    "talkie": _GPT_4O,
+    "granite-embed-multi-97m": PreTokenizer(
+        (rf"{_cased(UPPER_MARKED, LOWER_MARKED, CONTRACTION + '?')}|{THREE_DIGITS}|{AFTER_WORDS}",), ignore_merges=True
+    ),
+    "tiny_aya": _AYA,
+    "cohere2moe": _AYA,
+    "superbpe": PreTokenizer((r"\p{N}+", r"(?=(?:[0-9]{3})+(?![0-9]))")),
+    "trillion": _GPT_2,
+    "granite-docling": _GPT_2,
+    "bailingmoe": _BAILING,
+    "bailingmoe2": _BAILING,
+    "llada-moe": _BAILING,
+    "seed-coder": PreTokenizer((rf"{CONTRACTION}|{WORD}|{DIGIT}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{LINES}",)),
+    "hunyuan": _QWEN_2,
+    "hunyuan-dense": _DEEPSEEK_3,
+    "hy_v4": _DEEPSEEK_3,
+    "joyai-llm": _DEEPSEEK_3,
+    "kimi-k2": PreTokenizer(
+        (rf"[{HAN}]+|{BEFORE_WORD}(?:(?![{HAN}])\p{{L}})+{CONTRACTION}?|{THREE_DIGITS}|{SYMBOLS}[\r\n]*|{LINES}",)
+    ),
+    "ufakzeka": PreTokenizer((rf"{WORD}|{DIGIT}|{SYMBOLS}[\r\n]*|{LINES}",)),
+    "grok-2": _QWEN_2,
+    "afmoe": PreTokenizer((GROUPED_DIGITS, ASIAN, rf"{DEEPSEEK_WORDS}[\r\n]*|{LINES}")),
+    "laguna": PreTokenizer((NEWLINES, QWEN_2)),
+    "minimax-m2": _GPT_4O,
+    "solar-open": _QWEN_2,
+    "mellum2": _SINGLE_DIGITS,
+    "whitespace": PreTokenizer((r"\S+",), spells_bytes=False),
+}
+
+# What Unicode 16 gave a category, and what lies unassigned between.
+AFTER_UNICODE_15 = (
+    r"\u0897\u1b4e\u1b4f\u1b7f\u1c89\u1c8a\u2427-\u2429\u31e4\u31e5\ua7cb-\ua7cd\ua7da-\ua7dc\x{105c0}-\x{105f3}"
+    r"\x{10d40}-\x{10d8f}\x{10ec2}-\x{10efc}\x{11380}-\x{113e2}\x{116d0}-\x{116e3}\x{11bc0}-\x{11bf9}\x{11f5a}"
+    r"\x{13460}-\x{143fa}\x{16100}-\x{16139}\x{16d40}-\x{16d79}\x{18cff}\x{1cc00}-\x{1ceb3}\x{1e5d0}-\x{1e5ff}"
+    r"\x{1f8b2}-\x{1f8c1}\x{1fa89}-\x{1fa8f}\x{1fabe}\x{1fac6}\x{1fadc}-\x{1fadf}\x{1fae9}\x{1fbcb}-\x{1fbef}"
+)
+
+
+def build(pre: PreTokenizer) -> Library:
+    """The pre-tokenizer as the tokenizers library runs it."""
+    from tokenizers import Regex, pre_tokenizers
+
+    steps: list[Library] = [pre_tokenizers.Split(Regex(_as_of_15(pattern)), "isolated") for pattern in pre.patterns]
+    if pre.spells_bytes:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(steps)
+
+
+def _as_of_15(pattern: str) -> str:
+    """The pattern, with categories as of Unicode 15.1."""
+    return re.sub(r"\\p{[A-Z]}", lambda found: rf"[{found[0]}&&[^{AFTER_UNICODE_15}]]", pattern)
+
+
+def name_of(described: Mapping[str, Any] | None, ignore_merges: bool) -> str | None:
+    """The name of the pre-tokenizer that a tokenizer.json describes, or None where llama.cpp has none for it.
+
+    Args:
+      ignore_merges: of the file's model.
+    """
+    patterns: list[str] = []
+    for step in _steps(described):
+        kind = step["type"]
+        if kind == "Split" and step["behavior"] == "Isolated" and not step["invert"] and "Regex" in step["pattern"]:
+            patterns.append(step["pattern"]["Regex"])
+        elif kind == "ByteLevel" and not step["add_prefix_space"]:
+            patterns += [GPT_2] * step.get("use_regex", True)
+        elif kind == "Digits":
+            patterns.append(DIGIT if step["individual_digits"] else r"\p{N}+")
+        else:
+            return None
+    wanted = [_plain(pattern) for pattern in patterns], ignore_merges
+    for name, pre in PRE_TOKENIZERS.items():
+        if pre.spells_bytes and ([_plain(pattern) for pattern in pre.patterns], pre.ignore_merges) == wanted:
+            return name
+    return None
+
+
+def _steps(described: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]]:
+    if described is None:
+        return []
+    return described["pretokenizers"] if described["type"] == "Sequence" else [described]
+
+
+# The published spelling of what llama.cpp spells otherwise.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PUBLISHED = {
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)": CONTRACTION,
+    _cased(_UPPER, _LOWER, CONTRACTION + "?"): _cased(UPPER, LOWER, CONTRACTION + "?"),
+    _cased(_UPPER, _LOWER): _cased(UPPER, LOWER),
+}
+
+
+def _plain(pattern: str) -> str:
+    """One spelling of the patterns that are the same."""
+    pattern = re.sub(rf"\[(\\p{{[A-Z]}})&&\[\^{re.escape(AFTER_UNICODE_15)}\]\]", r"\1", pattern)
+    pattern = re.sub(r"\\(?:u([0-9a-f]{4})|x{([0-9a-f]+)})", lambda found: chr(int(found[1] or found[2], 16)), pattern)
+    pattern = pattern.replace("\r", r"\r").replace("\n", r"\n")
+    for published, own in PUBLISHED.items():
+        pattern = pattern.replace(published, own)
+    return pattern
