@@ -108,6 +108,22 @@ def test_gradients(favorite):
         assert all(not np.any(gradient[0]) for gradient in found[2:])
 
 
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_sigmoids_of_scores_multiply_what_experts_are_given(per_token):
+    x, router, gate, up, down = map(np.asarray, operands(np.random.default_rng(4), 7, 3))
+    want = np.zeros_like(x)
+    for t in range(7):
+        scores = router @ x[t]
+        for e in np.argsort(scores)[-per_token:]:
+            given = x[t] / (1 + np.exp(-scores[e]))
+            gates = gate[e] @ given
+            want[t] += down[e] @ (gates / (1 + np.exp(-gates)) * (up[e] @ given))
+    routing = ops.Routing(per_token, of_inputs=True)
+    np.testing.assert_allclose(chosen(x, router, gate, up, down, routing=routing), want, atol=1e-5)
+    weights, numbers = moe.route(x, router, routing)
+    np.testing.assert_allclose(moe.all_experts(x, weights, numbers, gate, up, down, of_inputs=True), want, atol=1e-5)
+
+
 def test_ties_are_broken_alike():
     x, _, *matrices = operands(np.random.default_rng(0), 9, 4)
     case, routing = (x, jnp.zeros((4, DIM)), *matrices), ops.Routing(2)
