@@ -5,14 +5,14 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from test_siblings import SIBLINGS, random_params
+from test_siblings import SIBLINGS, gguf_form, random_params
 
 import llama_jax
 
 pytestmark = pytest.mark.llama_cpp
 # llama.cpp wants rows of heads that are multiples of 32, so that its cache may be quantized.
 MODELS = {
-    kind: replace(config, max_seq_len=512)
+    kind: replace(gguf_form(config), max_seq_len=512)
     for kind, config in SIBLINGS.items()
     if kind not in ("cwm", "mixtral", "mistral")  # of the last two llama.cpp reads no window
 }

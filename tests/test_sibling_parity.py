@@ -12,7 +12,7 @@ import llama_jax
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.checkpoints.huggingface_families import FAMILIES
 from llama_jax.checkpoints.store import name_of
-from llama_jax.config import LayerConfig, preset
+from llama_jax.config import LayerConfig, RopeScaling, preset
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 
@@ -33,8 +33,22 @@ MODELS = SIBLINGS | {
     "phi3, window": replace(SIBLINGS["phi3"], window=7, tie_embeddings=True),
     "smollm3, window": replace(SIBLINGS["smollm3"], layers=(*[LayerConfig()] * 3, LayerConfig(6, "none"))),
     "mixtral, one": replace(SIBLINGS["mixtral"], experts=3, experts_per_token=1),
+    "llama4_text, one expert": replace(
+        SIBLINGS["llama4_text"],
+        n_layers=2,
+        layers=(LayerConfig(chunk=7), LayerConfig()),
+        rope_scaling=RopeScaling("llama3", 4.0, high_freq_factor=1.0, original_max_seq_len=32),
+        qk_norm=None,
+        query_scaling=None,
+        experts_per_token=1,
+    ),
     "qwen3_moe, shares of all": replace(SIBLINGS["qwen3_moe"], normalize_expert_weights=False),
 }
+LLAMA4_PICTURES = (
+    "llama4_text",
+    "Llama4",
+    {"vision_config": {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}},
+)
 TOKENS = np.random.default_rng(1).integers(0, PLAIN.vocab_size, (2, 33), dtype=np.int32)
 
 
@@ -141,6 +155,7 @@ def test_what_transformers_writes_is_read(model, tmp_path):
 
 ONE_OF_EACH = ("mistral-7b", "mixtral-8x7b", "qwen2.5-7b", "qwen3-8b", "smollm3-3b", "cwm-32b", "ministral-3-8b")
 ONE_OF_EACH += ("olmo-2-7b", "olmo-3-32b", "gemma-3-1b", "gemma-3-27b", "granite-3.3-8b", "phi-3-mini-4k", "qwen3-30b-a3b")
+ONE_OF_EACH += ("llama-4-scout",)
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
@@ -158,20 +173,21 @@ def test_a_preset_is_theirs(name):
     assert config_from_dict(theirs.to_dict()) == config
 
 
-def test_the_text_of_a_multimodal_model(tmp_path):
+@pytest.mark.parametrize(("kind", "name", "more"), [("gemma3_text", "Gemma3", {"mm_tokens_per_image": 4}), LLAMA4_PICTURES])
+def test_the_text_of_a_multimodal_model(kind, name, more, tmp_path):
     """A folder of pictures and text, as transformers writes it: the language model alone is read."""
     import torch
     import transformers
 
-    text = config_to_dict(SIBLINGS["gemma3_text"]) | {"pad_token_id": 0}
+    text = config_to_dict(SIBLINGS[kind]) | {"pad_token_id": 0}
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 16, "patch_size": 8}
-    whole = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    vision |= {"image_size": 16, "patch_size": 8} | more.pop("vision_config", {})
+    whole = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **more)
     torch.manual_seed(0)
-    theirs = transformers.Gemma3ForConditionalGeneration(whole).eval()
+    theirs = getattr(transformers, f"{name}ForConditionalGeneration")(whole).eval()
     theirs.save_pretrained(tmp_path / "whole")
     config, params, _ = llama_jax.load(tmp_path / "whole")
-    assert config == SIBLINGS["gemma3_text"]
+    assert config == SIBLINGS[kind]
     np.testing.assert_allclose(jit_logits(config, params, TOKENS), logits_of(theirs, TOKENS), atol=1e-4, rtol=0)
 
 

@@ -8,16 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import random_adapters
 from conftest import jit_init, jit_logits
 from training_options import step_options
 
 import llama_jax
 from llama_jax import LlamaConfig, Sampling, ops
+from llama_jax.checkpoints import load_adapter, save_adapter
+from llama_jax.checkpoints.gguf import config_from_fields
+from llama_jax.checkpoints.gguf_file import read_file
 from llama_jax.checkpoints.huggingface_config import config_from_dict, config_to_dict
 from llama_jax.checkpoints.store import name_of
 from llama_jax.cli import main
 from llama_jax.config import KINDS, LayerConfig, QueryScaling, RopeScaling, preset
 from llama_jax.errors import CheckpointError, ConfigError, MeshError
+from llama_jax.model.adapters import Lora, adapted
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 from llama_jax.model.trees import param_shapes, parameter_count, stack, unstack
@@ -90,12 +95,30 @@ SIBLINGS = {
         logits_scaling=8.0,
     ),
     "phi3": replace(PLAIN, head_dim=16, rotary_dim=12, n_heads=2, n_kv_heads=1),
+    "llama4_text": replace(
+        PLAIN,
+        n_layers=5,
+        layers=(*[LayerConfig(chunk=6)] * 3, LayerConfig(rope="none")),
+        rope_scaling=RopeScaling("llama3", 4.0, original_max_seq_len=32),
+        qk_norm="l2",
+        query_scaling=QueryScaling(0.1, 8, offset=1, rotated=False),
+        hidden_dim=32,
+        experts=4,
+        experts_per_token=2,
+        expert_scores="sigmoid",
+        shared_expert=True,
+    ),
 }
 ROUNDING = 2**-23
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 20), dtype=np.int32)
 jit_forward, jit_unembed = (jax.jit(function, static_argnums=0) for function in (forward, unembed))
 each = pytest.mark.parametrize("kind", SIBLINGS)
 in_gguf = pytest.mark.parametrize("kind", [kind for kind in SIBLINGS if kind != "cwm"])
+# What llama.cpp has instead of settings: chunks of 8192 tokens, and as many before late queries are scaled.
+LLAMA4_IN_GGUF = {
+    "layers": (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none")),
+    "query_scaling": QueryScaling(0.1, 8192, offset=1, rotated=False),
+}
 # What compiles for a second or more: the sibling with the most parts without -m slow.
 MOST = "mixtral"
 long_each = pytest.mark.parametrize(
@@ -117,6 +140,11 @@ def random_params(config, seed=0):
 @pytest.fixture(scope="module")
 def models():
     return {kind: (config, random_params(config)) for kind, config in SIBLINGS.items()}
+
+
+def gguf_form(config):
+    """A configuration as GGUF can hold it."""
+    return replace(config, **LLAMA4_IN_GGUF) if config.kind == "llama4_text" else config
 
 
 def same(a, b, norms=0.0):
@@ -148,7 +176,11 @@ def test_each_differs_from_a_llama(models, kind):
         assert np.abs(logits[:, 6:] - other[:, 6:]).max() > 0.1
         return
     block = params.blocks[0]
-    for leaf in (block.attention.qkv_bias, block.attention.query_norm, block.attention.key_norm, block.feed_forward.router):
+    attention, feed_forward = block.attention, block.feed_forward
+    for leaf in (
+        *(attention.qkv_bias, attention.query_norm, attention.key_norm),
+        *(feed_forward.router, feed_forward.shared_gate, feed_forward.shared_up, feed_forward.shared_down),
+    ):
         if leaf is None:
             continue
         changed = jax.tree.map(lambda a, leaf=leaf: a.at[0].mul(2) if a is leaf else a, params)
@@ -164,7 +196,7 @@ def test_each_differs_from_a_llama(models, kind):
         pytest.param(MOST, True, marks=pytest.mark.slow),
         # Whose layers differ: an index chooses where they are scanned.
         ("gemma3_text", True),
-        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("smollm3", "cwm", "olmo3")),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("smollm3", "cwm", "olmo3", "llama4_text")),
         *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("gemma3_text", "ministral3", "granite", "phi3")),
     ],
 )
@@ -180,9 +212,10 @@ def test_the_cache_and_pieces_give_the_same(models, kind, stacked):
     np.testing.assert_allclose(np.concatenate(found, axis=1), want, atol=2e-4)
 
 
-def test_a_ring_of_the_models_own_window_gives_the_same(models):
-    config, params = models["mistral"]
-    cache = llama_jax.init_cache(config, 2, 8, window=config.window)
+@pytest.mark.parametrize("changes", [{}, {"window": None, "layers": (LayerConfig(chunk=5),)}], ids=["window", "chunks"])
+def test_a_ring_of_the_models_own_window_gives_the_same(models, changes):
+    config, params = replace(models["mistral"][0], **changes), models["mistral"][1]
+    cache = llama_jax.init_cache(config, 2, 8, window=6)
     want, found = jit_logits(config, params, TOKENS), []
     for i in range(TOKENS.shape[1]):
         hidden, cache = jit_forward(config, params, TOKENS[:, i : i + 1], cache)
@@ -217,6 +250,7 @@ def test_what_is_written_comes_back(models, kind, format, tmp_path):
         with pytest.raises(CheckpointError, match="a cwm has no place in GGUF"):
             llama_jax.save(tmp_path / "model.gguf", config, params)
         return
+    config = gguf_form(config) if format == "gguf" else config
     for form in (params, stack(params)):
         target = tmp_path / f"model-{type(form.blocks).__name__}{'.gguf' * (format == 'gguf')}"
         llama_jax.save(target, config, form, format=format)
@@ -227,7 +261,7 @@ def test_what_is_written_comes_back(models, kind, format, tmp_path):
 
 @in_gguf
 def test_formats_are_converted_into_each_other(models, kind, tmp_path):
-    config, params = models[kind]
+    config, params = gguf_form(models[kind][0]), models[kind][1]
     llama_jax.save(tmp_path / "a", config, params)
     llama_jax.convert(tmp_path / "a", tmp_path / "b.gguf", format="gguf")
     llama_jax.convert(tmp_path / "b.gguf", tmp_path / "c")
@@ -253,6 +287,7 @@ def test_llama2c_has_no_place_for_them(models, kind, tmp_path):
         pytest.param("qwen2", MeshSizes(tensor=4), marks=pytest.mark.slow),
         pytest.param("qwen3", MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.slow),
         *(pytest.param(kind, MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.slow) for kind in ("olmo2", "gemma3_text")),
+        pytest.param("llama4_text", MeshSizes(tensor=4), marks=pytest.mark.slow),
         *(pytest.param(kind, MeshSizes(fsdp=2, tensor=2), marks=pytest.mark.nightly) for kind in ("mistral", "qwen2")),
         *(pytest.param(kind, MeshSizes(tensor=4), marks=pytest.mark.nightly) for kind in ("mistral", "qwen3")),
     ],
@@ -275,6 +310,7 @@ def test_a_mesh_gives_the_same(models, kind, sizes, tmp_path):
     [
         (MOST, "adamw"),
         *(pytest.param(*both, marks=pytest.mark.slow) for both in [("qwen2", "muon"), ("qwen3", "adamw")]),
+        pytest.param("llama4_text", "muon", marks=pytest.mark.slow),
         *(pytest.param(*both, marks=pytest.mark.nightly) for both in [("mistral", "adamw"), (MOST, "muon")]),
     ],
 )
@@ -299,7 +335,10 @@ def test_training_lowers_the_loss(kind, optimizer):
     ("kind", "sizes"),
     [
         ("gemma3_text", MeshSizes(context=2, tensor=2)),
-        *(pytest.param(kind, MeshSizes(fsdp=2, context=2), marks=pytest.mark.slow) for kind in ("smollm3", "olmo3")),
+        *(
+            pytest.param(kind, MeshSizes(fsdp=2, context=2), marks=pytest.mark.slow)
+            for kind in ("smollm3", "olmo3", "llama4_text")
+        ),
         pytest.param("ministral3", MeshSizes(data=2, tensor=2), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -324,6 +363,19 @@ def test_norms_of_all_heads_are_not_copied():
         fit(SIBLINGS["olmo2"], MeshSizes(tensor=4), random_params(SIBLINGS["olmo2"]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts_generate_over_a_mesh(models, quantize, tmp_path):
+    config, params = models["qwen3_moe"]
+    llama_jax.save(tmp_path / "model", config, params)
+    found = []
+    for mesh in (None, MeshSizes(fsdp=2, tensor=2)):
+        config, params, _ = llama_jax.load(tmp_path / "model", mesh=mesh, quantize=quantize)
+        rows = llama_jax.generate(config, params, TOKENS[:, :5].tolist(), max_new_tokens=6)
+        found.append([row.tokens for row in rows])
+    np.testing.assert_array_equal(*found)
+
+
 def test_experts_by_definition():
     random = np.random.default_rng(3)
     x, router = random.normal(size=(5, 8)), random.normal(size=(4, 8))
@@ -339,12 +391,78 @@ def test_experts_by_definition():
     np.testing.assert_allclose(ops.experts(*operands, routing=ops.Routing(2)), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", ["alone", "cached", pytest.param("stacked", marks=pytest.mark.slow), "packed"])
+def test_chunks_by_definition(models, place):
+    """Layers with chunks alone: each chunk of a document is a text of its own, at positions that go on."""
+    config, params = models["llama4_text"]
+    config, params = replace(config, n_layers=2, layers=(LayerConfig(chunk=5),)), params.replace(blocks=params.blocks[:2])
+    starts, end = ([0, 5, 7, 12, 17], 19) if place == "packed" else ([0, 5, 10, 15], 20)  # the second document begins at 7
+    ends = [*starts[1:], end]
+    positions = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
+    own = lambda a, b: Places(positions=positions[None, a:b], segment_ids=np.zeros((1, b - a), np.int32))
+    whole = replace(config, layers=())
+    apart = [forward(whole, params, TOKENS[:1, a:b], places=own(a, b))[0] for a, b in zip(starts, ends, strict=True)]
+    tokens, cache, places = TOKENS[:1, :end], None, Places()
+    if place == "packed":
+        places = Places(positions=positions[None], segment_ids=(np.arange(end) >= 7).astype(np.int32)[None])
+    elif place != "alone":
+        params = stack(params) if place == "stacked" else params
+        cache = llama_jax.init_cache(config, 1, 24, stacked=place == "stacked")
+    found = []
+    for a, b in [(0, end)] if cache is None else [(0, 3), (3, 4), (4, 13), (13, end)]:
+        hidden, cache = jit_forward(config, params, tokens[:, a:b], cache, places=places)
+        found.append(hidden)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), np.concatenate(apart, axis=1), atol=2e-4)
+
+
+def test_sinks_are_seen_from_all_chunks(models):
+    """With a ring that forgets nothing, sinks are the first tokens, and the rest is as without them."""
+    config, params = models["llama4_text"]
+    config = replace(config, n_layers=2, layers=(LayerConfig(chunk=6), LayerConfig(chunk=6, rope="none")))
+    params = params.replace(blocks=params.blocks[:2])
+    other = TOKENS[:1].copy()
+    other[0, 1] += 1
+    for sinks in (0, 2):
+        found = []
+        for tokens in (TOKENS[:1], other):
+            cache = llama_jax.init_cache(config, 1, 64, window=24, sinks=sinks)
+            _, cache = jit_forward(config, params, tokens[:, :19], cache)
+            found.append(jit_forward(config, params, tokens[:, 19:], cache)[0])
+        assert (np.abs(found[0] - found[1]).max() > 1e-3) == (sinks == 2)
+
+
+def test_adapters_of_llama_4_have_the_rows_of_its_files(models, tmp_path):
+    """Which are in the interleaved rotary layout: an adapter added to the file's weights is the adapted model."""
+    from safetensors.numpy import load_file, save_file
+
+    config, params = models["llama4_text"]
+    lora = Lora(rank=2, targets=("q_proj", "k_proj"))
+    adapters = random_adapters(config, lora)
+    llama_jax.save(tmp_path / "model", config, params)
+    save_adapter(tmp_path / "adapter", config, adapters, lora)
+    jax.tree.map(np.testing.assert_array_equal, load_adapter(tmp_path / "adapter", config).params, adapters)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors, pairs = load_file(path), load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for i in range(config.n_layers):
+        for name in lora.targets:
+            module = f"model.layers.{i}.self_attn.{name}"
+            a, b = (pairs[f"base_model.model.{module}.lora_{which}.weight"] for which in "AB")
+            tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + lora.scale * b @ a
+    save_file(tensors, path, {"format": "pt"})
+    merged = llama_jax.load(tmp_path / "model").params
+    np.testing.assert_allclose(
+        jit_logits(config, merged, TOKENS), jit_logits(config, adapted(params, adapters, lora), TOKENS), atol=1e-4
+    )
+
+
 def test_of_experts_a_token_is_multiplied_with_a_few():
     config = preset("mixtral-8x7b")
     one = 3 * config.dim * config.hidden_dim * config.n_layers
     lookup_and_norms = config.vocab_size * config.dim + (2 * config.n_layers + 1) * config.dim
     assert matrix_parameters(config) == parameter_count(config) - 6 * one - lookup_and_norms
     assert matrix_parameters(replace(config, experts_per_token=3)) == matrix_parameters(config) + one
+    scout = preset("llama-4-scout")
+    assert round(matrix_parameters(scout) / 1e9) == 16  # and the embedding, as it was published
 
 
 # -- config.json --------------------------------------------------------------------------------------------------------
@@ -362,6 +480,7 @@ def sizes(hidden, inter, layers, heads, kv, context, vocab, eps, theta):
     return found | dict(rope_theta=theta)
 
 
+LLAMA3 = dict(rope_type="llama3", original_max_position_embeddings=8192)
 QWEN = dict(use_sliding_window=False, max_window_layers=28)
 RELEASES = {
     "mistral-7b": settings("mistral", **sizes(4096, 14_336, 32, 32, 8, 32_768, 32_000, 1e-5, 10_000.0), sliding_window=4096),
@@ -389,6 +508,18 @@ RELEASES = {
     | dict(head_dim=128, attention_bias=False, rope_scaling=None, sliding_window=None, decoder_sparse_step=1)
     | dict(mlp_only_layers=[], moe_intermediate_size=768, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8)
     | dict(output_router_logits=False, router_aux_loss_coef=0.001),
+    "llama-4-scout": dict(
+        architectures=["Llama4ForConditionalGeneration"],
+        model_type="llama4",
+        tie_word_embeddings=False,
+        vision_config={"hidden_size": 1408},
+        text_config=settings("llama4_text", **sizes(5120, 8192, 48, 40, 8, 262_144, 202_048, 1e-5, 500_000.0), head_dim=128)
+        | dict(attention_bias=False, attention_chunk_size=8192, attn_scale=0.1, attn_temperature_tuning=4, floor_scale=8192)
+        | dict(for_llm_compressor=False, interleave_moe_layer_step=1, intermediate_size_mlp=16_384, no_rope_layers=[])
+        | dict(moe_layers=list(range(48)), num_experts_per_tok=1, num_local_experts=16, use_qk_norm=True)
+        | dict(output_router_logits=False, router_aux_loss_coef=0.001, router_jitter_noise=0.0)
+        | dict(rope_scaling=LLAMA3 | {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}),
+    ),
 }
 
 
@@ -411,6 +542,16 @@ def test_released_config_json(name):
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported: all layers must have experts"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported: all layers must have experts"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "normalize_expert_weights=1 must be True or False"),
+        (
+            "llama4_text",
+            {"moe_layers": None, "interleave_moe_layer_step": 2},
+            "interleave_moe_layer_step=2 is not supported",
+        ),
+        ("llama4_text", {"moe_layers": [1, 3]}, r"moe_layers=\[1, 3\] is not supported: all layers must have experts"),
+        ("llama4_text", {"attention_chunk_size": None}, "attention_chunk_size=None must be a positive integer"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 5}, "layer_types=.* or 'chunked_attention' for each of 5"),
+        ("llama4_text", {"floor_scale": 0}, "context=0 must be a positive integer"),
+        ("qwen3", {"use_qk_norm": True}, "use_qk_norm=True is not supported; a qwen3 has"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
         ("mistral", {"num_local_experts": 4}, "num_local_experts=4 is not supported; a mistral has"),
         ("qwen2", {"model_type": "qwen2_moe"}, "model_type='qwen2_moe' is not supported"),
@@ -442,6 +583,59 @@ def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path)
         llama_jax.save(tmp_path / "model.gguf", config, params)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (LLAMA4_IN_GGUF | {"layers": (LayerConfig(chunk=8192),)}, "whose readers take chunks of 8192 and no RoPE in every"),
+        (
+            LLAMA4_IN_GGUF | {"query_scaling": None},
+            "query_scaling=None has no place in GGUF, whose readers take QueryScaling",
+        ),
+        (LLAMA4_IN_GGUF | {"qk_norm": None}, "qk_norm=None with experts=4 has no place in GGUF"),
+        ({}, "chunk=6.* has no place in GGUF"),
+    ],
+)
+def test_what_llama_cpp_fixes_of_llama_4_is_refused_by_name(models, changes, message, tmp_path):
+    config, params = models["llama4_text"]
+    with pytest.raises(CheckpointError, match=message):
+        llama_jax.save(tmp_path / "model.gguf", replace(config, **changes), params)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("interleave_moe_layer_step", 2, "interleave_moe_layer_step=2 is not supported"),
+        ("attention.sliding_window", 0, "attention.sliding_window=0 is not supported"),
+        ("attention.sliding_window_pattern", 2, "attention.sliding_window_pattern=2 is not supported; 4 is"),
+        ("rope.freq_base_swa", 7.0, "rope.freq_base_swa=7.0 is not supported"),
+    ],
+)
+def test_what_a_gguf_of_llama_4_may_not_say(models, key, value, message, tmp_path):
+    config, params = models["llama4_text"]
+    llama_jax.save(tmp_path / "model.gguf", gguf_form(config), params)
+    fields, tensors = read_file(tmp_path / "model.gguf")
+    assert config_from_fields(fields | {"llama4.attention.sliding_window": 99}, tensors) == gguf_form(config)
+    with pytest.raises(ConfigError, match=message):
+        config_from_fields(fields | {f"llama4.{key}": value}, tensors)
+
+
+def test_rope_factors_of_llama_4_that_another_program_wrote(models, tmp_path):
+    """Without the settings that they were made of: a step instead of a ramp, as in Scout."""
+    scaling = RopeScaling("llama3", 16.0, high_freq_factor=1.0)
+    config = replace(gguf_form(models["llama4_text"][0]), head_dim=32, rope_scaling=scaling, rope_theta=500_000.0)
+    llama_jax.save(tmp_path / "model.gguf", config, random_params(config))
+    fields, tensors = read_file(tmp_path / "model.gguf")
+    theirs = {key: value for key, value in fields.items() if not key.startswith("llama_jax")}
+    assert len(theirs) < len(fields)
+    assert config_from_fields(theirs, tensors).rope_scaling == scaling
+
+
+def test_what_no_family_can_say_is_refused_by_name(models, tmp_path):
+    config, params = models["llama4_text"]
+    with pytest.raises(ConfigError, match=r"layers=.*has no place in the config.json of a llama4_text"):
+        llama_jax.save(tmp_path / "model", replace(config, layers=(LayerConfig(chunk=6), LayerConfig(chunk=7))), params)
+
+
 def test_missing_experts_are_named(models, tmp_path):
     from safetensors.numpy import load_file, save_file
 
@@ -458,12 +652,14 @@ def test_missing_experts_are_named(models, tmp_path):
 def test_commands_know_them(models, kind, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("jax.config.update", lambda *_: None)
-    llama_jax.save(tmp_path / "model", *models[kind])
+    config, params = models[kind]
+    llama_jax.save(tmp_path / "model", gguf_form(config), params)
     llama_jax.convert(tmp_path / "model", tmp_path / "model.gguf", format="gguf")
     words = {"mistral": "attention window", "qwen2": "biases", "qwen3": "key norms", "mixtral": "4, 2 for a token"}
     words |= {"smollm3": "1 layers over all tokens, without RoPE", "olmo2": "after attention", "granite": "logits scaling"}
     words |= {"ministral3": "query scaling", "olmo3": "4 layers within 6 tokens, with unscaled RoPE", "phi3": "12 of a head"}
     words |= {"gemma3_text": "theta 100", "qwen3_moe": "6, 3 for a token"}
+    words |= {"llama4_text": "4 layers over all tokens in chunks of 8,192"}
     for path in ("model", "model.gguf"):
         monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(tmp_path / path)])
         main()

@@ -18,9 +18,8 @@ from llama_jax.checkpoints.fill import check
 from llama_jax.checkpoints.gguf import NAMES
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, architecture_of
 from llama_jax.checkpoints.gguf_file import read_file
-from llama_jax.checkpoints.layout import Turned
 from llama_jax.checkpoints.memory import Held
-from llama_jax.checkpoints.peft import BASES, Names, pairs_of, read_pairs
+from llama_jax.checkpoints.peft import BASES, Names, pairs_of, read_pairs, turned
 from llama_jax.checkpoints.tensors import Tensor, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
@@ -105,25 +104,15 @@ def write(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: st
 
 def _as_file(config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora) -> dict[str, np.ndarray]:
     held: dict[str, Any] = {name: Held(np.ascontiguousarray(array)) for name, array in pairs_of(config, blocks, lora, _keys)}
-    turned = _turned(held, config, interleave=True)
-    return {name: tensor.read(0, tensor.shape[0]) for name, tensor in turned.items()}
+    in_file = _turned(held, config, interleave=True)
+    return {name: tensor.read(0, tensor.shape[0]) for name, tensor in in_file.items()}
 
 
 def _turned(tensors: dict[str, Tensor], config: LlamaConfig, *, interleave: bool) -> dict[str, Tensor]:
     """The same with the rows of B of queries and keys in the other rotary layout, where the architecture has that."""
     if not ARCHITECTURES[architecture_of(config.kind)].interleaved:
         return tensors
-    rotary = [name for name, (_, share) in BASES.items() if share.rotary]
-    those = {_keys(name, layer)[1] for name in rotary for layer in range(config.n_layers)} & tensors.keys()
-    return {
-        name: Turned(tensor, config.head_dim, interleave) if name in those and _is_whole(tensor, config) else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _is_whole(tensor: Tensor, config: LlamaConfig) -> bool:
-    """Whether its rows are those of heads; what is not is refused by its shape."""
-    return len(tensor.shape) == 2 and tensor.shape[0] % config.head_dim == 0
+    return turned(tensors, config, _keys, interleave=interleave)
 
 
 def _keys(target: str, layer: int) -> tuple[str, str, str]:

@@ -97,6 +97,49 @@ def _qwen3moe_settings(config: LlamaConfig) -> dict[str, Any]:
     return dict(zip(EXPERTS, (config.experts, config.experts_per_token, config.hidden_dim), strict=True))
 
 
+LLAMA4 = (*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none"))
+LLAMA4_SCALING = QueryScaling(0.1, 8192, offset=1, rotated=False)
+LLAMA4_STEP = "interleave_moe_layer_step"
+NO_QK_NORM = 128  # experts, by which llama.cpp knows the model without norms of queries and keys
+
+
+def _llama4(maybe: Maybe, n_layers: int) -> dict[str, Any]:
+    layers, theta = [LLAMA4[i % 4] for i in range(n_layers)], maybe("rope.freq_base", 10_000.0)
+    # Whatever the window is, llama.cpp takes chunks of 8192.
+    chunks = _windows(lambda key, default: 8192 if key == WINDOW else maybe(key, default), n_layers, 4)
+    if maybe(LLAMA4_STEP, 1) != 1:
+        raise ConfigError(f"{LLAMA4_STEP}={shown(maybe(LLAMA4_STEP, 1), 40)} is not supported: all layers must have experts")
+    if chunks != [layer.chunk for layer in layers]:
+        raise ConfigError(f"{PATTERN}={shown(maybe(PATTERN, 4), 40)} is not supported; 4 is")
+    if maybe(WINDOW, 8192) == 0:
+        raise ConfigError(f"{WINDOW}=0 is not supported; a llama4 has chunks")
+    if maybe(LOCAL_THETA, theta) != theta:
+        raise ConfigError(f"{LOCAL_THETA}={shown(maybe(LOCAL_THETA, theta), 40)} is not supported; a llama4 has one theta")
+    return _qwen3moe(maybe, n_layers) | {
+        "layers": tuple(layers),
+        "qk_norm": None if maybe("expert_count", 0) == NO_QK_NORM else "l2",
+        "query_scaling": LLAMA4_SCALING,
+        "expert_scores": "sigmoid",
+        "shared_expert": True,
+    }
+
+
+def _llama4_settings(config: LlamaConfig) -> dict[str, Any]:
+    fixed = "has no place in GGUF, whose readers take"
+    if any(config.layer(i) != LLAMA4[i % 4] for i in range(config.n_layers)):
+        raise CheckpointError(
+            f"layers={shown(config.layers, 200)} {fixed} chunks of 8192 and no RoPE in every fourth layer; write safetensors"
+        )
+    if config.query_scaling != LLAMA4_SCALING:
+        raise CheckpointError(f"query_scaling={config.query_scaling} {fixed} {LLAMA4_SCALING}; write safetensors")
+    if (config.qk_norm is None) != (config.experts == NO_QK_NORM):
+        raise CheckpointError(
+            f"qk_norm={config.qk_norm!r} with experts={config.experts} {fixed} norms unless there are {NO_QK_NORM} experts;"
+            " write safetensors"
+        )
+    return _qwen3moe_settings(config) | {LLAMA4_STEP: 1}
+
+
 SMOLLM3 = (*[LayerConfig()] * 3, LayerConfig(rope="none"))
 
 
@@ -209,6 +252,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("ministral3",), True, ("attention.temperature_scale",), _mistral3, _mistral3_settings, whole_yarn=True
     ),
     "phi3": Architecture(("phi3",), False, (WINDOW,), _phi3, _only_window_settings, PHI3_FUSED),
+    "llama4": Architecture(("llama4_text",), True, (EXPERTS[0], WINDOW), _llama4, _llama4_settings),
 }
 # Settings that change what is computed; a value other than 0 is refused where the architecture does not read it.
 REFUSED = (

@@ -114,7 +114,7 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
         if number not in TYPES:
             known = ", ".join(kind for kind, *_ in TYPES.values())
             raise CheckpointError(
-                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of these"
+                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of them"
             )
         kind, *block = TYPES[number]
         if name in tensors:

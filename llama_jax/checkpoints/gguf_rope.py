@@ -128,9 +128,11 @@ def _found(
     stored = _numbers(tensors[FACTORS])
     settings = {name: fields.get(key, default) for key, (name, default) in OUR_LLAMA3.items()}
     llama3 = RopeScaling("llama3", short_decimal(stored.max()), **settings)
-    if stored.shape != (config.rotated_dim // 2,) or not np.allclose(factors_of(config, llama3), stored, rtol=1e-4):
-        raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
-    return None if llama3.factor == 1 else llama3
+    step = replace(llama3, high_freq_factor=llama3.low_freq_factor)  # as in Llama 4
+    for scaling in (llama3, step) if stored.shape == (config.rotated_dim // 2,) else ():
+        if np.allclose(factors_of(config, scaling), stored, rtol=1e-4):
+            return None if scaling.factor == 1 else scaling
+    raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
 
 
 def settings_and_tensors(config: LlamaConfig, *, whole_yarn: bool = False) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -18,13 +18,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from llama_jax.checkpoints.huggingface_config import read_config, read_scheme, write_config
+from llama_jax.checkpoints.huggingface_families import FAMILIES
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.quantized_files import with_weights
-from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, kind_of, read_bytes
+from llama_jax.checkpoints.tensors import FLOATS, Dense, Opened, Stacked, Tensor, Transposed, kind_of, read_bytes
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.files import LARGEST_JSON, read_object
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -75,7 +76,7 @@ def open_folder(folder: Location) -> Opened:
             config=config,
             tensors=_experts_joined(folder, tensors),
             names=names_of(config),
-            interleaved=False,
+            interleaved=is_interleaved(config),
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
         )
     raise CheckpointError(
@@ -101,25 +102,47 @@ def _of_text(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 QWEN_EXPERTS = {"router": "model.layers.{}.mlp.gate.weight"}
+# Llama 4's files hold the experts of a layer as one tensor, transposed: [E, D, 2F] of gate and up, which are parted, and
+# [E, F, D] of down.
+LLAMA4_FUSED = {"model.layers.{}.feed_forward.experts.gate_up_proj": ("expert_gate", "expert_up")}
+LLAMA4_TENSOR = re.compile(r"(model\.layers\.\d+\.feed_forward\.experts\.)(gate_up|down)_proj")
+LLAMA4_EXPERTS = {"router": "model.layers.{}.feed_forward.router.weight"}
+LLAMA4_EXPERTS |= {
+    f"expert_{name}": f"model.layers.{{}}.feed_forward.experts.{name}_proj" for name in ("gate", "up", "down")
+}
 QWEN_EXPERTS |= {f"expert_{name}": f"model.layers.{{}}.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down")}
 
 
 def names_of(config: LlamaConfig) -> dict[str, str]:
     """The names of a model's tensors, of which some depend on where its norms are, or on the family of its experts."""
     found = NAMES | ({"ffn_norm": "model.layers.{}.pre_feedforward_layernorm.weight"} if config.norm == "both" else {})
-    return found | (QWEN_EXPERTS if config.experts and config.kind == "qwen3_moe" else {})
+    if config.experts:
+        found |= {"qwen3_moe": QWEN_EXPERTS, "llama4_text": LLAMA4_EXPERTS}.get(config.kind, {})
+    return found
+
+
+def is_interleaved(config: LlamaConfig) -> bool:
+    """Whether files of a model hold the rows of q and k in the interleaved rotary layout."""
+    try:
+        return FAMILIES[config.kind].interleaved
+    except ConfigError:  # of no family: as a Llama's
+        return False
 
 
 EXPERT = re.compile(r"(model\.layers\.\d+\.(?:block_sparse_moe|mlp)\.experts)\.(\d+)\.(\w+\.weight)")
 
 
 def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, with those of a layer's experts as one under the name in the table."""
+    """The tensors, with those of a layer's experts as [E, rows, columns] under the names in the table."""
     found: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
+        elif (match := LLAMA4_TENSOR.fullmatch(name)) and len(tensor.shape) == 3:
+            half = tensor.shape[2] // 2
+            rows = {"down": (0, None)} if match[2] == "down" else {"gate": (0, half), "up": (half, None)}
+            found |= {f"{match[1]}{part}_proj": Transposed(tensor, *ends) for part, ends in rows.items()}
         else:
             found[name] = tensor
     for name, of_layer in experts.items():
@@ -170,7 +193,13 @@ def write_folder(
       largest_file: bytes of tensors in a file; more become several files and an index.
     """
     names = names_of(opened.config)
-    todo = [one for piece in pieces(opened, interleaved=False) for one in _experts_apart(piece)]
+    todo = pieces(opened, interleaved=is_interleaved(opened.config))
+    if opened.config.kind == "llama4_text":
+        todo, fused_names = fused(todo, LLAMA4_FUSED, axis=1)
+        todo = [replace(p, tensor=Transposed(p.tensor)) if len(p.tensor.shape) == 3 else p for p in todo]
+        names |= fused_names
+    else:
+        todo = [one for piece in todo for one in _experts_apart(piece)]
     if opened.config.kind == "phi3":
         todo, fused_names = fused(todo, FUSED)
         names |= fused_names

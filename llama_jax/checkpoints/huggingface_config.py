@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -207,8 +208,12 @@ def config_to_dict(config: LlamaConfig) -> dict[str, Any]:
     A rope scaling that transformers does not have is written as an equivalent one that it has, with a note of its kind here.
     """
     found = _in_their_words(in_known_kinds(config))
-    if config_from_dict(found) != config:
+    if config_from_dict(found) != config and config.rope_scaling is not None:
         found[NOTE] = note_of(config)
+    back = config_from_dict(found)
+    for name in (field.name for field in fields(config)):
+        if getattr(back, name) != getattr(config, name):
+            raise ConfigError(f"{name}={shown(getattr(config, name))} has no place in the config.json of a {config.kind}")
     return found
 
 

@@ -13,7 +13,7 @@ from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling
 from llama_jax.errors import ConfigError, shown
 
 ConfigJson = Mapping[str, Any]
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def _nothing(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
@@ -31,6 +31,8 @@ class Family:
       fields: the fields of `LlamaConfig` beyond Llama's, from all settings.
       settings: the inverse, from the configuration and its rope settings as a Llama has them.
       rope: theta and scaling of the model, and the rest of what `fields` reads, where they are not said as in a Llama.
+      interleaved: whether pairs of adjacent features are rotated, so that the rows of q and k are stored interleaved; of the
+        others the halves of a head are.
     """
 
     architecture: str
@@ -39,15 +41,16 @@ class Family:
     fields: Callable[[ConfigJson], dict[str, Any]] = lambda found: {}
     settings: Callable[[LlamaConfig, ConfigJson], dict[str, Any]] = _nothing
     rope: Callable[[dict[str, Any]], dict[str, Any]] = lambda found: found
+    interleaved: bool = False
 
 
-def _layer_types(found: ConfigJson, usual: Callable[[int], str]) -> list[str]:
+def _layer_types(found: ConfigJson, usual: Callable[[int], str], other: str = SLIDING) -> list[str]:
     """The kind of attention of each layer."""
     n, kinds = found["num_hidden_layers"], found.get("layer_types")
     if kinds is None:
         return [usual(i) for i in range(n if isinstance(n, int) and 0 < n < 10_000 else 0)]
-    if not isinstance(kinds, list) or len(kinds) != n or any(kind not in (FULL, SLIDING) for kind in kinds):
-        raise ConfigError(f"layer_types={shown(kinds)} must be a list with {FULL!r} or {SLIDING!r} for each of {n} layers")
+    if not isinstance(kinds, list) or len(kinds) != n or any(kind not in (FULL, other) for kind in kinds):
+        raise ConfigError(f"layer_types={shown(kinds)} must be a list with {FULL!r} or {other!r} for each of {n} layers")
     return kinds
 
 
@@ -85,12 +88,18 @@ def _own_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"sliding_window": config.window}
 
 
-def _smollm3(found: ConfigJson) -> dict[str, Any]:
+def _ropes(found: ConfigJson) -> list[int]:
+    """Of each layer, whether it has a position embedding."""
     n, ropes, step = found["num_hidden_layers"], found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
     if ropes is None:
         ropes = [int((i + 1) % step != 0) for i in range(n)]
     if not isinstance(ropes, list) or len(ropes) < n or any(rope not in (0, 1) for rope in ropes):
         raise ConfigError(f"no_rope_layers={shown(ropes)} must be a list with 0 or 1 for each of {n} layers")
+    return ropes
+
+
+def _smollm3(found: ConfigJson) -> dict[str, Any]:
+    ropes = _ropes(found)
     window = found.get("sliding_window") if found.get("use_sliding_window") else None
     kinds = _layer_types(found, lambda i: SLIDING if window is not None and not ropes[i] else FULL)
     return {
@@ -289,6 +298,50 @@ def _qwen3_moe_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]
     }
 
 
+def _llama4(found: ConfigJson) -> dict[str, Any]:
+    n, sparse, step = found["num_hidden_layers"], found.get("moe_layers"), found["interleave_moe_layer_step"]
+    if sparse is None and step != 1:
+        raise ConfigError(f"interleave_moe_layer_step={shown(step, 40)} is not supported: all layers must have experts")
+    if sparse is not None and not (isinstance(sparse, list) and len(sparse) == n and sparse == list(range(n))):
+        raise ConfigError(f"moe_layers={shown(sparse, 40)} is not supported: all layers must have experts")
+    ropes, chunk = _ropes({**found, "no_rope_layers": found.get("no_rope_layers") or None}), found["attention_chunk_size"]
+    kinds = _layer_types(found, lambda i: CHUNKED if ropes[i] else FULL, CHUNKED)
+    if CHUNKED in kinds and chunk is None:
+        raise ConfigError(f"attention_chunk_size=None must be a positive integer where layers have {CHUNKED!r}")
+    layers = zip(kinds, ropes, strict=False)
+    scaled = found["attn_temperature_tuning"]
+    return {
+        "layers": tuple(
+            LayerConfig(None, "model" if r else "none", chunk=chunk if k == CHUNKED else None) for k, r in layers
+        ),
+        "qk_norm": "l2" if found["use_qk_norm"] else None,
+        "query_scaling": QueryScaling(found["attn_scale"], found["floor_scale"], 1, rotated=False) if scaled else None,
+        "experts": found["num_local_experts"],
+        "experts_per_token": found["num_experts_per_tok"],
+        "expert_scores": "sigmoid",
+        "shared_expert": True,
+    }
+
+
+def _llama4_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    scaling = config.query_scaling
+    return {
+        "intermediate_size_mlp": 2 * config.hidden_dim,  # of layers without experts: as released models
+        "interleave_moe_layer_step": 1,
+        "moe_layers": list(range(config.n_layers)),
+        "no_rope_layers": [int(layer.rope != "none") for layer in layers],
+        "layer_types": [FULL if layer.chunk is None else CHUNKED for layer in layers],
+        "attention_chunk_size": next((layer.chunk for layer in layers if layer.chunk is not None), 8192),
+        "use_qk_norm": config.qk_norm == "l2",
+        "attn_temperature_tuning": scaling is not None,
+        "attn_scale": 0.1 if scaling is None else scaling.beta,
+        "floor_scale": 8192 if scaling is None else scaling.context,
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+    }
+
+
 def _no_window(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
     return {"use_sliding_window": False}
 
@@ -435,5 +488,27 @@ FAMILIES: dict[str, Family] = {
         _phi3,
         _phi3_settings,
         _phi3_rope,
+    ),
+    "llama4_text": Family(
+        "Llama4ForCausalLM",
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
+        },
+        ("num_local_experts", "use_qk_norm"),
+        _llama4,
+        _llama4_settings,
+        interleaved=True,
     ),
 }

@@ -137,16 +137,16 @@ def unfused(
 
 
 def fused(
-    todo: Sequence[WrittenTensor], fused_names: Mapping[str, Sequence[str]]
+    todo: Sequence[WrittenTensor], fused_names: Mapping[str, Sequence[str]], axis: int = 0
 ) -> tuple[list[WrittenTensor], dict[str, str]]:
-    """The inverse for tensors to be written, and the names of those that hold several parts."""
+    """The inverse for tensors to be written, along an axis, and the names of those that hold several parts."""
     groups = {parts[0]: parts for parts in fused_names.values()}
     rest = {part for parts in groups.values() for part in parts[1:]}
     found = []
     for i, piece in enumerate(todo):
         if piece.part in groups:
             parts = [piece.tensor, *(after.tensor for after in todo[i + 1 : i + len(groups[piece.part])])]
-            piece = replace(piece, tensor=Joined(parts, 0))
+            piece = replace(piece, tensor=Joined(parts, axis))
         if piece.part not in rest:
             found.append(piece)
     return found, {parts[0]: name for name, parts in fused_names.items()}

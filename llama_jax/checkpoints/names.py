@@ -40,7 +40,7 @@ class Share:
 
 
 # By path and axes of the row: a feed-forward and its experts have the same place in the tree. In files of Mixtral
-# each expert is a tensor of its own, "experts.3.w1"; `huggingface` joins and parts them.
+# each expert is a tensor of its own, "experts.3.w1"; `huggingface` joins and parts them, and transposes those of Llama 4.
 SHARES: dict[tuple[str, str], tuple[Share, ...]] = {
     ("embedding", "V D"): (
         Share(
@@ -191,6 +191,25 @@ SHARES: dict[tuple[str, str], tuple[Share, ...]] = {
     ),
     ("blocks.feed_forward.down", "E D F"): (
         Share("expert_down", "E D F", "model.layers.{}.block_sparse_moe.experts.w2.weight", "blk.{}.ffn_down_exps.weight"),
+    ),
+    ("blocks.feed_forward.shared_gate", "F D"): (
+        Share(
+            "shared_gate",
+            "F D",
+            "model.layers.{}.feed_forward.shared_expert.gate_proj.weight",
+            "blk.{}.ffn_gate_shexp.weight",
+        ),
+    ),
+    ("blocks.feed_forward.shared_up", "F D"): (
+        Share("shared_up", "F D", "model.layers.{}.feed_forward.shared_expert.up_proj.weight", "blk.{}.ffn_up_shexp.weight"),
+    ),
+    ("blocks.feed_forward.shared_down", "D F"): (
+        Share(
+            "shared_down",
+            "D F",
+            "model.layers.{}.feed_forward.shared_expert.down_proj.weight",
+            "blk.{}.ffn_down_shexp.weight",
+        ),
     ),
     ("final_norm", "D"): (
         Share("final_norm", "D", "model.norm.weight", "output_norm.weight", "norm.weight", "rms_final_weight"),

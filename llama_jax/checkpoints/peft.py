@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.fill import check
-from llama_jax.checkpoints.huggingface import NAMES, header, read_safetensors
+from llama_jax.checkpoints.huggingface import NAMES, header, is_interleaved, read_safetensors
+from llama_jax.checkpoints.layout import Turned
+from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.names import Share, shares_of
 from llama_jax.checkpoints.tensors import FLOATS, Tensor, kind_of, target_dtype
 from llama_jax.config import LlamaConfig
@@ -43,7 +46,7 @@ BASES: dict[str, tuple[Row, Share]] = {
     for row in TABLE
     for share in shares_of(row)
     for name in TARGETS
-    if NAMES[share.name].endswith(f".{name}.weight")
+    if row.path == TARGETS[name].path and NAMES[share.name].endswith(f".{name}.weight")
 }
 
 
@@ -61,6 +64,8 @@ def read_folder(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLi
     lora = _lora_of(folder, settings, tensors)
     said = settings.get("base_model_name_or_path")
     base = said if isinstance(said, str) and said else None
+    if is_interleaved(config):
+        tensors = turned(tensors, config, _keys, interleave=False)
     return lora, read_pairs(folder / WEIGHTS, config, lora, tensors, dtype, Names(_keys, base)), base
 
 
@@ -69,6 +74,10 @@ def write_folder(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora,
     blocks = unfit(config, unstack(adapters)).blocks
     assert isinstance(blocks, tuple)
     tensors = dict(pairs_of(config, blocks, lora, _keys))
+    if is_interleaved(config):
+        held: dict[str, Tensor] = {name: Held(np.ascontiguousarray(array)) for name, array in tensors.items()}
+        held = turned(held, config, _keys, interleave=True)
+        tensors = {name: tensor.read(0, tensor.shape[0]) for name, tensor in held.items()}
     settings = {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -219,6 +228,20 @@ def pairs_of(
 
     build_adapters(config, lora, put, stacked=False)
     return found
+
+
+def turned(
+    tensors: Mapping[str, Tensor],
+    config: LlamaConfig,
+    names: Callable[[str, int], tuple[str, str, str]],
+    *,
+    interleave: bool,
+) -> dict[str, Tensor]:
+    """The same with what has the rows of queries and keys, B and the magnitudes, in the other rotary layout."""
+    rotary = [name for name, (_, share) in BASES.items() if share.rotary]
+    those = {key for name in rotary for layer in range(config.n_layers) for key in names(name, layer)[1:]} & tensors.keys()
+    whole = {name for name in those if math.prod(tensors[name].shape[:1]) % config.head_dim == 0}  # others are refused later
+    return {name: Turned(t, config.head_dim, interleave) if name in whole else t for name, t in tensors.items()}
 
 
 def _shares_at(row: Row) -> list[tuple[str, Share]]:

@@ -184,6 +184,27 @@ class Offset(Derived):
 
 
 @dataclass(frozen=True)
+class Transposed(Derived):
+    """A tensor of matrices, each transposed, and of the rows of each those from `first` to `last`, None for the end."""
+
+    first: int = 0
+    last: int | None = None
+    blocks = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        count, columns, rows = self.tensor.shape
+        return (count, len(range(rows)[self.first : self.last]), columns)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(self.tensor.read(start, stop).swapaxes(1, 2)[:, self.first : self.last])
+
+
+@dataclass(frozen=True)
 class Padded(Derived):
     """A tensor followed by rows of zeros."""
 

@@ -183,6 +183,7 @@ def _files_of(tensor: Any) -> list[Location]:
 
 
 NORMS = {"post": "after attention and feed-forward", "both": "before and after attention and feed-forward"}
+QK_NORMS = {"head": "of each head", "all": "of all heads together", "l2": "of each head after RoPE, without weights"}
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
@@ -190,11 +191,7 @@ def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
     """The parts of a model that no Llama has."""
     rows = [["attention window", f"{c['window']:,} tokens"]] if c["window"] else []
     rows += [["query, key and value biases", "yes"]] if c["qkv_bias"] else []
-    rows += (
-        [["query and key norms", f"of {'each head' if c['qk_norm'] == 'head' else 'all heads together'}"]]
-        if c["qk_norm"]
-        else []
-    )
+    rows += [["query and key norms", QK_NORMS[c["qk_norm"]]]] if c["qk_norm"] else []
     kinds = Counter(_attention_of(c["layers"][i % len(c["layers"])]) for i in range(c["n_layers"] if c["layers"] else 0))
     rows += [["attention", f"{count:,} layers {words}"] for words, count in kinds.items()]
     rows += [["rotated features", f"{c['rotary_dim']:,} of a head"]] if c["rotary_dim"] else []
@@ -203,11 +200,15 @@ def _only_in_siblings(c: Mapping[str, Any]) -> list[list[str]]:
     rows += [["norms", NORMS[c["norm"]]]] if c["norm"] != "pre" else []
     rows += [["activation", c["activation"]]] if c["activation"] != "silu" else []
     rows += [[name.replace("_", " "), f"{c[name]:g}"] for name in MULTIPLIERS if c[name] not in (None, 1)]
-    return rows + ([["experts", f"{c['experts']:,}, {c['experts_per_token']:,} for a token"]] if c["experts"] else [])
+    shared = " and one for all" if c["shared_expert"] else ""
+    return rows + (
+        [["experts", f"{c['experts']:,}, {c['experts_per_token']:,} for a token{shared}"]] if c["experts"] else []
+    )
 
 
 def _attention_of(layer: Mapping[str, Any]) -> str:
     seen = "over all tokens" if layer["window"] is None else f"within {layer['window']:,} tokens"
+    seen += "" if layer["chunk"] is None else f" in chunks of {layer['chunk']:,}"
     theta = "" if layer["rope_theta"] is None else f" and theta {layer['rope_theta']:,.12g}"
     return seen + {"none": ", without RoPE", "unscaled": f", with unscaled RoPE{theta}", "model": ""}[layer["rope"]]
 

@@ -53,7 +53,7 @@ class LoadOptions:
     """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
     By default the small stories model that comes with the package."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of weights and cache, which are then floats. auto keeps quantized weights as the file has them; for the rest it
     is the type of the stored embedding, or where that is quantized float32 on a CPU and bfloat16 on accelerators."""

@@ -59,7 +59,7 @@ class TextOptions:
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
     .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of weights and arithmetic; auto keeps quantized weights as the file has them, and is for the rest the type of the
     stored embedding, or where that is quantized float32 on a CPU and bfloat16 on accelerators."""

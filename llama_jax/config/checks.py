@@ -10,9 +10,10 @@ from llama_jax.config.rope import RopeScaling, check_fits
 from llama_jax.errors import ConfigError, shown
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "qk_norm": (None, "head", "all"),
+    "qk_norm": (None, "head", "all", "l2"),
     "norm": ("pre", "post", "both"),
     "activation": ("silu", "gelu"),
+    "expert_scores": ("softmax", "sigmoid"),
 }
 
 
@@ -22,7 +23,7 @@ def check_sizes(config: Any) -> None:
         require_positive_int(name, getattr(config, name))
     require_number("norm_eps", config.norm_eps, above=0.0)
     require_number("rope_theta", config.rope_theta, above=1.0)
-    for name in ("tie_embeddings", "qkv_bias", "normalize_expert_weights"):
+    for name in ("tie_embeddings", "qkv_bias", "normalize_expert_weights", "shared_expert"):
         if not isinstance(getattr(config, name), bool):
             raise ConfigError(f"{name}={shown(getattr(config, name), 40)} must be True or False")
     if config.n_heads % config.n_kv_heads:
@@ -36,8 +37,12 @@ def check_sizes(config: Any) -> None:
             raise ConfigError(f"experts_per_token={config.experts_per_token} must be at most experts={config.experts}")
         if config.activation != "silu":
             raise ConfigError(f"activation={config.activation!r} is not supported with experts; 'silu' is")
-    elif not config.normalize_expert_weights:
-        raise ConfigError("normalize_expert_weights=False is for models with experts; leave it out")
+    else:
+        for name, usual in (("normalize_expert_weights", True), ("expert_scores", "softmax"), ("shared_expert", False)):
+            if getattr(config, name) != usual:
+                raise ConfigError(f"{name}={shown(getattr(config, name), 40)} is for models with experts; leave it out")
+    if config.expert_scores != "softmax" and not config.normalize_expert_weights:
+        raise ConfigError("normalize_expert_weights=False is for expert_scores='softmax'; leave it out")
     for name, kind in (("rope_scaling", RopeScaling), ("query_scaling", QueryScaling)):
         if not isinstance(getattr(config, name), kind | None):
             raise ConfigError(f"{name}={shown(getattr(config, name))} must be a {kind.__name__} or None")

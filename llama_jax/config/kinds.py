@@ -21,6 +21,7 @@ Kind = Literal[
     "gemma3_text",
     "granite",
     "phi3",
+    "llama4_text",
 ]
 
 # What the families have beyond Llama: fields, and the names that `features` gives to what layers and values add.
@@ -48,8 +49,15 @@ KINDS: dict[Kind, set[str]] = {
     },
     "granite": {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"},
     "phi3": {"window", "rotary_dim"},
+    "llama4_text": {
+        "experts with sigmoid scores beside a shared one",
+        "qk_norm=l2",
+        "query_scaling with offset=1 and rotated=False",
+        "layers without rope",
+        "layers with chunks",
+    },
 }
-_FIELDS = ("window", "qkv_bias", "experts", "query_scaling", "norm_offset", "rotary_dim", "attention_multiplier")
+_FIELDS = ("window", "qkv_bias", "norm_offset", "rotary_dim", "attention_multiplier")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
@@ -61,6 +69,13 @@ def features(config: Any) -> set[str]:
     found |= {f"qk_norm={config.qk_norm}"} if config.qk_norm else set()
     found |= {"activation"} if config.activation != "silu" else set()
     found |= {"normalize_expert_weights=False"} if not config.normalize_expert_weights else set()
+    if config.experts:
+        scores = " with sigmoid scores" if config.expert_scores == "sigmoid" else ""
+        found.add(f"experts{scores}{' beside a shared one' if config.shared_expert else ''}")
+    if (scaling := config.query_scaling) is not None:
+        usual = scaling.rotated and not scaling.offset
+        found.add("query_scaling" if usual else f"query_scaling with offset={scaling.offset} and rotated={scaling.rotated}")
+    found |= {"layers with chunks"} if any(layer.chunk for layer in config.layers) else set()
     found |= {"layers with a window"} if any(layer.window for layer in config.layers) else set()
     found |= {"layers without rope"} if any(layer.rope == "none" for layer in config.layers) else set()
     found |= {"layers with unscaled rope"} if any(layer.rope == "unscaled" for layer in config.layers) else set()

@@ -40,20 +40,23 @@ class LlamaConfig:
       layers: a period of layers that differ in their attention, repeated over the depth: layer i is
         ``layers[i % len(layers)]``. Empty where all are alike; `window` is then that of all, otherwise None.
       qk_norm: RMSNorm of queries and keys before the rotary embedding: of each head ("head", Qwen3), or of all heads
-        together ("all", OLMo 2).
+        together ("all", OLMo 2); or of each head after it, without weights, in layers that have one ("l2", Llama 4).
       norm: where the RMSNorms of a layer are: "pre", before attention and feed-forward; "post", after them and before the
         residual sum (OLMo 2: 2025, section 3.2); "both" (Gemma 3).
       norm_offset: added to the weights of all RMSNorms (1 in Gemma, whose files hold their distance from 1).
       activation: of the gate: "silu", or "gelu" by the tanh approximation (Gemma).
       rotary_dim: features of each head that are rotated, the first ones (Phi-4-mini); head_dim unless given.
-      query_scaling: queries of late positions are multiplied, see `QueryScaling`; None for none (Ministral 3).
+      query_scaling: queries of late positions are multiplied, see `QueryScaling`; None for none (Ministral 3, Llama 4).
       embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: factors of the embedding, of what
         attention and feed-forward add, of the scores (1 / sqrt(head_dim) unless given), and the divisor of the logits
         (Granite 3; Gemma's embedding by sqrt(dim)).
       experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
         et al. 2024, section 2); 0 for a single one.
       normalize_expert_weights: the weights of the chosen experts sum to one; else they are their shares of the softmax over
-        the scores of all E (Qwen3-MoE, `norm_topk_prob`).
+        the scores of all E (Qwen3-MoE, `norm_topk_prob`). For softmax scores.
+      expert_scores: "softmax", by which what experts give is weighted; or "sigmoid" of each score by itself, by which what
+        the chosen experts are given is multiplied (Llama 4).
+      shared_expert: one more feed-forward of the same width, which every token is given, added to those chosen (Llama 4).
 
     Raises:
       ConfigError: an impossible size; the message names it.
@@ -73,10 +76,12 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     window: int | None = None
     qkv_bias: bool = False
-    qk_norm: Literal["head", "all"] | None = None
+    qk_norm: Literal["head", "all", "l2"] | None = None
     experts: int = 0
     experts_per_token: int = 0
     normalize_expert_weights: bool = True
+    expert_scores: Literal["softmax", "sigmoid"] = "softmax"
+    shared_expert: bool = False
     layers: tuple[LayerConfig, ...] = ()
     norm: Literal["pre", "post", "both"] = "pre"
     norm_offset: float = 0.0
@@ -99,7 +104,7 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", _Following(self.head_dim))
         if self.layers:
             layers = period(self.layers)
-            alike = len(layers) == 1 and layers[0].rope == "model"
+            alike = layers == (LayerConfig(layers[0].window),)
             object.__setattr__(self, "layers", () if alike else layers)
             object.__setattr__(self, "window", layers[0].window if alike else None)
 

@@ -22,6 +22,7 @@ SHAPE_FIELDS = (
     "qk_norm",
     "norm",
     "experts",
+    "shared_expert",
 )
 
 
@@ -284,6 +285,18 @@ PRESETS: dict[str, LlamaConfig] = {
     "phi-4": replace(_llama2(5120, 40, 40, 10, 17_920, max_seq_len=16_384), vocab_size=100_352, rope_theta=250_000.0),
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
+    "llama-4-scout": replace(
+        _llama3(5120, 48, 40, 8192, rope_factor=8.0),
+        vocab_size=202_048,
+        max_seq_len=262_144,
+        layers=(*[LayerConfig(chunk=8192)] * 3, LayerConfig(rope="none")),
+        qk_norm="l2",
+        query_scaling=QueryScaling(0.1, 8192, offset=1, rotated=False),
+        experts=16,
+        experts_per_token=1,
+        expert_scores="sigmoid",
+        shared_expert=True,
+    ),
     "stories-260k": _stories(64, 5, 8, 512, n_kv_heads=4, vocab_size=512),
     "stories-15m": _stories(288, 6, 6, 256, n_kv_heads=6, vocab_size=32_000),
     "stories-42m": _stories(512, 8, 8, 1024, n_kv_heads=8, vocab_size=32_000),

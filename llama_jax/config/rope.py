@@ -93,7 +93,9 @@ class RopeScaling:
             else:
                 object.__setattr__(self, name, read[name])
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            if low in read and not getattr(self, high) > getattr(self, low):
+            # Llama 4 Scout has no ramp: both are 1.
+            step = self.kind == "llama3" and getattr(self, high) == getattr(self, low)
+            if low in read and not getattr(self, high) > getattr(self, low) and not step:
                 raise ConfigError(f"{high}={getattr(self, high)} must be larger than {low}={getattr(self, low)}")
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ConfigError(f"mscale={self.mscale} and mscale_all_dim={self.mscale_all_dim} go together; give both")

@@ -80,7 +80,7 @@ class _Step(NamedTuple):
 
     Attributes:
       rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each kind of layer.
-      seen: which keys each query sees.
+      seen: which keys each query sees, by chunk: in the order of `_chunks`.
       slots: where the new tokens are written, see `slots_of`; None without a cache.
       lengths: int32[B], slots of a row that then hold keys; None without a cache or where slots are a ring.
       sink_rope: as `rope`, of the queries as the sinks see them; None without sinks.
@@ -88,7 +88,7 @@ class _Step(NamedTuple):
     """
 
     rope: tuple[Rope, ...]
-    seen: Seen
+    seen: tuple[Seen, ...]
     slots: jax.Array | None = None
     lengths: jax.Array | None = None
     sink_rope: tuple[Rope, ...] | None = None
@@ -180,7 +180,7 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 def _mixing_of(
     config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | None
-) -> Callable[[int | jax.Array, _Heads, View, Seen], jax.Array]:
+) -> Callable[[int | jax.Array, _Heads, View, tuple[Seen, ...]], jax.Array]:
     """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
@@ -188,30 +188,59 @@ def _mixing_of(
     options: dict[str, Any] = {"scale": config.score_scale}
     remembered = () if cache is None or cache.window is None else (cache.window,)
     own = [() if layer.window is None else (layer.window,) for layer in config.layer_kinds]
-    windows = [min((*window, *remembered), default=None) for window in own]
-    different = list(dict.fromkeys(windows))
+    chunks = _chunks(config)
+    masks = [
+        (min((*window, *remembered), default=None), chunks.index(layer.chunk))
+        for window, layer in zip(own, config.layer_kinds, strict=True)
+    ]
+    different = list(dict.fromkeys(masks))
 
     if compute.attention != "auto":
         if cache is not None and cache.sinks:
             raise ConfigError(f"attention={compute.attention!r}: a cache with sinks is read by blocks, in one way only")
         options["backend"] = compute.attention
 
-    def mix_within(window: int | None, heads: _Heads, view: View, seen: Seen) -> jax.Array:
+    def mix_within(mask: tuple[int | None, int], heads: _Heads, view: View, seen_by_chunk: tuple[Seen, ...]) -> jax.Array:
+        window, seen = mask[0], seen_by_chunk[mask[1]]
         if heads.sink_queries is None or cache is None:
             return attend(heads.queries, view, seen, window=window, **options)
         return ops.attend_with_sinks(
             heads.queries, heads.sink_queries, view, seen, sinks=cache.sinks, window=window, **options
         )
 
-    def mix(kind: int | jax.Array, heads: _Heads, view: View, seen: Seen) -> jax.Array:
+    def mix(kind: int | jax.Array, heads: _Heads, view: View, seen: tuple[Seen, ...]) -> jax.Array:
         if isinstance(kind, int):
-            return mix_within(windows[kind], heads, view, seen)
-        # Attention is all that is compiled once for each window. The branches share the loop over layers, so a program grows
+            return mix_within(masks[kind], heads, view, seen)
+        # Attention is all that is compiled once for each mask. The branches share the loop over layers, so a program grows
         # neither with the depth nor with the period of the layers, and no layer needs to be left over from whole periods.
-        which = jnp.asarray([different.index(window) for window in windows])[kind]
-        return lax.switch(which, [partial(mix_within, window) for window in different], heads, view, seen)
+        which = jnp.asarray([different.index(mask) for mask in masks])[kind]
+        return lax.switch(which, [partial(mix_within, mask) for mask in different], heads, view, seen)
 
     return mix
+
+
+def _chunks(config: LlamaConfig) -> list[int | None]:
+    """The different chunks of the layers."""
+    return list(dict.fromkeys(layer.chunk for layer in config.layer_kinds))
+
+
+def _in_chunks(config: LlamaConfig, seen: Seen, chunk: int | None, places: Places, most: int | None) -> Seen:
+    """What queries see in layers with chunks, which are segments of the documents.
+
+    Args:
+      most: tokens of a row that positions count from 0; None where they have no limit.
+    """
+    if chunk is None or (places.positions is None and most is not None and most <= chunk):
+        return seen
+    positions = seen.query_positions, seen.key_positions
+    if places.positions is not None:
+        positions = places.positions, places.positions
+    queries, keys = (x // chunk for x in positions)
+    if seen.query_segments is not None:
+        # More than any document has: so each chunk of each document has a number of its own.
+        chunks = -(-max(config.max_seq_len, seen.query_positions.shape[-1]) // chunk)
+        queries, keys = seen.query_segments * chunks + queries, seen.key_segments * chunks + keys
+    return seen.replace(query_segments=queries, key_segments=keys, by_slot=False)
 
 
 def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> _Step:
@@ -233,10 +262,15 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
     own, scale = rope(positions), None
     if config.query_scaling is not None:
         scaling = config.query_scaling
-        scale = 1 + scaling.beta * jnp.log1p((positions // scaling.context).astype(jnp.float32))
+        counted = positions + scaling.offset if scaling.offset else positions
+        scale = 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32))
         scale = scale[:, None, :, None, None]
+
+    def by_chunk(seen: Seen, most: int | None) -> tuple[Seen, ...]:
+        return tuple(_in_chunks(config, seen, chunk, places, most) for chunk in _chunks(config))
+
     if cache is None or cache.fresh:
-        seen = Seen.whole(new, places.segment_ids)
+        seen = by_chunk(Seen.whole(new, places.segment_ids), new)
         return _Step(own, seen, None if cache is None else slots_of(cache, new), query_scale=scale)
     held = key_positions(cache, new)
     sink_rope = None
@@ -245,9 +279,10 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
     if held is None:
-        seen = Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True)
+        seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True), cache.capacity)
         return _Step(own, seen, slots_of(cache, new), cache.length + new, query_scale=scale)
-    return _Step(own, Seen(slots, held), slots_of(cache, new), sink_rope=sink_rope, query_scale=scale)
+    seen = by_chunk(Seen(slots, held), None)
+    return _Step(own, seen, slots_of(cache, new), sink_rope=sink_rope, query_scale=scale)
 
 
 class _Heads(NamedTuple):
@@ -276,9 +311,9 @@ def _project_heads(config: LlamaConfig, block: Block, normed: jax.Array, step: _
     sink_queries = None
     if step.sink_rope is not None:
         sink_queries = _rotate(config, pre_rope[..., :groups, :], step.sink_rope, kind)
-    if step.query_scale is not None:
-        queries = (queries * step.query_scale).astype(queries.dtype)
-        sink_queries = None if sink_queries is None else (sink_queries * step.query_scale).astype(queries.dtype)
+    if (scale := _query_scale(config, step, kind)) is not None:
+        queries = (queries * scale).astype(queries.dtype)
+        sink_queries = None if sink_queries is None else (sink_queries * scale).astype(queries.dtype)
     return _Heads(queries, sink_queries, keys.squeeze(-2), values.squeeze(-2))
 
 
@@ -299,10 +334,27 @@ def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[Rope, ...], kind: int
         cos, sin = rope[kind]
     else:
         cos, sin = (jnp.stack(tables)[kind] for tables in zip(*rope, strict=True))
-    if config.rotary_dim is None:
-        return ops.apply_rotary(x, cos, sin)
-    rotated, rest = jnp.split(x, [config.rotary_dim], axis=-1)
-    return jnp.concatenate([ops.apply_rotary(rotated, cos, sin), rest], axis=-1)
+    rotated, rest = (x, None) if config.rotary_dim is None else jnp.split(x, [config.rotary_dim], axis=-1)
+    rotated = ops.apply_rotary(rotated, cos, sin)
+    rotated = rotated if rest is None else jnp.concatenate([rotated, rest], axis=-1)
+    if config.qk_norm != "l2":
+        return rotated
+    normed = ops.rms_norm(rotated, jnp.ones(config.head_dim), config.norm_eps)
+    return normed if isinstance(kind, int) else jnp.where(_rotates(config)[kind], normed, rotated)
+
+
+def _query_scale(config: LlamaConfig, step: _Step, kind: int | jax.Array) -> jax.Array | None:
+    """What the queries of layers of a kind are multiplied by."""
+    if config.query_scaling is None or step.query_scale is None or config.query_scaling.rotated:
+        return step.query_scale
+    if isinstance(kind, int):
+        return step.query_scale if config.layer_kinds[kind].rope == "none" else None
+    return jnp.where(_rotates(config)[kind], 1, step.query_scale)
+
+
+def _rotates(config: LlamaConfig) -> jax.Array:
+    """Whether layers of each kind have a position embedding."""
+    return jnp.asarray([layer.rope != "none" for layer in config.layer_kinds])
 
 
 def _view_of(
@@ -322,13 +374,11 @@ def _feed_forward(config: LlamaConfig, block: Block, normed: jax.Array, layout: 
     matrices = weights.gate, weights.up, weights.down
     if weights.router is None:
         return ops.feed_forward(normed, *matrices, config.activation)
-    return ops.experts(
-        normed,
-        weights.router,
-        *matrices,
-        routing=ops.Routing(config.experts_per_token, config.normalize_expert_weights),
-        sharding=layout.experts,
-    )
+    routing = ops.Routing(config.experts_per_token, config.normalize_expert_weights, config.expert_scores == "sigmoid")
+    chosen = ops.experts(normed, weights.router, *matrices, routing=routing, sharding=layout.experts)
+    if weights.shared_gate is None:
+        return chosen
+    return chosen + ops.feed_forward(normed, weights.shared_gate, weights.shared_up, weights.shared_down)
 
 
 def unembed(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:

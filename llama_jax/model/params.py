@@ -46,13 +46,17 @@ class FeedForward(struct.PyTreeNode):
     Attributes:
       gate, up: [F, D]. Not one array: a TPU copies the weights of [F, 2, D] into another order at every call.
       down: [D, F].
-      router: [E, D], or None. Where there is one, the others have a leading axis E, the experts.
+      router: [E, D], or None. Where there is one, those above have a leading axis E, the experts.
+      shared_gate, shared_up, shared_down: of an expert that every token is given, or None.
     """
 
     gate: Leaf
     up: Leaf
     down: Leaf
     router: Leaf | None = None
+    shared_gate: Leaf | None = None
+    shared_up: Leaf | None = None
+    shared_down: Leaf | None = None
 
 
 class Block(struct.PyTreeNode):
@@ -148,6 +152,10 @@ def _sparse(config: LlamaConfig) -> bool:
     return bool(config.experts)
 
 
+def _shared(config: LlamaConfig) -> bool:
+    return config.shared_expert
+
+
 TABLE: tuple[Row, ...] = (
     Row("embedding", "V D", P("tensor", "fsdp"), "normal"),
     Row("blocks.attention_norm", "D", P(), "ones", when=lambda config: config.norm != "post"),
@@ -167,6 +175,9 @@ TABLE: tuple[Row, ...] = (
     Row("blocks.feed_forward.gate", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 0), outputs=(-2,), when=_sparse),
     Row("blocks.feed_forward.up", "E F D", P(None, "tensor", "fsdp"), "normal", draw=(3, 1), outputs=(-2,), when=_sparse),
     Row("blocks.feed_forward.down", "E D F", P(None, "fsdp", "tensor"), "residual", draw=(4,), outputs=(-2,), when=_sparse),
+    Row("blocks.feed_forward.shared_gate", "F D", P("tensor", "fsdp"), "normal", draw=(7, 0), outputs=(-2,), when=_shared),
+    Row("blocks.feed_forward.shared_up", "F D", P("tensor", "fsdp"), "normal", draw=(7, 1), outputs=(-2,), when=_shared),
+    Row("blocks.feed_forward.shared_down", "D F", P("fsdp", "tensor"), "residual", draw=(8,), outputs=(-2,), when=_shared),
     Row("blocks.ffn_post_norm", "D", P(), "ones", when=lambda config: config.norm != "pre"),
     Row("final_norm", "D", P(), "ones"),
     Row("lm_head", "V D", P("tensor", "fsdp"), "normal", draw=(5,), when=lambda config: not config.tie_embeddings),

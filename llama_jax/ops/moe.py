@@ -30,10 +30,13 @@ class Routing(NamedTuple):
       per_token: how many of the E are chosen.
       normalized: the weights of the chosen experts are a softmax over their scores, and sum to one; else they are their
         shares of the softmax over the scores of all E.
+      of_inputs: instead they are the sigmoids of their scores, and what an expert is given is multiplied by its weight, not
+        what it gives.
     """
 
     per_token: int
     normalized: bool = True
+    of_inputs: bool = False
 
 
 def experts(
@@ -63,10 +66,12 @@ def experts(
     """
     weights, chosen = route(x, router, routing)
     mesh = {axis: size for axis, size in mesh_in_force().items() if size > 1}
-    if not mesh:
+    if mesh and (sharding is None or hasattr(gate, "project")):
+        return all_experts(x, weights, chosen, gate, up, down, of_inputs=routing.of_inputs)
+    if routing.of_inputs:
+        x, weights = x[..., None, :] * weights.astype(x.dtype)[..., None], jnp.ones_like(weights)
+    if sharding is None or not mesh:
         return _chosen_experts((), x, weights, chosen, gate, up, down)
-    if sharding is None or hasattr(gate, "project"):
-        return all_experts(x, weights, chosen, gate, up, down)
     batch, hidden, dim = (tuple(axis for axis in axes if axis in mesh) for axes in sharding)
     if x.shape[0] % math.prod(mesh[axis] for axis in batch):
         batch = ()  # the same rows on all devices
@@ -85,6 +90,8 @@ def route(x: jax.Array, router: jax.Array, routing: Routing) -> tuple[jax.Array,
     """The weights [..., per_token] of the experts with the highest scores, in float32 at least, and int32 their numbers."""
     scores = project(x, router, out_dtype=jnp.promote_types(x.dtype, jnp.float32))  # [..., E]
     highest, chosen = lax.top_k(scores, routing.per_token)
+    if routing.of_inputs:
+        return jax.nn.sigmoid(highest), chosen
     if routing.normalized:
         return jax.nn.softmax(highest, axis=-1), chosen
     return jnp.exp(highest - jax.nn.logsumexp(scores, axis=-1, keepdims=True)), chosen
@@ -93,12 +100,18 @@ def route(x: jax.Array, router: jax.Array, routing: Routing) -> tuple[jax.Array,
 def _chosen_experts(
     gather: tuple[str, ...], x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any
 ) -> jax.Array:
-    """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices."""
+    """The sum of the experts that `route` has chosen; `gather` are the mesh axes that divide D of the matrices.
+
+    Args:
+      x: [..., D], or [..., per_token, D] where the experts of a token are given different vectors.
+    """
     per_token, dim = chosen.shape[-1], x.shape[-1]
     by_expert = jnp.argsort(chosen.reshape(-1), stable=True)  # [R], R = tokens * per_token
     sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(gate.shape[0]), axis=0, dtype=jnp.int32)
     # Repeated and then permuted, so that gradients are permuted back and summed in order.
-    rows = jnp.repeat(x.reshape(-1, dim), per_token, axis=0).at[by_expert].get(unique_indices=True)
+    rows = x.reshape(-1, dim)
+    rows = jnp.repeat(rows, per_token, axis=0) if x.ndim == chosen.ndim else rows
+    rows = rows.at[by_expert].get(unique_indices=True)
     on_last, on_first = (Gather(gather, axis) if gather else None for axis in (2, 1))
     gates, values = (grouped(rows, matrices, sizes, gather=on_last) for matrices in (gate, up))  # [R, F]
 
@@ -111,13 +124,17 @@ def _chosen_experts(
     return jnp.einsum("...e,...ed->...d", weights, by_token.astype(weights.dtype)).astype(x.dtype)
 
 
-def all_experts(x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any) -> jax.Array:
+def all_experts(
+    x: jax.Array, weights: jax.Array, chosen: jax.Array, gate: Any, up: Any, down: Any, *, of_inputs: bool = False
+) -> jax.Array:
     """The same sum with all experts computed for all tokens, one after the other; those not chosen have weight zero."""
     chosen_of = jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype)  # [..., per_token, E]
     spread = jnp.sum(weights.astype(x.dtype)[..., None] * chosen_of, axis=-2)  # [..., E]
 
     def add(total: jax.Array, expert: tuple[Any, ...]) -> tuple[jax.Array, None]:
         weight, gate, up, down = expert
+        if of_inputs:  # an expert that is given zeros gives zeros
+            return total + feed_forward(weight[..., None] * x, gate, up, down), None
         return total + weight[..., None] * feed_forward(x, gate, up, down), None
 
     total, _ = lax.scan(add, jnp.zeros_like(x), (jnp.moveaxis(spread, -1, 0), gate, up, down))

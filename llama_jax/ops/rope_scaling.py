@@ -90,11 +90,12 @@ def scale_llama3(plain: np.ndarray, theta: float, length: Length, scaling: Scali
     """Stretch the frequencies as Llama 3.1 does (reference code, ``apply_scaling``).
 
     Pairs that turn more than `high_freq_factor` times within the original context stay, those that turn less than
-    `low_freq_factor` times are slowed by `factor`, and the ones between blend linearly in the number of turns.
+    `low_freq_factor` times are slowed by `factor`, and the ones between blend linearly in the number of turns. Where the two
+    factors are equal there are none between.
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns = scaling.original_max_seq_len * plain / (2 * np.pi)
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    keep = np.clip((turns - low) / max(high - low, 1e-100), 0.0, 1.0)
     return plain * (keep + (1 - keep) / scaling.factor), 1.0
 
 

@@ -99,7 +99,8 @@ class ServedModel:
         of_model = np.dtype(self.params.embedding.dtype)
         floats = all(dtype is None or np.dtype(dtype) == of_model for dtype in (self.compute.dtype, self.cache.dtype))
         with ops.native_anyway(self.native):
-            return native_code.value and own and floats and all(layer.window is None for layer in self.config.layer_kinds)
+            whole = all(layer.window is None and layer.chunk is None for layer in self.config.layer_kinds)
+            return native_code.value and own and floats and whole
 
     def rope_root(self, length: int) -> int:
         """What keys depend on besides the tokens before them: the length of the prompt, for some RoPE scalings."""

@@ -34,9 +34,12 @@ def attend_with_sinks(
     announce("blockwise", "with sinks")
     first = seen.key_positions < sinks  # also of a cache that is not a ring
 
-    def of(queries: jax.Array, chosen: jax.Array, last: int | None, window: int | None) -> tuple[jax.Array, jax.Array]:
+    def of(
+        seen: Seen, queries: jax.Array, chosen: jax.Array, last: int | None, window: int | None
+    ) -> tuple[jax.Array, jax.Array]:
         part = seen.replace(key_positions=jnp.where(chosen, seen.key_positions, NO_KEY)).part(slice(None), slice(last))
         return forward_part(queries, keys[:, :, :last], values[:, :, :last], part, scale=scale, window=window)
 
-    mixed, _ = merge(of(sink_queries, first, sinks, None), of(queries, ~first, None, window))
+    from_everywhere = seen.replace(query_segments=None, key_segments=None)
+    mixed, _ = merge(of(from_everywhere, sink_queries, first, sinks, None), of(seen, queries, ~first, None, window))
     return mixed.astype(queries.dtype)
