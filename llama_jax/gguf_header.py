@@ -94,7 +94,11 @@ class Header:
         return found
 
     def scalar(self, letter: str) -> Any:
-        return struct.unpack("<" + letter, self.take(struct.calcsize(letter)))[0]
+        return self.scalars(letter)[0]
+
+    def scalars(self, letters: str) -> tuple[Any, ...]:
+        """Numbers that follow one another, by struct's letters."""
+        return struct.unpack("<" + letters, self.take(struct.calcsize("<" + letters)))
 
     def string(self) -> str:
         # A vocabulary may hold pieces that are no UTF-8 by themselves.

@@ -363,6 +363,19 @@ def test_norms_of_all_heads_are_not_copied():
         fit(SIBLINGS["olmo2"], MeshSizes(tensor=4), random_params(SIBLINGS["olmo2"]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_experts_generate_over_a_mesh(models, quantize, tmp_path):
+    config, params = models["qwen3_moe"]
+    llama_jax.save(tmp_path / "model", config, params)
+    found = []
+    for mesh in (None, MeshSizes(fsdp=2, tensor=2)):
+        config, params, _ = llama_jax.load(tmp_path / "model", mesh=mesh, quantize=quantize)
+        rows = llama_jax.generate(config, params, TOKENS[:, :5].tolist(), max_new_tokens=6)
+        found.append([row.tokens for row in rows])
+    np.testing.assert_array_equal(*found)
+
+
 def test_experts_by_definition():
     random = np.random.default_rng(3)
     x, router = random.normal(size=(5, 8)), random.normal(size=(4, 8))

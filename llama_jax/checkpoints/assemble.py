@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import THREADS, ArrayParts, Memory, Part
+from llama_jax.checkpoints.fill import THREADS, ArrayMemory, ArrayParts, Part
 from llama_jax.checkpoints.names import shares_of
-from llama_jax.checkpoints.quantising import Quantization, fill_weight
+from llama_jax.checkpoints.quantising import Quantization, fill_weight, placed
 from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype, target_dtype
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.params import Llama, Row, shape_of
@@ -47,24 +48,24 @@ def assemble(
     embedding = made_of.embedding.parts[0].tensor
     target = target_dtype(opened.path, dtype, default_dtype(embedding, embedding.dtype))
 
-    memory = Memory()
-    layers = range(opened.config.n_layers)
-    of_block = None if shardings is None else shardings.blocks
-    specs: Any = made_of.blocks
+    memory = ArrayMemory()
 
     def read(part: Any, sharding: Any) -> Any:
-        """What gives each parameter: they are filled meanwhile."""
         places = jax.tree.map(lambda _: None, part) if sharding is None else sharding
-        return jax.tree.map(lambda array, place: begin(fill_weight, array, target, quantize, place, memory), part, places)
+        found = jax.tree.map(lambda array, place: fill_weight(array, target, quantize, place, memory), part, places)
+        return placed(found) if sharding is None else found
 
+    outside = [field.name for field in fields(Llama) if field.name != "blocks" and getattr(made_of, field.name) is not None]
+    specs: Any = made_of.blocks
     with _filling(alone=isinstance(opened.path, StoredPath)) as begin:
         # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
-        filling = read(made_of.replace(blocks=()), None if shardings is None else shardings.replace(blocks=()))
-        waiting = [read(specs[i], of_block) for i in layers]
-        rest = jax.tree.map(lambda filled: filled(), filling)
-        blocks = tuple(jax.tree.map(lambda filled: filled(), waiting[i]) for i in (progress(layers) if progress else layers))
+        filling = {name: begin(read, getattr(made_of, name), getattr(shardings, name, None)) for name in outside}
+        waiting = [begin(read, block, getattr(shardings, "blocks", None)) for block in specs]
+        rest = {name: wait() for name, wait in filling.items()}
+        layers = range(opened.config.n_layers)
+        blocks = tuple(waiting[i]() for i in (progress(layers) if progress else layers))
     _check_tied(opened)
-    return rest.replace(blocks=blocks)
+    return made_of.replace(**rest, blocks=blocks)
 
 
 @contextmanager

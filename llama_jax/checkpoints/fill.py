@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class ArrayParts:
         return out
 
 
-class Memory:
+class ArrayMemory:
     """Memory for the arrays of a model. Small ones lie side by side in large pieces, which have huge pages: to be given
     98 MB takes 8 ms by those, and 50 by pages of 4 KB. A piece is freed with the last of its arrays."""
 
@@ -132,32 +133,32 @@ Rows = Callable[[int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
 def fill(
-    array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: Memory | None = None
-) -> jax.Array:
-    """The array on the devices of `sharding` (None: the default device), of which only the rows that they need are read."""
+    array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: ArrayMemory | None = None
+) -> Any:
+    """The array on the devices of `sharding`, of which only the rows that they need are read; of NumPy where it is None."""
     target = ArrayToFill(array.shape, dtype, sharding)
     rows: Rows = lambda start, stop, out: [array.rows(start, stop, dtype, out[0])]
-    return fill_targets(array, [target], rows, memory or Memory())[0]
+    return fill_targets(array, [target], rows, memory or ArrayMemory())[0]
 
 
-def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: Memory) -> list[jax.Array]:
-    """Arrays with one leading axis, made of the rows of `array` by `rows`."""
+def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: ArrayMemory) -> list[Any]:
+    """Arrays with one leading axis, made of the rows of `array` by `rows`; of NumPy where they have no sharding."""
     places = [target.places() for target in targets]
     distinct = [{_key(place): place for place in there.values()} for there in places]  # several devices may hold the same
     wanted = [(target, list(parts.values())) for target, parts in zip(targets, distinct, strict=True)]
-    found = []
+    found: list[Any] = []
     for target, there, keys, held in zip(targets, places, distinct, shards(array, wanted, rows, memory), strict=True):
+        if target.sharding is None:
+            found += held
+            continue
         parts = dict(zip(keys, held, strict=True))
         pieces = [jax.device_put(parts[_key(place)], device, may_alias=True) for device, place in there.items()]
-        if target.sharding is None:
-            found += pieces
-        else:
-            found.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, pieces))
+        found.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, pieces))
     return found
 
 
 def shards(
-    array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows, memory: Memory
+    array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows, memory: ArrayMemory
 ) -> list[list[np.ndarray]]:
     """The parts of each target that lie at its places, checked and cast; each run of rows that any needs is read once.
 

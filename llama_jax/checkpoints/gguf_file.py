@@ -102,8 +102,8 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
         axes = header.scalar("I")
         if axes > MOST_AXES:
             raise ValueError(f"tensor {shown(name)} has {axes} axes")
-        shape = tuple(header.scalar(header.length) for _ in range(axes))[::-1]
-        listed.append((name, shape, header.scalar("I"), header.scalar("Q")))
+        *sizes, number, offset = header.scalars(header.length * axes + "IQ")
+        listed.append((name, tuple(sizes[::-1]), number, offset))
 
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
@@ -113,7 +113,9 @@ def _read(path: Location, header: Header, texts: bool) -> tuple[dict[str, Any], 
     for name, shape, number, offset in listed:
         if number not in TYPES:
             known = ", ".join(kind for kind, *_ in TYPES.values())
-            raise CheckpointError(f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read")
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} has type {_type_name(number)}; {known} are read: get the model in one of them"
+            )
         kind, *block = TYPES[number]
         if name in tensors:
             raise ValueError(f"tensor {shown(name)} occurs twice")

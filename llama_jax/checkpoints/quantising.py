@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
-from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Memory, Part, check, fill, fill_targets
+from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Part, check, fill, fill_targets
 from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
 from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
@@ -80,8 +81,10 @@ def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
     return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
 
 
-def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: Memory) -> Any:
-    """A parameter on the devices of `sharding`: an array by `fill`, or a quantised weight in its place.
+def fill_weight(
+    array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: ArrayMemory
+) -> Any:
+    """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: one by `fill`, or a quantised weight.
 
     Args:
       dtype: of the computation, and of parameters that are not quantised.
@@ -113,6 +116,14 @@ def fill_weight(array: ArrayParts, dtype: np.dtype, quantize: Quantization | Non
     _check_columns(array, form, sharding)
     blocks = replace(array, parts=tuple(replace(part, tensor=_blocks(part)) for part in array.parts))
     return _fill_planes(blocks, form, dtype, sharding, partial(_kept, blocks, forms[0], form), memory)
+
+
+def placed(params: Any) -> Any:
+    """Parameters of NumPy's arrays on the default device, which takes over their memory if it can: in one call, since each
+    costs as much as ten arrays in it."""
+    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
+    found = jax.device_put(params, may_alias=True)
+    return jax.tree.map(lambda leaf: leaf.arranged() if is_weight(leaf) else leaf, found, is_leaf=is_weight)
 
 
 def _blocks(part: Part) -> Tensor:
@@ -160,7 +171,7 @@ def _fill_planes(
     dtype: np.dtype,
     sharding: Any,
     put: Callable[[int, int, Sequence[np.ndarray]], None],
-    memory: Memory,
+    memory: ArrayMemory,
 ) -> QuantizedWeight:
     """A weight whose planes a function fills, given the first and the last of some rows, and contiguous memory for them."""
     places = shardings_of_planes(form, sharding, len(array.shape))

@@ -19,7 +19,7 @@ import numpy as np
 
 from llama_jax.checkpoints import stored_weights
 from llama_jax.checkpoints.chunks import ArrayRows, ChunkedArray, read_index
-from llama_jax.checkpoints.fill import ArrayParts, Memory, Part
+from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, Part
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
 from llama_jax.checkpoints.quantising import fill_weight
@@ -333,7 +333,7 @@ def _load_shares(
 
     made_of = build(stored.config, parts, stacked=False)
     places = _places(stored.config, shardings)
-    memory = Memory()
+    memory = ArrayMemory()
     return jax.tree.map(lambda array, place: fill_weight(array, target, None, place, memory), made_of, places)
 
 

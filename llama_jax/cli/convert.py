@@ -38,7 +38,7 @@ class Convert:
     """Type of what is written; auto keeps that of the source: from GGUF to GGUF its blocks too, which become float32 in any
     other format. q8_0 and q4_0 are for gguf alone."""
     quantize: QUANTIZE = "none"
-    """For orbax alone: write the matrices in fewer bits; keep leaves what is quantised in the files as it is."""
+    """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
     base: ModelPath | None = None
     """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
     overwrite: bool = False

@@ -39,7 +39,7 @@ class ShowData:
     model: ModelPath | None = None
     """A model's folder or file, whose vocabulary and chat template are taken; by default the bundled stories model."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a folder with one, in place of the model's."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the model's."""
     format: Literal["auto", "llama2", "llama3", "zephyr", "template", "plain"] = "auto"
     """The format of chats; auto is the model's own template, or Llama 3's for its vocabulary."""
     kind: Literal["auto", "chats", "preferences"] = "auto"
@@ -167,8 +167,8 @@ class BuildData:
     """Folder of the shards, which train and eval then take as --data. Its bytes depend on the files, the tokenizer and the
     settings alone. After a stop the same command continues."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a folder with one; by default that of the bundled
-    stories model."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder with one; by default that of
+    the bundled stories model."""
     processes: int | None = None
     """How many work at a time; by default one for each core."""
     unit: int | None = None

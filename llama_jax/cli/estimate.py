@@ -48,7 +48,7 @@ class Estimate:
     """train: one step of AdamW; decode: reading prompts, enlarging the cache, generating."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of computation, parameters and cache; training keeps parameters and optimizer state in float32 regardless. auto
-    is float32, and what is quantized in the files of a model that is not trained itself stays so."""
+    is float32, with the quantized matrices of the files as they are, but for a model that is trained itself."""
     cache: Literal["auto", "int8"] = "auto"
     """When decoding, the type of the key/value cache: auto is --dtype, int8 has a scale for each head and position."""
     quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "keep"] = "none"

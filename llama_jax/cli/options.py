@@ -53,12 +53,13 @@ class LoadOptions:
     """A model's folder or file: Hugging Face, Meta .pth, GGUF, llama2.c or orbax, recognised by content.
     By default the small stories model that comes with the package."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
-    """Type of weights and cache; auto is the type of the stored embedding, or float32 where that is quantised."""
+    """Type of weights and cache, which are then floats. auto keeps quantized weights as the file has them; for the rest it
+    is the type of the stored embedding, or where that is quantized float32 on a CPU and bfloat16 on accelerators."""
     quantize: QUANTIZE = "none"
-    """Quantise the matrices: int8 and fp8 with a scale for each row, int4 with one for each 128 numbers, nf4 as in QLoRA,
-    q8_0 and q4_0 as in GGUF. keep leaves a quantised file as it is, with 4, 5, 6 or 8 bits."""
+    """Quantize the matrices: int8 and fp8 with a scale for each row, int4 with one for each 128 numbers, nf4 as in QLoRA,
+    q8_0 and q4_0 as in GGUF. keep leaves a quantized file as it is and computes in --dtype."""
     rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""
     """Replace the model's rope scaling: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also lengthens the
     context; none removes it."""

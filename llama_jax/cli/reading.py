@@ -59,11 +59,12 @@ class TextOptions:
     """Files, or folders of them: text, .jsonl (both also .gz and .zst), .parquet, .arrow, or token ids in .bin or
     .array_record, as `data build` makes; several after one --data, or one after each. Tokenised once, then cached."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3 or a tokenizer.json; by default the one with the weights."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
-    """Type of the weights and the arithmetic; auto is that of the stored embedding, or float32 where it is quantised."""
+    """Type of weights and arithmetic; auto keeps quantized weights as the file has them, and is for the rest the type of the
+    stored embedding, or where that is quantized float32 on a CPU and bfloat16 on accelerators."""
     quantize: QUANTIZE = "none"
-    """Quantise the matrices, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0, or keep, as the files are."""
+    """Quantize the matrices, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0. keep: those of the files in --dtype."""
     adapter: ModelPath | None = None
     """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
     rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""

@@ -54,7 +54,7 @@ class Train:
     validation_data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH|NAME=PATH ..."), tyro.conf.UseAppendAction] = ()
     """Likewise, for validation; by default a share of the documents of each source of --data is held out."""
     tokenizer: ModelPath | None = None
-    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a model's folder."""
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a model's folder."""
     weights: ModelPath | None = None
     """A model to start from (fine-tuning), of any format; its shape and tokenizer replace the recipe's. To extend its
     context, change model.max_seq_len and model.rope_scaling.kind, .factor and the other settings of that kind."""

@@ -212,11 +212,13 @@ def multiply_group(
     return plain(x, weight, group, out_dtype)
 
 
-def blocks(plain: Callable[..., tuple[int, ...]], rows: int, groups: int, dtype: Any) -> tuple[int, ...]:
-    """`grouped`'s lengths of blocks: where groups have few rows none that `native` does not multiply."""
-    most = FEW_ROWS.get(str(dtype), 0) if native_code.value else 0
-    few = rows <= most * groups
-    return tuple(length for length in plain(rows, groups, dtype) if length <= most or not few)
+def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -> Any:
+    """`grouped`'s blocks: where groups have few rows as `native` multiplies, which reads a matrix once for each block."""
+    found = plain(weight, rows, groups)
+    most = FEW_ROWS.get(str(weight.dtype), 0) if native_code.value and not hasattr(weight, "project") else 0
+    if rows > most * groups:
+        return found
+    return found._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
 
 
 def is_native(kind: str) -> bool:

@@ -26,6 +26,7 @@ from llama_jax.ops.platform import lowering_platform, native_code, planned_for, 
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 512, 32  # rows multiplied at once
 ROWS_OF_A_GROUP = 8  # for each row of the smallest block, of which half may be computed in vain
+QUANTIZED_BLOCKS = (512, 256, 128, 64, 16, 4, 1)
 GPU_ROWS = 2  # for each group, up to which they are multiplied one by one
 KERNEL_ROWS, KERNEL_COLUMNS = (128, 512), 512  # a tile of the TPU's kernel: rows at least and at most, columns
 
@@ -225,15 +226,59 @@ def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype:
     return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
 
 
-@for_cpu(cpu.blocks)
-def _blocks(rows: int, groups: int, dtype: Any) -> tuple[int, ...]:
-    """Lengths of the blocks into which a group's rows are divided, the longest first: powers of two.
+class RowBlocks(NamedTuple):
+    """Into which the rows of each group are divided.
 
-    The last may reach beyond the group. It is short where groups are: of even groups a sixteenth is computed in vain.
+    Attributes:
+      lengths: powers of two, the longest first.
+      at_once: the rows that are left after blocks of the longest are one block, the shortest that holds them, where reading
+        the matrix takes longer than its products. Otherwise several, each as long as it can be, and only the last may reach
+        beyond the group.
     """
+
+    lengths: tuple[int, ...]
+    at_once: bool = False
+
+    @property
+    def beyond(self) -> int:
+        """Rows that a block reaches beyond its group at most."""
+        if not self.at_once:
+            return self.lengths[-1] - 1
+        return max(length - shorter - 1 for length, shorter in zip(self.lengths, (*self.lengths[1:], 0), strict=True))
+
+    def within(self, rows: int) -> RowBlocks:
+        """Without lengths that no group of so many rows needs."""
+        pairs = zip(self.lengths, (*self.lengths[1:], 0), strict=True)
+        return self._replace(lengths=tuple(length for length, shorter in pairs if shorter < rows))
+
+    def of_group(self, start: jax.Array, size: jax.Array, body: Callable[[int, Any, Any], Any], carry: Any) -> Any:
+        """`body(length, start, carry)` of each block of a group, in order."""
+        longest, left = self.lengths[0], size % self.lengths[0]
+        for length, shorter in zip(self.lengths, (*self.lengths[1:], 0), strict=True):
+            if self.at_once:
+                count = jnp.where((left > shorter) & (left <= length), 1, 0)
+                count += size // longest if length == longest else 0
+            else:
+                count = size // length if shorter else -(-size // length)
+                size = size - count * length
+            carry = lax.fori_loop(0, count, lambda i, carry, n=length, at=start: body(n, at + i * n, carry), carry)
+            start += count * length
+        return carry
+
+
+def _blocks(rows: int, groups: int) -> RowBlocks:
+    """Of even groups a sixteenth is computed in vain."""
     smallest = _power_of_two(min(SMALLEST_BLOCK, max(1, rows // (ROWS_OF_A_GROUP * groups))))
     largest = _power_of_two(min(LARGEST_BLOCK, max(1, rows)))
-    return tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1))
+    return RowBlocks(tuple(1 << i for i in range(largest.bit_length() - 1, smallest.bit_length() - 2, -1)))
+
+
+@for_cpu(cpu.blocks_for)
+def _blocks_for(weight: Any, rows: int, groups: int) -> RowBlocks:
+    """To multiply with a weight [E, N, K]."""
+    if not hasattr(weight, "project"):
+        return _blocks(rows, groups)
+    return RowBlocks(QUANTIZED_BLOCKS, at_once=True).within(rows)
 
 
 def _power_of_two(n: int) -> int:
@@ -253,29 +298,17 @@ def _for_each_group(sizes: jax.Array, body: Callable[[jax.Array, jax.Array, jax.
     return lax.fori_loop(0, jnp.sum(sizes > 0), step, carry)
 
 
-def _for_each_block(
-    lengths: tuple[int, ...], start: Any, size: Any, body: Callable[[int, Any, Any], Any], carry: Any
-) -> Any:
-    """`body(length, start, carry)` of the blocks of a group, in order; the last may reach beyond the group."""
-    end = start + size
-    for length in lengths:
-        count = (end - start) // length if length != lengths[-1] else -((start - end) // length)
-        carry = lax.fori_loop(0, count, lambda i, carry, n=length, at=start: body(n, at + i * n, carry), carry)
-        start += count * length
-    return carry
-
-
 def _by_blocks(
     multiply_block: Callable[[jax.Array, Any, jax.Array], jax.Array], x: jax.Array, weight: Any, sizes: jax.Array, out: Any
 ) -> jax.Array:
     """`multiply_block(rows, weight, group)` of blocks of each group's rows, as an array like `out`.
 
-    A block that reaches beyond its group writes rows of the next one, which then writes them itself.
+    A block that reaches beyond its group writes rows of later ones, which then write them themselves.
     """
     rows, groups = len(x), len(sizes)
-    lengths = _blocks(rows, groups, x.dtype)
-    padded = cpu.keep(jnp.pad(x, [(0, lengths[-1] - 1), (0, 0)]))
-    found = cpu.keep(jnp.zeros_like(x, out.dtype, (rows + lengths[-1] - 1, out.shape[1])))  # vary as `x` does
+    blocks = _blocks_for(weight, rows, groups)
+    padded = cpu.keep(jnp.pad(x, [(0, blocks.beyond), (0, 0)]))
+    found = cpu.keep(jnp.zeros_like(x, out.dtype, (rows + blocks.beyond, out.shape[1])))  # vary as `x` does
 
     def of_block(group: jax.Array, length: int, start: jax.Array, found: Any) -> Any:
         product = multiply_block(_slice(padded, start, length), weight, group)
@@ -283,7 +316,7 @@ def _by_blocks(
         return jax.tree.map(put, found, cpu.keep(product.astype(out.dtype)))
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, found: Any) -> Any:
-        return _for_each_block(lengths, start, size, partial(of_block, group), found)
+        return blocks.of_group(start, size, partial(of_block, group), found)
 
     if rows <= groups and lowering_platform() != "cpu":
         # A loop of known length: a GPU otherwise waits for the host before each turn.
@@ -330,17 +363,17 @@ def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 
 def _outer_by_blocks(a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype: Any) -> jax.Array:
     wide = jnp.promote_types(a.dtype, jnp.float32)
-    lengths = _blocks(len(a), len(sizes), a.dtype)
-    padded = [cpu.keep(jnp.pad(array, [(0, lengths[-1] - 1), (0, 0)])) for array in (a, b)]
+    blocks = _blocks(len(a), len(sizes))
+    padded = [cpu.keep(jnp.pad(array, [(0, blocks.beyond), (0, 0)])) for array in (a, b)]
 
     def of_group(group: jax.Array, start: jax.Array, size: jax.Array, out: Any) -> Any:
         def add(length: int, at: jax.Array, total: jax.Array) -> jax.Array:
             rows, others = (_slice(array, at, length) for array in padded)
-            if length == lengths[-1] > 1:  # the last
+            if length == blocks.lengths[-1] > 1:  # the last
                 rows = jnp.where((at + jnp.arange(length) < start + size)[:, None], rows, 0)
             return total + sum_of_outer(rows, others, wide)
 
-        total = _for_each_block(lengths, start, size, add, jnp.zeros_like(a, wide, (a.shape[1], b.shape[1])))
+        total = blocks.of_group(start, size, add, jnp.zeros_like(a, wide, (a.shape[1], b.shape[1])))
         put = partial(lax.dynamic_update_index_in_dim, index=group, axis=0)
         return jax.tree.map(put, out, cpu.keep(total.astype(out_dtype)))
 

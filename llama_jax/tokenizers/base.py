@@ -20,6 +20,7 @@ ENDS = {
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 }
+DEEPEST = 16  # letters; a pattern of longer names would be nested too deeply
 
 
 class Tokenizer(Protocol):
@@ -53,8 +54,8 @@ class Tokenizer(Protocol):
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
         The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
-        begin-of-sequence token, with which llama2.c's stories end. Of a vocabulary in GGUF: exactly those at which
-        llama.cpp ends.
+        begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Of a
+        vocabulary in GGUF: exactly those at which llama.cpp ends.
         """
         ...
 
@@ -141,8 +142,20 @@ def special_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)  # to make one takes longer than to look through a chat with it
 def _pattern_of(names: tuple[str, ...]) -> re.Pattern[str]:
-    longest_first = sorted(filter(None, names), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    return re.compile(_letter_by_letter([name for name in names if name]) or "(?!)")
+
+
+def _letter_by_letter(names: Sequence[str], depth: int = 0) -> str:
+    """A pattern that tries each letter once; Gemma's 6,000 names one after the other would take a second for 100 kB."""
+    if depth == DEEPEST:
+        return f"(?:{'|'.join(map(re.escape, sorted(names, key=len, reverse=True)))})"
+    rests: dict[str, list[str]] = {}
+    for name in filter(None, names):
+        rests.setdefault(name[0], []).append(name[1:])
+    body = "|".join(re.escape(letter) + _letter_by_letter(rest, depth + 1) for letter, rest in rests.items())
+    if body and "" in names:
+        return f"(?:{body})?"
+    return f"(?:{body})" if len(rests) > 1 else body
 
 
 def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:

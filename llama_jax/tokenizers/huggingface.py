@@ -128,7 +128,7 @@ class HuggingFaceTokenizer(EncodesParts):
         self._names = {i: name for name, i in self.special_tokens.items()}
         self._pattern = special_pattern([*self.special_tokens, MARK])
         self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
-        self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.stop_ids = ending_ids(self.bos_id if self.add_bos else -1, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:

@@ -104,7 +104,7 @@ _BAILING = PreTokenizer((rf"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|{WORD}|{D
 _LINES = PreTokenizer((NEWLINES,), spells_bytes=False)
 _GEMMA_4 = replace(_LINES, add_bos=True)
 
-# In llama.cpp's order. Of two names for the same thing the first is written.
+# Of several names for the same thing the first is written.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "default": _DEFAULT,
     "llama-bpe": _LLAMA_3,
@@ -139,9 +139,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
         ignore_merges=True,
     ),
     "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", GPT_2, r"[0-9][0-9][0-9]")),
-    "mpt": _GPT_2,
     "starcoder": _SINGLE_DIGITS,
     "gpt-2": _GPT_2,
+    "mpt": _GPT_2,
     "phi-2": _GPT_2,
     "jina-es": _GPT_2,
     "jina-de": _GPT_2,

@@ -187,6 +187,9 @@ class ReplyEncoder:
         for given in (texts, [(text.replace(SPACE, " "), said) for text, said in texts]):
             flags = [said for text, said in given for _ in text.encode()]
             wanted = "".join(text for text, _ in given).encode()
+            if spelt not in (wanted, b" " + wanted):  # the special token before may take the white space away
+                wanted = wanted.lstrip()
+                flags = flags[len(flags) - len(wanted) :]
             if spelt == b" " + wanted:  # the space that a vocabulary puts before a text is part of what follows
                 flags = flags[:1] + flags
             elif spelt != wanted:

@@ -82,7 +82,7 @@ class TiktokenTokenizer(EncodesParts):
         self.eos_id = self.special_tokens.get(settings.eos_token or "", self.special_tokens["<|end_of_text|>"])
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
-        self.stop_ids = ending_ids(self.bos_id, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.stop_ids = ending_ids(self.bos_id if self.add_bos else -1, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:

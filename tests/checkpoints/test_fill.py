@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.checkpoints import fill as room
-from llama_jax.checkpoints.fill import ArrayParts, ArrayToFill, Memory, Part, cast, check, fill, shards
+from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Part, cast, check, fill, shards
 from llama_jax.checkpoints.layout import Turned
 from llama_jax.checkpoints.memory import Held
 from llama_jax.checkpoints.tensors import Dense, Joined
@@ -70,7 +70,7 @@ def test_each_place_gets_its_part_and_no_other_row_is_read(layout, run):
         patch.setattr(room, "RUN", run)
         array = ArrayParts(shape, tuple(parts))
         wanted = [(ArrayToFill(shape, F32), places)]
-        (held,) = shards(array, wanted, lambda start, stop, out: [array.rows(start, stop, F32, out[0])], Memory())
+        (held,) = shards(array, wanted, lambda start, stop, out: [array.rows(start, stop, F32, out[0])], ArrayMemory())
     for place, got in zip(places, held, strict=True):
         np.testing.assert_array_equal(got, whole[place])
         assert got.ctypes.data % room.ALIGNMENT == 0

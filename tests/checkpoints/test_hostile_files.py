@@ -29,6 +29,18 @@ def test_numbers_of_a_gguf_stay_packed(letter, tmp_path):
         assert read_file(path)[0]["k"] == values
 
 
+def test_texts_of_a_gguf_are_read_in_order_or_passed_over(tmp_path):
+    """Those of usual lengths are taken together: beside them long and empty ones, zeros, and bytes that are no UTF-8."""
+    some = [b"a", b"llama " * 40, b"", b"\0\0x", b"\xe2\x96", b"x" * 300, "ü▁".encode(), b"\0" * 9, b"y" * 255, b"z"]
+    texts = [each for i in range(3000) for each in (*some[i % len(some) :], b"%d" % i)]
+    values = struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(text, texts))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_header(text(b"k"), values, text(b"after"), struct.pack("<II", 4, 7), fields=2))
+    expected = [each.decode("utf-8", "surrogateescape") for each in texts]
+    assert read_file(path)[0] == {"GGUF.version": 3, "k": expected, "after": 7}
+    assert read_file(path, texts=False)[0] == {"GGUF.version": 3, "after": 7}
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

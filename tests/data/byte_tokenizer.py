@@ -19,13 +19,14 @@ class ByteTokenizer:
     vocab_size: int = 258
     bos_id: int = BOS
     eos_id: int = EOS
+    puts_bos: bool = True
     space_prefix: bool = False
     shift: int = 0  # another way to encode
     encoded: int = 0
 
     @property
     def add_bos(self) -> bool:
-        return self.bos_id >= 0
+        return self.puts_bos and self.bos_id >= 0
 
     @property
     def special_tokens(self) -> dict[str, int]:

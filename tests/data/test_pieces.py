@@ -88,6 +88,9 @@ def test_text_is_between_bos_and_eos_where_the_vocabulary_has_them(tmp_path):
     path.write_text("é")
     assert documents(path) == [([BOS, 0xC3, 0xA9, EOS], 2)]
     assert documents(path, ByteTokenizer(bos_id=-1, eos_id=-1)) == [([0xC3, 0xA9], 2)]
+    without = ByteTokenizer(puts_bos=False)  # whose own rule puts none
+    assert documents(path, without) == [([0xC3, 0xA9, EOS], 2)]
+    assert examine(without).fingerprint != examine(ByteTokenizer()).fingerprint  # so what was tokenized with one is not used
     lines = path.rename(tmp_path / "some.JSONL")
     lines.write_text('{"text": "a"}')
     assert documents(lines) == [([BOS, 97, EOS], 1)]

@@ -100,6 +100,13 @@ def test_every_epoch_has_all_prompts_and_every_answer_a_stream_of_its_own():
     assert not set(held.seeds.tolist()) & set(seeds.tolist())
 
 
+def test_a_prompt_begins_as_the_vocabularys_own_rule_says(tmp_path):
+    file = written(tmp_path / "p.jsonl", [{"prompt": "a"}])
+    for puts in (True, False):
+        tokenizer = Tokenizer(puts_bos=puts)
+        assert list(open_prompts(file, tokenizer, 8).ids) == [(tokenizer.bos_id,) * puts + (97,)]
+
+
 def test_a_prompt_of_no_token_is_refused(tmp_path):
     without = Tokenizer(bos_id=-1)
     with pytest.raises(DataError, match="line 2: prompt='' has no token"):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_quantized_weights import random_planes
 
 from llama_jax import ops
 from llama_jax.ops import grouped, moe, native
 from llama_jax.ops.platform import native_code, planned_for
-from llama_jax.ops.weights import quantized
+from llama_jax.ops.weights import QuantizedWeight, quantized
 
 DIM, HIDDEN = 16, 24
 
@@ -245,3 +246,23 @@ def test_on_each_device():
         lambda x, *rest: jax.lax.psum(loss(x, *rest), "d"), mesh=mesh, in_specs=(P("d"), *[P()] * 4), out_specs=P()
     )
     close(jax.jit(jax.grad(total, argnums=(1, 2, 3, 4)))(x, *rest), wanted, 1e-5)
+
+
+@pytest.mark.skipif(not native.usable("blocks"), reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "q4_k" else pytest.param(kind, marks=pytest.mark.slow) for kind in native.KINDS]
+)
+def test_every_kind_is_read_where_it_lies(kind):
+    """Bit for bit as each group's weight by itself."""
+    planes = [random_planes(kind, 40, 512, seed) for seed in range(4)]
+    weight_of = lambda planes: QuantizedWeight(tuple(map(jax.device_put, planes)), kind, "float32")
+    x = jax.device_put(np.random.default_rng(0).normal(size=(9, 512)).astype(np.float32))
+    sizes = np.array([2, 0, 6, 1], np.int32)
+    program = jax.jit(grouped.grouped).lower(x, weight_of(map(np.stack, zip(*planes, strict=True))), sizes)
+    assert native.TARGET + native.OF_GROUP in program.as_text()
+    found = program.compile()(x, weight_of(map(np.stack, zip(*planes, strict=True))), sizes)
+    rows = np.split(np.asarray(x), np.cumsum(sizes)[:-1])
+    wanted = [
+        weight_of(own).project(jnp.asarray(part), np.float32) for own, part in zip(planes, rows, strict=True) if len(part)
+    ]
+    np.testing.assert_array_equal(found, np.concatenate(wanted))

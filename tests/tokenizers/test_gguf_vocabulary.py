@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
-from llama_jax.tokenizers import encode_chat, load_tokenizer
+from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
 from llama_jax.tokenizers.base import ENDS
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import from_json
@@ -234,8 +234,25 @@ def test_phi_3s_tokens_take_the_white_space_after_them_away(pairs):
         end = fields["tokenizer.ggml.tokens"].index("<|user|>")
         assert phi.encode("<|user|>\n once", bos=False, special=True) == [end, *phi.encode("once", bos=False)]
         assert len(other.encode("<|user|>\n once", bos=False, special=True)) > 1 + len(phi.encode("once", bos=False))
+        phi.chat_template = "{% for m in messages %}<|user|>\n{{ m.content }}{% endfor %}"
+        with ReplyEncoder(phi) as encoder:  # what is left is the assistant's
+            taught = encoder.chat([{"role": "user", "content": "once"}, {"role": "assistant", "content": "a"}])
+        assert taught.ids == [end, *phi.encode("once", bos=False), end, *phi.encode("a", bos=False)]
+        assert taught.targets[-1]
         assert "general.name" in to_metadata(phi)
         assert "general.name" not in to_metadata(other)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
+def test_a_folder_has_the_same_rule(pairs, kind, tmp_path):
+    for said in (True, False):
+        tokenizer = from_metadata(to_metadata(pairs[kind][0]) | {"tokenizer.ggml.add_bos_token": said}, "x.gguf")
+        (folder := tmp_path / str(said)).mkdir()
+        tokenizer.save(folder)
+        again = load_tokenizer(folder)
+        assert again.add_bos is said
+        assert again.encode("once upon a time 🦙") == tokenizer.encode("once upon a time 🦙")
+        assert to_metadata(again)["tokenizer.ggml.add_bos_token"] is said
 
 
 def test_two_tokens_of_one_text(fields):
@@ -299,7 +316,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "
             False,
             "deepseek-v3",
         ),
-        (BYTES, False, "mpt"),
+        (BYTES, False, "gpt-2"),
         ({"type": "Sequence", "pretokenizers": [DIGITS, BYTES]}, False, "starcoder"),
         (BYTES | {"add_prefix_space": True}, False, None),
         (split("a+"), False, None),

@@ -141,6 +141,17 @@ def test_a_prompt_and_what_follows_it(tmp_path, kind):
         assert len(encoder.pair(f"{begin}once", f" a{end}").ids) > len(encoder.pair("once", " a").ids) + 2
 
 
+def test_a_bos_is_put_by_the_vocabularys_own_rule(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "bytes")
+    chat = [{"role": "user", "content": "once"}]
+    for puts in (True, False):
+        tokenizer.add_bos = puts
+        with ReplyEncoder(tokenizer, "plain") as encoder:
+            taught = encoder.pair("once", " a")
+        assert taught.ids == [tokenizer.bos_id] * puts + tokenizer.encode("once a", bos=False, eos=True)
+        assert encode_chat(tokenizer, chat, "plain") == tokenizer.encode("once")
+
+
 def test_characters_of_several_tokens_are_targets_whole(all_kinds):
     tokenizer = all_kinds["marked"]
     with ReplyEncoder(tokenizer) as encoder:

@@ -170,8 +170,14 @@ def joined(arrays: list[Array]) -> Array:
 
 
 def shifted(x: Array, shifts: tuple[int, ...], mask: int) -> Array:
-    """Parts of integers, [..., n] as [..., len(shifts), n]; a concatenation XLA would write before it is read."""
-    return (x[..., None, :] >> np.asarray(shifts, x.dtype)[:, None]) & mask
+    """Parts of integers, [..., n] as [..., len(shifts), n].
+
+    A concatenation would be written on a GPU before it is read. A TPU's compiler writes the broadcast instead, with a
+    quarter more of its cycles (`q4_0` and `q4_k`).
+    """
+    if isinstance(x, np.ndarray) or lowering_platform() == "gpu":
+        return (x[..., None, :] >> np.asarray(shifts, x.dtype)[:, None]) & mask
+    return joined([(x >> np.asarray(shift, x.dtype)) & mask for shift in shifts]).reshape(*x.shape[:-1], len(shifts), -1)
 
 
 def nibbles(x: Array, size: int) -> Array:
