@@ -659,7 +659,7 @@ def test_commands_know_them(models, kind, tmp_path, monkeypatch, capsys):
     words |= {"smollm3": "1 layers over all tokens, without RoPE", "olmo2": "after attention", "granite": "logits scaling"}
     words |= {"ministral3": "query scaling", "olmo3": "4 layers within 6 tokens, with unscaled RoPE", "phi3": "12 of a head"}
     words |= {"gemma3_text": "theta 100", "qwen3_moe": "6, 3 for a token"}
-    words |= {"llama4_text": "4 layers over all tokens in chunks of 8,192"}
+    words |= {"llama4_text": "4 layers within chunks of 8,192 tokens"}
     for path in ("model", "model.gguf"):
         monkeypatch.setattr(sys, "argv", ["llama-jax", "inspect", str(tmp_path / path)])
         main()

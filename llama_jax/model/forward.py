@@ -80,7 +80,7 @@ class _Step(NamedTuple):
 
     Attributes:
       rope: cosine and sine of the new tokens' positions, float32[B, 1, T, 1, H/2], for each kind of layer.
-      seen: which keys each query sees, by chunk: in the order of `_chunks`.
+      seen: which keys each query sees, for each different one of `_chunks`.
       slots: where the new tokens are written, see `slots_of`; None without a cache.
       lengths: int32[B], slots of a row that then hold keys; None without a cache or where slots are a ring.
       sink_rope: as `rope`, of the queries as the sinks see them; None without sinks.
@@ -109,8 +109,9 @@ def run(
     check_arguments(config, params, tokens, cache, places)
     kinds = config.layer_kinds
     kind_of = [kinds.index(config.layer(i)) for i in range(config.n_layers)]
-    mix = _mixing_of(config, compute, layout, cache)
-    step = _step_of(config, tokens, cache, places)
+    chunks = _chunks(config, tokens, cache, places)
+    mix = _mixing_of(config, compute, layout, cache, chunks)
+    step = _step_of(config, tokens, cache, places, chunks)
     embedded = ops.look_up(params.embedding, layout.constrain(tokens, "tokens"))
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     hidden = layout.constrain(layout.constrain(embedded, "embedded"), "residual")
@@ -179,7 +180,7 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 
 def _mixing_of(
-    config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | None
+    config: LlamaConfig, compute: Compute, layout: Layout, cache: KVCache | None, chunks: list[int | None]
 ) -> Callable[[int | jax.Array, _Heads, View, tuple[Seen, ...]], jax.Array]:
     """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
@@ -188,10 +189,9 @@ def _mixing_of(
     options: dict[str, Any] = {"scale": config.score_scale}
     remembered = () if cache is None or cache.window is None else (cache.window,)
     own = [() if layer.window is None else (layer.window,) for layer in config.layer_kinds]
-    chunks = _chunks(config)
+    some = list(dict.fromkeys(chunks))
     masks = [
-        (min((*window, *remembered), default=None), chunks.index(layer.chunk))
-        for window, layer in zip(own, config.layer_kinds, strict=True)
+        (min((*window, *remembered), default=None), some.index(chunk)) for window, chunk in zip(own, chunks, strict=True)
     ]
     different = list(dict.fromkeys(masks))
 
@@ -219,18 +219,21 @@ def _mixing_of(
     return mix
 
 
-def _chunks(config: LlamaConfig) -> list[int | None]:
-    """The different chunks of the layers."""
-    return list(dict.fromkeys(layer.chunk for layer in config.layer_kinds))
+def _chunks(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> list[int | None]:
+    """The chunk of each kind of layer, None where all that can be seen is in one."""
+    end: int | None = tokens.shape[1]  # all positions are below it
+    if cache is not None and not cache.fresh:
+        end = cache.capacity if cache.window is None else None
+    end = end if places.positions is None else None
+    return [
+        None if end is not None and layer.chunk is not None and end <= layer.chunk else layer.chunk
+        for layer in config.layer_kinds
+    ]
 
 
-def _in_chunks(config: LlamaConfig, seen: Seen, chunk: int | None, places: Places, most: int | None) -> Seen:
-    """What queries see in layers with chunks, which are segments of the documents.
-
-    Args:
-      most: tokens of a row that positions count from 0; None where they have no limit.
-    """
-    if chunk is None or (places.positions is None and most is not None and most <= chunk):
+def _in_chunks(config: LlamaConfig, seen: Seen, chunk: int | None, places: Places) -> Seen:
+    """What queries see in layers with chunks, which are segments of the documents."""
+    if chunk is None:
         return seen
     positions = seen.query_positions, seen.key_positions
     if places.positions is not None:
@@ -243,7 +246,9 @@ def _in_chunks(config: LlamaConfig, seen: Seen, chunk: int | None, places: Place
     return seen.replace(query_segments=queries, key_segments=keys, by_slot=False)
 
 
-def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places) -> _Step:
+def _step_of(
+    config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, places: Places, chunks: list[int | None]
+) -> _Step:
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
     slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order
@@ -266,11 +271,11 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
         scale = 1 + scaling.beta * jnp.log1p((counted // scaling.context).astype(jnp.float32))
         scale = scale[:, None, :, None, None]
 
-    def by_chunk(seen: Seen, most: int | None) -> tuple[Seen, ...]:
-        return tuple(_in_chunks(config, seen, chunk, places, most) for chunk in _chunks(config))
+    def by_chunk(seen: Seen) -> tuple[Seen, ...]:
+        return tuple(_in_chunks(config, seen, chunk, places) for chunk in dict.fromkeys(chunks))
 
     if cache is None or cache.fresh:
-        seen = by_chunk(Seen.whole(new, places.segment_ids), new)
+        seen = by_chunk(Seen.whole(new, places.segment_ids))
         return _Step(own, seen, None if cache is None else slots_of(cache, new), query_scale=scale)
     held = key_positions(cache, new)
     sink_rope = None
@@ -279,9 +284,9 @@ def _step_of(config: LlamaConfig, tokens: jax.Array, cache: KVCache | None, plac
         # (Xiao et al. 2023, section 3.2). So no distance is ever longer than sinks and window together.
         sink_rope = rope(jnp.minimum(slots, cache.sinks + cache.window - 1))
     if held is None:
-        seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True), cache.capacity)
+        seen = by_chunk(Seen(slots, jnp.arange(cache.capacity, dtype=jnp.int32)[None], by_slot=True))
         return _Step(own, seen, slots_of(cache, new), cache.length + new, query_scale=scale)
-    seen = by_chunk(Seen(slots, held), None)
+    seen = by_chunk(Seen(slots, held))
     return _Step(own, seen, slots_of(cache, new), sink_rope=sink_rope, query_scale=scale)
 
 
