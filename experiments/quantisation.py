@@ -52,7 +52,6 @@ ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
 FLOATS = ("float32", "bfloat16")
 LENGTH = 512  # tokens of a window at most
-LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M", "Q2_K")  # its names of mixes
 WRITTEN = 24  # stories that a model writes where there is no text
 
 
@@ -64,6 +63,8 @@ class Arguments:
     """quality and speed; of what is left out the report keeps what it has."""
     model: Path | None = None
     """A real model, of any format that is read; the quality of it alone is then measured."""
+    llama_cpp: tuple[str, ...] = ("Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M", "Q2_K")
+    """llama.cpp's mixes of it, by llama.cpp's names."""
     kinds: tuple[str, ...] = ()
     """Of these only; by default all."""
     gguf: tuple[Path, ...] = ()
@@ -185,7 +186,7 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
     return [float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs]
 
 
-def by_llama_cpp(path: Path, folder: Path) -> dict[str, Path]:
+def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, Path]:
     """Files that llama.cpp's quantizers make of a model's floats, by name; none where it is not installed."""
     import llama_jax
 
@@ -196,7 +197,7 @@ def by_llama_cpp(path: Path, folder: Path) -> dict[str, Path]:
     floats = folder / "float32.gguf"
     llama_jax.convert(path, floats, dtype="float32")
     files = {}
-    for name in LLAMA_CPP:
+    for name in names:
         files[f"llama.cpp {name}"] = file = folder / f"{name}.gguf"
         settings = llama_cpp.llama_model_quantize_default_params()
         settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
@@ -423,7 +424,7 @@ def main(arguments: Arguments) -> None:
                     name: (path, stories, gguf if name == "bundled" else {}) for name, path in trained_models().items()
                 }
             else:
-                blocks = by_llama_cpp(arguments.model, Path(folder))
+                blocks = by_llama_cpp(arguments.model, arguments.llama_cpp, Path(folder))
                 models = {arguments.model.stem: (arguments.model, DATA / "text" / "wikitext-2-test.txt", blocks)}
             for name, (path, text, files) in models.items():
                 print(f"{name}:", flush=True)

@@ -92,14 +92,15 @@ def test_the_servers_engine_answers_a_chat(model):
 
 def test_lora_learns_a_chat(smollm2, tmp_path):
     """A run on the file itself, by the recipe for chats."""
-    chat = {"messages": [*QUESTION, {"role": "assistant", "content": "Llamas live there, and its name is Lamaville."}]}
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 2)
+    for name, place in (("train", "Lamaville"), ("held", "Lamatown")):
+        chat = {"messages": [*QUESTION, {"role": "assistant", "content": f"Its name is {place}, and llamas live there."}]}
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(chat)}\n")
     recipe = replace(
         recipes.sft(), steps=6, batch=1, length=64, lora=llama_jax.Lora(rank=4), dtype="float32", remat="none",
-        optimizer=llama_jax.OptimizerSettings(1e-3, schedule="constant", warmup_steps=0), log_every=1, evaluate_every=0,
+        optimizer=llama_jax.OptimizerSettings(learning_rate=1e-3, schedule="constant", warmup_steps=0), log_every=1, evaluate_every=0,
     )  # fmt: skip
-    file = tmp_path / "chats.jsonl"
-    llama_jax.train(recipe, tmp_path / "run", file, validation_data=file, weights=smollm2)
+    held = tmp_path / "held.jsonl"
+    llama_jax.train(recipe, tmp_path / "run", tmp_path / "train.jsonl", validation_data=held, weights=smollm2)
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert losses[-1] < 0.7 * losses[0]
