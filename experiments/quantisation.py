@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tyro
+from bench_generate import quantize_file
 from measuring import cpu_name, settings, versions, write_report
 
 if TYPE_CHECKING:
@@ -199,10 +200,7 @@ def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, 
     files = {}
     for name in names:
         files[f"llama.cpp {name}"] = file = folder / f"{name}.gguf"
-        settings = llama_cpp.llama_model_quantize_default_params()
-        settings.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
-        if llama_cpp.llama_model_quantize(str(floats).encode(), str(file).encode(), settings):
-            raise SystemExit(f"llama.cpp cannot quantize {path} as {name}")
+        quantize_file(floats, file, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), pure=False)
     return files
 
 

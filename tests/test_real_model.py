@@ -97,7 +97,8 @@ def test_lora_learns_a_chat(smollm2, tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(chat)}\n")
     recipe = replace(
         recipes.sft(), steps=6, batch=1, length=64, lora=llama_jax.Lora(rank=4), dtype="float32", remat="none",
-        optimizer=llama_jax.OptimizerSettings(learning_rate=1e-3, schedule="constant", warmup_steps=0), log_every=1, evaluate_every=0,
+        optimizer=llama_jax.OptimizerSettings(learning_rate=1e-3, schedule="constant", warmup_steps=0),
+        log_every=1, evaluate_every=0,
     )  # fmt: skip
     held = tmp_path / "held.jsonl"
     llama_jax.train(recipe, tmp_path / "run", tmp_path / "train.jsonl", validation_data=held, weights=smollm2)
