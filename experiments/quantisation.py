@@ -213,8 +213,17 @@ def in_file(path: Path) -> dict[str, float]:
     return {"bytes": size, "bits": 8 * size / int(sum(tensor.n_elements for tensor in tensors))}
 
 
-def quality(path: Path, text: Path, kinds: tuple[str, ...], files: dict[str, Path], most: int) -> dict[str, Any]:
-    """Of each kind of a model, and of files of it; of one that it cannot be kept as, why."""
+def quality(
+    path: Path,
+    text: Path,
+    kinds: tuple[str, ...],
+    files: dict[str, Path],
+    most: int,
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Write down, after each kind of a model and after each file of it, what was found so far; of a kind that it cannot be
+    kept as, why.
+    """
     import llama_jax
     from llama_jax.errors import UserError
     from llama_jax.runs.divergence import divergence
@@ -232,7 +241,7 @@ def quality(path: Path, text: Path, kinds: tuple[str, ...], files: dict[str, Pat
             ours = make()
         except UserError as error:
             rows[kind] = {"refused": str(error)}
-            print(f"  {kind:9} {error}", flush=True)
+            print(f"  {kind:16} {error}", flush=True)
             continue
         found = asdict(divergence(config, ours, params, corpus, batch=1, length=min(LENGTH, config.max_seq_len)))
         model, dense = found.pop("model"), found.pop("reference")
@@ -249,7 +258,7 @@ def quality(path: Path, text: Path, kinds: tuple[str, ...], files: dict[str, Pat
             f"  perplexity x {found['perplexity_ratio']:.4f}  same token {found['same_top']:.2%}",
             flush=True,
         )
-    return {"read": read, "tokens": dense["tokens"], "perplexity": dense["perplexity"], "kinds": rows}
+        write({"read": read, "tokens": dense["tokens"], "perplexity": dense["perplexity"], "kinds": rows})
 
 
 # --- speed ---------------------------------------------------------------------------------------------------------------
@@ -426,9 +435,13 @@ def main(arguments: Arguments) -> None:
                 models = {arguments.model.stem: (arguments.model, DATA / "text" / "wikitext-2-test.txt", blocks)}
             for name, (path, text, files) in models.items():
                 print(f"{name}:", flush=True)
-                found = {name: quality(path, text, makes, files, arguments.tokens)}
-                report["quality"] = (found if arguments.model else {}) | report.get("quality", {}) | found
-                write_report(arguments.output, report)
+
+                def write(found: dict[str, Any], name: str = name) -> None:
+                    before = report.get("quality", {})
+                    report["quality"] = ({name: found} if arguments.model else {}) | before | {name: found}
+                    write_report(arguments.output, report)
+
+                quality(path, text, makes, files, arguments.tokens, write)
     if "speed" in arguments.stages:
         for shape in arguments.shapes:
             report["speed"] = report.get("speed", {}) | {shape: speed(shape, kinds, arguments)}
