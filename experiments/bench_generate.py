@@ -9,6 +9,8 @@ ratio of medians within the run are reported; absolute figures depend on the mac
     python experiments/bench_generate.py --shapes stories-110m --peers llama_jax llama_jax:bfloat16 llama_jax:int8 \
         llama_jax:q4_0 llama.cpp:q8_0 llama.cpp:q4_0
     python experiments/bench_generate.py --shapes stories-110m --peers llama_jax:q4_k llama.cpp:q4_k  # both read one file
+    python experiments/bench_generate.py --model SmolLM2-135M-Instruct.Q4_1.gguf --peers llama_jax:keep llama.cpp \
+        llama_jax llama_jax:bfloat16 llama_jax:int8 llama_jax:q4_0     # a real model, in its file's kind and in others
 
 What is timed:
   decode   tokens/s of `new_tokens` greedy steps after a prompt of `prompt_tokens`, batch 1 and batch 8 (sum of rows).
@@ -47,6 +49,9 @@ class Arguments:
 
     shapes: tuple[str, ...] = ("stories-15m", "stories-110m", "tinyllama-1.1b")
     """Presets to measure, random weights."""
+    model: Path | None = None
+    """A GGUF in place of the shapes. llama.cpp reads it as it is, llama_jax as what stands after the colon: llama_jax:keep
+    as it is, too."""
     peers: tuple[str, ...] = ("llama_jax", "llama.cpp", "transformers")
     """Who takes part, the first being the one that others are compared with; in float32, or of llama_jax and llama.cpp in
     what stands after a colon, as in llama_jax:int8 and llama.cpp:q8_0. llama.cpp has no batch of 8 here."""
@@ -68,8 +73,12 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
     from llama_jax.model.cache import init_cache
     from llama_jax.model.trees import quantize
 
-    config = llama_jax.preset(shape)
-    if kind in FILE_KINDS:
+    if arguments.model is None:
+        config = llama_jax.preset(shape)
+    if arguments.model is not None:
+        dtype, quantize = ("bfloat16", None) if kind == "bfloat16" else ("float32", None if kind == "float32" else kind)
+        config, params, _ = llama_jax.load(arguments.model, dtype, quantize=quantize)
+    elif kind in FILE_KINDS:
         with tempfile.TemporaryDirectory() as folder:
             write_random_gguf(Path(folder) / "model.gguf", config, kind)
             params = llama_jax.load(Path(folder) / "model.gguf", "float32", quantize="keep").params
@@ -145,10 +154,10 @@ def llama_cpp(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]
 
     import llama_jax
 
-    config = llama_jax.preset(shape)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        write_random_gguf(path, config, kind)
+        path = Path(folder) / "model.gguf" if arguments.model is None else arguments.model
+        if arguments.model is None:
+            write_random_gguf(path, llama_jax.preset(shape), kind)
         model = Llama(
             str(path),
             n_ctx=512,
@@ -163,7 +172,7 @@ def llama_cpp(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]
     rng = np.random.default_rng(0)
 
     def tokens(n: int) -> list[int]:
-        return rng.integers(3, config.vocab_size, n).tolist()
+        return rng.integers(3, model.n_vocab(), n).tolist()
 
     def decode() -> float:
         model.reset()
@@ -191,7 +200,7 @@ def write_random_gguf(path: Path, config, kind: str) -> None:
     if kind in FILE_KINDS:
         dense = path.with_name("dense.gguf")
         write_random_gguf(dense, config, "float32")
-        quantize_file(dense, path, kind)
+        quantize_file(dense, path, FILE_KINDS[kind], pure=True)
         dense.unlink()
         return
     blocks = None if kind == "float32" else gguf.GGMLQuantizationType[kind.upper()]
@@ -239,19 +248,19 @@ def write_random_gguf(path: Path, config, kind: str) -> None:
     file.close()
 
 
-def quantize_file(source: Path, target: Path, kind: str) -> None:
-    """By llama.cpp's own quantiser, every matrix to this kind."""
+def quantize_file(source: Path, target: Path, file_type: int, *, pure: bool) -> None:
+    """By llama.cpp's own quantizer, by its number of the mix; `pure` is every matrix to the same kind."""
     import llama_cpp
     from llama_cpp import _logger
 
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(silent, None)  # else a line for every tensor
     options = llama_cpp.llama_model_quantize_default_params()
-    options.ftype, options.pure = FILE_KINDS[kind], True
+    options.ftype, options.pure = file_type, pure
     failed = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), options)
     llama_cpp.llama_log_set(_logger.llama_log_callback, None)  # `silent` is freed when this function returns
     if failed:
-        raise SystemExit(f"llama.cpp could not quantise to {kind}; its kinds want rows of a multiple of 256 numbers")
+        raise SystemExit(f"llama.cpp could not write {target.name}; K-quants want rows of a multiple of 256 numbers")
 
 
 PEERS = {"llama_jax": ours, "transformers": transformers, "llama.cpp": llama_cpp}
@@ -299,8 +308,11 @@ def main(arguments: Arguments) -> None:
         "tokens_per_second": {},
     }
     first = arguments.peers[0]
+    strangers = [peer for peer in arguments.peers if peer != "llama.cpp" and peer.partition(":")[0] != "llama_jax"]
+    if arguments.model is not None and strangers:
+        raise SystemExit(f"--peers {' '.join(strangers)}: with --model there are llama_jax, llama_jax:KIND and llama.cpp")
     print(f"{'shape':16} {'measurement':12} {'peer':18} {'median':>9} {'min':>9} {'max':>9}  {first} / peer")
-    for shape in arguments.shapes:
+    for shape in arguments.shapes if arguments.model is None else (arguments.model.stem,):
         results = measure(shape, arguments)
         report["tokens_per_second"][shape] = results
         for name, peers in results.items():

@@ -4,11 +4,16 @@
     python experiments/quantisation.py --stages quality     divergence alone: a busy machine does not matter
     python experiments/quantisation.py --stages speed       speed alone; of the other stage, and of other shapes, the report
                                                             keeps what it has
+    python experiments/quantisation.py --stages quality --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
+                                                            a real model, beside llama.cpp's quantizers; the report keeps
+                                                            the other models
 
 quality  On trained models: KL divergence of the next token from the same model in float32 with its standard error, ratio of
          perplexities, how often the most probable token is the same; and how far each layer's output and each matrix are
          off. The bundled model, and where the shared data lie beside this clone (or where LLAMA_JAX_TEST_DATA says) the
-         260K stories model; they read the validation stories there, else stories that each model writes itself.
+         260K stories model; they read the validation stories there, else stories that each model writes itself. A real
+         model (--model) reads WikiText's test split from there. Where llama-cpp-python is installed, its floats are also
+         quantized by llama.cpp, each type by llama.cpp's default mix, and the blocks are read by this library.
 speed    On random weights of larger shapes: decoding one row after a prompt, and reading a prompt of 256 tokens. All kinds
          are in memory and take turns, so that a change of the machine's speed meets all of them; medians.
 
@@ -28,10 +33,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tyro
+from bench_generate import quantize_file
 from measuring import cpu_name, settings, versions, write_report
 
 if TYPE_CHECKING:
@@ -45,6 +52,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
 FLOATS = ("float32", "bfloat16")
+LENGTH = 512  # tokens of a window at most
 WRITTEN = 24  # stories that a model writes where there is no text
 
 
@@ -54,6 +62,10 @@ class Arguments:
 
     stages: tuple[str, ...] = ("quality", "speed")
     """quality and speed; of what is left out the report keeps what it has."""
+    model: Path | None = None
+    """A real model, of any format that is read; the quality of it alone is then measured."""
+    llama_cpp: tuple[str, ...] = ("Q8_0", "Q6_K", "Q5_1", "Q5_0", "Q4_K_M", "Q4_1", "Q4_0", "IQ4_NL", "Q3_K_M", "Q2_K")
+    """llama.cpp's mixes of it, by llama.cpp's names."""
     kinds: tuple[str, ...] = ()
     """Of these only; by default all."""
     gguf: tuple[Path, ...] = ()
@@ -136,12 +148,11 @@ def trained_models() -> dict[str, Path]:
     return {"bundled": bundled()} | ({"stories-260k": stories} if stories.is_dir() else {})
 
 
-def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int) -> tuple[str, Corpus]:
-    """What is read, in words, and as documents of at most so many tokens in all."""
+def text_for(config: LlamaConfig, params: Llama, tokenizer: Tokenizer, tokens: int, path: Path) -> tuple[str, Corpus]:
+    """What is read, in words, and as documents of at most so many tokens in all: of a file, or of its own stories."""
     import llama_jax
     from llama_jax.data import Corpus, open_corpus
 
-    path = DATA / "text" / "tinystories-valid.txt"
     if path.is_file():
         corpus = open_corpus([path], tokenizer)
         stops = np.minimum(corpus.stops, corpus.starts[0] + tokens)
@@ -176,8 +187,43 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
     return [float(jnp.linalg.norm(ours.astype(jnp.float32) - theirs) / jnp.linalg.norm(theirs)) for ours, theirs in pairs]
 
 
-def quality(path: Path, kinds: tuple[str, ...], files: tuple[Path, ...], most: int) -> dict[str, Any]:
-    """Of each kind of a model; of one that it cannot be kept as, why."""
+def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, Path]:
+    """Files that llama.cpp's quantizers make of a model's floats, by name; none where it is not installed."""
+    import llama_jax
+
+    try:
+        import llama_cpp
+    except ImportError:
+        return {}
+    floats = folder / "float32.gguf"
+    llama_jax.convert(path, floats, dtype="float32")
+    files = {}
+    for name in names:
+        files[f"llama.cpp {name}"] = file = folder / f"{name}.gguf"
+        quantize_file(floats, file, getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}"), pure=False)
+    return files
+
+
+def in_file(path: Path) -> dict[str, float]:
+    """Bytes of the tensors of a GGUF, and bits for each number."""
+    from gguf import GGUFReader
+
+    tensors = GGUFReader(path).tensors
+    size = int(sum(tensor.n_bytes for tensor in tensors))
+    return {"bytes": size, "bits": 8 * size / int(sum(tensor.n_elements for tensor in tensors))}
+
+
+def quality(
+    path: Path,
+    text: Path,
+    kinds: tuple[str, ...],
+    files: dict[str, Path],
+    most: int,
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Write down, after each kind of a model and after each file of it, what was found so far; of a kind that it cannot be
+    kept as, why.
+    """
     import llama_jax
     from llama_jax.errors import UserError
     from llama_jax.runs.divergence import divergence
@@ -185,34 +231,34 @@ def quality(path: Path, kinds: tuple[str, ...], files: tuple[Path, ...], most: i
 
     config, params, tokenizer = llama_jax.load(path, "float32")
     assert tokenizer is not None
-    read, corpus = text_for(config, params, tokenizer, most)
+    read, corpus = text_for(config, params, tokenizer, most, text)
     made: dict[str, Callable[[], Llama]] = {kind: partial(in_kind, params, kind) for kind in kinds}
     kept = lambda file: llama_jax.load(file, "float32", quantize="keep").params
-    made |= {file.stem: partial(kept, file) for file in files}
+    made |= {name: partial(kept, file) for name, file in files.items()}
     rows: dict[str, Any] = {}
     for kind, make in made.items():
         try:
             ours = make()
         except UserError as error:
             rows[kind] = {"refused": str(error)}
-            print(f"  {kind:9} {error}", flush=True)
+            print(f"  {kind:16} {error}", flush=True)
             continue
-        found = asdict(divergence(config, ours, params, corpus, batch=1))
+        found = asdict(divergence(config, ours, params, corpus, batch=1, length=min(LENGTH, config.max_seq_len)))
         model, dense = found.pop("model"), found.pop("reference")
-        first = corpus.document(0)[: config.max_seq_len // 2].astype(np.int32)
+        first = corpus.document(0)[: min(LENGTH, config.max_seq_len) // 2].astype(np.int32)
         rows[kind] = {
-            **held(ours),
+            **(in_file(files[kind]) if kind in files else held(ours)),
             **found,
             "perplexity": model["perplexity"],
             "by_layer": errors_by_layer(config, ours, params, first),
             "matrices": [error._asdict() for error in matrix_errors(ours, params)],
         }
         print(
-            f"  {kind:9} {rows[kind]['bits']:6.2f} bits  KL {found['kl']:.2e} ± {found['kl_error']:.0e}"
+            f"  {kind:16} {rows[kind]['bits']:6.2f} bits  KL {found['kl']:.2e} ± {found['kl_error']:.0e}"
             f"  perplexity x {found['perplexity_ratio']:.4f}  same token {found['same_top']:.2%}",
             flush=True,
         )
-    return {"read": read, "tokens": dense["tokens"], "perplexity": dense["perplexity"], "kinds": rows}
+        write({"read": read, "tokens": dense["tokens"], "perplexity": dense["perplexity"], "kinds": rows})
 
 
 # --- speed ---------------------------------------------------------------------------------------------------------------
@@ -344,7 +390,9 @@ def draw(report: dict[str, Any]) -> Figure:
             colour, dashes = next(looks)
             right.plot(row["by_layer"], color=colour, ls=dashes, marker="o", ms=4, lw=1.2, label=kind)
     count = len(next(row for row in first.values() if "by_layer" in row)["by_layer"])
-    right.set_xticks(range(count), ["embedding", *(f"layer {i}" for i in range(count - 1))], fontsize=8)
+    names = ["embedding", *(f"layer {i}" for i in range(count - 1))]
+    step = -(-count // 8)
+    right.set_xticks(range(0, count, step), names[::step], fontsize=8)
     right.set(yscale="log", title=f"Error of each layer's output, {next(iter(report['quality']))}")
     right.legend(frameon=False, fontsize=9)
     for axes in (left, right):
@@ -375,11 +423,25 @@ def main(arguments: Arguments) -> None:
         from llama_jax.ops.weights.kinds import MADE
 
         makes = tuple(kind for kind in kinds if kind in (*FLOATS, *MADE))
-        report["quality"] = {}
-        for number, (name, path) in enumerate(trained_models().items()):
-            print(f"{name}:", flush=True)
-            report["quality"][name] = quality(path, makes, () if number else arguments.gguf, arguments.tokens)
-            write_report(arguments.output, report)
+        with TemporaryDirectory() as folder:
+            if arguments.model is None:
+                gguf = {file.stem: file for file in arguments.gguf}
+                stories = DATA / "text" / "tinystories-valid.txt"
+                models = {
+                    name: (path, stories, gguf if name == "bundled" else {}) for name, path in trained_models().items()
+                }
+            else:
+                blocks = by_llama_cpp(arguments.model, arguments.llama_cpp, Path(folder))
+                models = {arguments.model.stem: (arguments.model, DATA / "text" / "wikitext-2-test.txt", blocks)}
+            for name, (path, text, files) in models.items():
+                print(f"{name}:", flush=True)
+
+                def write(found: dict[str, Any], name: str = name) -> None:
+                    before = report.get("quality", {})
+                    report["quality"] = ({name: found} if arguments.model else {}) | before | {name: found}
+                    write_report(arguments.output, report)
+
+                quality(path, text, makes, files, arguments.tokens, write)
     if "speed" in arguments.stages:
         for shape in arguments.shapes:
             report["speed"] = report.get("speed", {}) | {shape: speed(shape, kinds, arguments)}

@@ -2,12 +2,15 @@
 
     python experiments/speculation.py
     python experiments/speculation.py --cases stories copied --repetitions 5
+    python experiments/speculation.py --cases chats --model SmolLM2-135M-Instruct.Q4_1.gguf
 
 Cases:
   stories  the bundled model continues stories, greedy and sampled, drafting by prompt lookup: does it cost anything?
   copied   text that repeats itself, by prompt lookup: random weights of the 15M and 110M shapes, which end in a loop.
   draft    a 15M draft for a 110M model, random weights both. As no trained pair is at hand, what the draft computed is
            replaced by the model's own next tokens, and by wrong ones so often that the given share is accepted.
+  chats    a real instruct model (--model) answers, greedy, by prompt lookup: questions, and requests whose answers copy what
+           is in them.
 
 Speed-up is the ratio of the medians of the time after the first token, failed drafts included.
 Tokens that differ are compared by how near the tie was: the gap of the two log-probabilities under the model.
@@ -40,8 +43,9 @@ from llama_jax.inference.speculation.pace import Pace
 from llama_jax.inference.speculation.run import drafted_pieces
 from llama_jax.model.options import Compute, Layout
 from llama_jax.model.window import CacheOptions
+from llama_jax.tokenizers import encode_chat
 
-Case = Literal["stories", "copied", "draft"]
+Case = Literal["stories", "copied", "draft", "chats"]
 Row = dict[str, Any]
 OPENINGS = (
     "Once upon a time",
@@ -54,12 +58,23 @@ OPENINGS = (
     "Ben found a shiny stone near the river.",
 )
 
+QUESTIONS = ("Why is the sky blue?", "Write a short poem about a llama.")
+COPIES = (
+    "Repeat this text, with 'lion' in place of 'cat': The cat sat on the mat. The cat was fat. The fat cat sat on the rat.",
+    "Correct the spelling, and change nothing else: Their was an old man who lived in a small house by the sea, and evry"
+    " morning he went too the beach to look for shells.",
+)
+
 
 @dataclass(frozen=True)
 class Arguments:
     """Measure what drafts are worth."""
 
     cases: tuple[Case, ...] = ("stories", "copied", "draft")
+    model: Path | None = None
+    """Of the case chats: a model with a chat template, of any format that is read."""
+    quantize: Literal["none", "keep", "int8", "q8_0", "q4_0"] = "none"
+    """How its matrices are kept: in float32, as in the file, or as another kind."""
     new_tokens: int = 192
     repetitions: int = 5
     """Interleaved repetitions, after each program has run once."""
@@ -216,6 +231,17 @@ def draft(arguments: Arguments) -> Iterator[Row]:
         yield compare(f"draft 15M for 110M, acceptance {acceptance}", target, prompts, drafter, arguments)
 
 
+def chats(arguments: Arguments) -> Iterator[Row]:
+    if arguments.model is None:
+        raise SystemExit("--cases chats needs a model that others trained; name its file or folder with --model")
+    quantize = None if arguments.quantize == "none" else arguments.quantize
+    config, params, tokenizer = llama_jax.load(arguments.model, "float32", quantize=quantize)
+    for name, requests in (("questions", QUESTIONS), ("copies", COPIES)):
+        for text in requests:
+            prompts = [encode_chat(tokenizer, [{"role": "user", "content": text}])]
+            yield compare(f"chats, {name}: {text[:20]}", (config, params), prompts, PromptLookup(), arguments)
+
+
 def line(row: Row) -> str:
     accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
     return (
@@ -227,7 +253,7 @@ def line(row: Row) -> str:
 def main(arguments: Arguments) -> None:
     print("| case | batch | plain, tokens/s | drafted | speed-up | tokens per pass | accepted | same rows |")
     print("|---|---|---|---|---|---|---|---|")
-    cases = {"stories": stories, "copied": copied, "draft": draft}
+    cases = {"stories": stories, "copied": copied, "draft": draft, "chats": chats}
     report: dict[str, Any] = {
         "machine": machine(),
         "versions": versions("jax", "jaxlib"),

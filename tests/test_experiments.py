@@ -14,6 +14,7 @@ import measuring
 import numpy as np
 import pytest
 import quantisation
+import real_finetuning
 import scaling
 import shakespeare
 import soak_serve
@@ -312,6 +313,11 @@ def test_kinds_that_are_compared():
     assert quantisation.kinds_of(quantisation.Arguments(kinds=("q4_0", "float32"))) == ("float32", "q4_0")
     with pytest.raises(SystemExit, match="--kinds q3: there are float32"):
         quantisation.kinds_of(quantisation.Arguments(kinds=("q3",)))
+
+
+def test_answers_to_problems_are_judged_by_the_number_at_their_end():
+    texts = ["6 + 1 = 7\n#### 7", "#### 1,007", "#### $7.0 ", "#### 8", "#### 7 apples", "7", "#### 7\nor #### 9"]
+    assert real_finetuning.judged(texts, ["7", "1007", "7", "7", "7", "7", "7"]) == [1, 1, 1, 0.2, 0, 0, 0.2]
 
 
 @pytest.mark.slow

@@ -1,0 +1,277 @@
+"""Fine-tuning of a real model on two cores: chats by LoRA, then GRPO on GSM8K.
+
+    python experiments/real_finetuning.py --model SmolLM2-135M-Instruct.Q4_1.gguf --data gsm8k
+    python experiments/real_finetuning.py --model ... --data ... --size small     minutes: the same path, too short to learn
+
+The model is any instruct model with a chat template; DATA is a folder with GSM8K's train.jsonl and test.jsonl. Only problems
+whose chats fit the rows below are used, that is the shorter half of GSM8K.
+
+sft    LoRA on chats: the problem is the user's message, GSM8K's solution, without its calculator annotations, the
+       assistant's. Measured: loss on chats of the test split.
+grpo   The merged model answers problems of the training split that were not in the chats; `judged` gives 1 for the right
+       number after "####", 0.2 for any number there at the end, else 0. Measured: the mean reward, the share of answers in
+       the format and the share of right ones on held-out problems of the test split, before and after; and the reward of
+       each step.
+
+A model of 135M parameters solves few of these problems whatever is done: most of the reward that can be reached is that for
+the format, and the chats are kept so few that there is something left to reach.
+
+Every stage is a run of `llama_jax.train`, as the command line would do it, and is not done again when it is done; one that
+SIGTERM ended continues. Writes ``experiments/results/real_finetuning_cpu.json``, a table in ``.md`` and a picture in
+``.png``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+import tyro
+from finetune import curves, decaying, once, read_lines, write_lines
+from measuring import cpu_name, settings, versions, write_report
+
+import llama_jax
+from llama_jax import Lora, Recipe
+from llama_jax.runs import recipes
+from llama_jax.runs.log import Log
+from llama_jax.runs.reward_settings import RewardSettings
+from llama_jax.tokenizers import encode_chat, reply_ends, resolve_format
+from llama_jax.tokenizers.template import Renderer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = Path(__file__).parents[1]
+SYSTEM = "Solve the problem in short steps. End with #### and the number."
+PROMPT = 96  # tokens of a problem in its chat at most
+ANSWER = 64  # tokens of a solution at most
+GROUP = 8  # answers to a problem
+FORMAT = 0.2  # reward for a number at the end
+FINAL = re.compile(r"####\s*\$?(-?[\d,]*\.?\d+)\s*$")
+ANNOTATION = re.compile(r"<<[^>]*>>")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything: chats to train on, problems held out for each measurement, steps."""
+
+    chats: int = 160
+    held: int = 48
+    sft_steps: int = 40
+    grpo_steps: int = 30
+
+
+SIZES = {"full": Size(), "small": Size(chats=16, held=4, sft_steps=2, grpo_steps=2)}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to run."""
+
+    model: Path
+    """An instruct model of any format that is read."""
+    data: Path = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data")) / "gsm8k"
+    """A folder with train.jsonl and test.jsonl of GSM8K."""
+    size: Literal["full", "small"] = "full"
+    seed: int = 0
+    workdir: Path = ROOT / "build" / "real_finetuning"
+    """The folder of the data and the runs; what is there is not made again."""
+    output: Path = ROOT / "experiments" / "results" / "real_finetuning_cpu.json"
+    """The figures; the table and the picture lie beside it."""
+
+
+def final_number(text: str) -> float | None:
+    """The number after #### at the end of a text, or None."""
+    found = FINAL.search(text)
+    return None if found is None else float(found[1].replace(",", ""))
+
+
+def judged(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """The reward: 1 for the right number after "####" at the end, `FORMAT` for another number there, else 0."""
+    found = map(final_number, completions)
+    return [0.0 if n is None else 1.0 if n == float(right) else FORMAT for n, right in zip(found, answer, strict=True)]
+
+
+def problems(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
+    """The problems of a file of GSM8K that fit: as a prompt, a solution and the number that is asked for."""
+    found, format, renderer = [], resolve_format(tokenizer, "auto"), Renderer()
+    for line in read_lines(path):
+        solution = ANNOTATION.sub("", line["answer"])
+        number = solution.rpartition("####")[2].strip().replace(",", "")
+        prompt = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": line["question"]}]
+        fits = len(encode_chat(tokenizer, prompt, format, renderer)) <= PROMPT
+        if fits and len(tokenizer.encode(solution)) < ANSWER:
+            found.append({"prompt": prompt, "solution": solution, "answer": number})
+    renderer.close()
+    return found
+
+
+def short(recipe: Recipe, steps: int, rank: int, rate: float, seed: int) -> Recipe:
+    """Adapters on a frozen model, in bfloat16, for which an EPYC has instructions, and one checkpoint at the end."""
+    return replace(
+        recipe,
+        steps=steps,
+        lora=Lora(rank=rank),
+        optimizer=decaying("adamw", rate, steps),
+        dtype="bfloat16",
+        remat="none",
+        save_every=0,
+        log_every=1,
+        seed=seed,
+    )
+
+
+def sft(size: Size, seed: int) -> Recipe:
+    """Two rows of 256 tokens, in which several chats lie."""
+    recipe = replace(recipes.sft(), batch=2, length=256, evaluate_every=max(size.sft_steps // 2, 1))
+    return short(recipe, size.sft_steps, 16, 2e-4, seed)
+
+
+def grpo(size: Size, seed: int) -> Recipe:
+    """Two problems a step, 8 answers to each."""
+    rewards = RewardSettings(functions=(f"{__file__}:judged",), group=GROUP, answer=ANSWER, held=8, samples=1)
+    recipe = replace(recipes.grpo(), batch=2 * GROUP, length=PROMPT + ANSWER - 1, rewards=rewards, evaluate_every=0)
+    return short(recipe, size.grpo_steps, 16, 3e-4, seed)
+
+
+def measured(model: Path, lines: Sequence[dict[str, Any]], seed: int, adapter: Path | None = None) -> dict[str, float]:
+    """Four answers to each problem, sampled from the whole distribution as in training: mean reward, and shares."""
+    config, params, tokenizer = llama_jax.load(model, "float32", adapter=adapter)
+    format = resolve_format(tokenizer, "auto")
+    asked = [line for line in lines for _ in range(4)]
+    texts: list[str] = []
+    for begin in range(0, len(asked), 32):
+        some = asked[begin : begin + 32]
+        made = llama_jax.generate(
+            config,
+            params,
+            [encode_chat(tokenizer, line["prompt"], format) for line in some],
+            max_new_tokens=ANSWER,
+            sampling=llama_jax.Sampling(temperature=1.0, seed=[(seed << 20) + begin + i for i in range(len(some))]),
+            stop_tokens=reply_ends(tokenizer, format),
+        )
+        texts += [tokenizer.decode(each.tokens) for each in made]
+    rewards = judged(texts, [line["answer"] for line in asked])
+    return {
+        "reward": mean(rewards),
+        "format": mean(reward > 0 for reward in rewards),
+        "right": mean(reward == 1 for reward in rewards),
+        "answers": len(rewards),
+    }
+
+
+def run(size: Size, arguments: Arguments, folder: Path) -> dict[str, Any]:
+    """All stages, in a folder where what is done is not done again."""
+    log, seed, chats, floats, merged = Log(), arguments.seed, folder / "chats.jsonl", folder / "base", folder / "merged"
+
+    def train(name: str, recipe: Recipe, data: Path, held: Path, weights: Path) -> None:
+        log.line(f"{name}:")
+        done = llama_jax.train(recipe, folder / name, data, validation_data=held, weights=weights, resume=True, log=log)
+        if done.stopped is not None:
+            raise SystemExit(1)
+
+    def data() -> dict[str, Any]:
+        llama_jax.convert(arguments.model, floats, dtype="float32", overwrite=True)
+        tokenizer = llama_jax.load_tokenizer(floats)
+        train, test = (problems(arguments.data / f"{split}.jsonl", tokenizer) for split in ("train", "test"))
+        random.Random(seed).shuffle(train)
+        for name, some in (("chats", train[: size.chats]), ("held_chats", test[: size.held])):
+            solved = ([*line["prompt"], {"role": "assistant", "content": line["solution"]}] for line in some)
+            write_lines(folder / f"{name}.jsonl", ({"messages": messages} for messages in solved))
+        for name, some in (("asked", train[size.chats :]), ("held", test[: size.held])):
+            write_lines(folder / f"{name}.jsonl", ({key: line[key] for key in ("prompt", "answer")} for line in some))
+        return {"train": len(train), "test": len(test)}
+
+    def sft_stage() -> dict[str, Any]:
+        train("sft", sft(size, seed), chats, folder / "held_chats.jsonl", floats)
+        config, params, tokenizer = llama_jax.load(floats, "float32")
+        adapter = llama_jax.load_adapter(folder / "sft", config)
+        llama_jax.save(merged, config, llama_jax.merge(params, adapter.params, adapter.lora), tokenizer, overwrite=True)
+        curve = curves(folder / "sft", "train", "loss") | {"held": curves(folder / "sft", "validation", "loss")}
+        return measured(merged, held, seed) | {"curve": curve}
+
+    def grpo_stage() -> dict[str, Any]:
+        train("grpo", grpo(size, seed), folder / "asked.jsonl", folder / "held.jsonl", merged)
+        curve = curves(folder / "grpo", "train", "reward", "length", "stopped", "flat")
+        return measured(merged, held, seed, adapter=folder / "grpo") | {"curve": curve}
+
+    found: dict[str, Any] = {"data": once(folder / "data.json", data)}
+    held = read_lines(folder / "held.jsonl")
+    found["base"] = once(folder / "base.json", lambda: measured(floats, held, seed))
+    found["sft"] = once(folder / "sft.json", sft_stage)
+    found["grpo"] = once(folder / "grpo.json", grpo_stage)
+    return found
+
+
+def as_table(report: dict[str, Any]) -> str:
+    """The report in Markdown."""
+    found = report["runs"]
+    lines = ["# Fine-tuning of a real model", "", f"{report['model']}; {report['device']}, {report['cores']} cores.", ""]
+    lines += [f"{found['base']['answers']} answers to held-out problems of GSM8K, sampled from the whole distribution.", ""]
+    lines += ["| model | reward | in the format | right | minutes of the stage |", "|---|---:|---:|---:|---:|"]
+    for name in ("base", "sft", "grpo"):
+        row = found[name]
+        cells = [f"{row['reward']:.3f}", f"{row['format']:.1%}", f"{row['right']:.1%}", f"{row['seconds'] / 60:.0f}"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    held, reward = found["sft"]["curve"]["held"]["loss"], found["grpo"]["curve"]["reward"]
+    lines += ["", f"Loss on held-out chats after each half of SFT: {', '.join(f'{loss:.3f}' for loss in held)}."]
+    lines += [f"GRPO, mean reward of the first and the last ten steps: {mean(reward[:10]):.3f}, {mean(reward[-10:]):.3f}."]
+    return "\n".join(lines) + "\n"
+
+
+def draw(report: dict[str, Any]) -> Figure:
+    """The loss of each step of SFT, and the reward of each step of GRPO with those of held-out problems."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from llama_jax.runs.plot import COLOURS, smooth
+
+    figure = Figure(figsize=(10, 3.6), dpi=100, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    found = report["runs"]
+    chats, held = found["sft"]["curve"], found["sft"]["curve"]["held"]
+    left.plot(chats["step"], chats["loss"], lw=1.2, color=COLOURS[0], label="of each step")
+    left.plot(held["step"], held["loss"], "o", ms=6, color=COLOURS[1], label="held out")
+    left.set(xlabel="step of SFT", title="Loss of the assistant's tokens, nats")
+    step, reward = found["grpo"]["curve"]["step"], np.array(found["grpo"]["curve"]["reward"])
+    right.plot(step, reward, ".", ms=4, color=COLOURS[0], alpha=0.5, label="of each step")
+    right.plot(step, smooth(reward, 5), lw=1.4, color=COLOURS[0], label="smoothed")
+    ends = [found["sft"]["reward"], found["grpo"]["reward"]]
+    right.plot([0, step[-1]], ends, "o", ms=6, color=COLOURS[1], label="held out")
+    right.set(xlabel="step of GRPO", ylim=(0, None), title="Mean reward of answers to GSM8K")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#DDDDDD", lw=0.6)
+        axes.title.set(ha="left", x=0, fontsize=11)
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def main(arguments: Arguments) -> None:
+    report: dict[str, Any] = {
+        "model": arguments.model.name,
+        "device": f"{jax.devices()[0].device_kind}, {cpu_name()}",
+        "cores": os.cpu_count(),
+        "versions": versions("jax", "jaxlib", "numpy"),
+        "settings": settings(arguments) | {"output": arguments.output.name, "workdir": arguments.workdir.name},
+        "size": asdict(SIZES[arguments.size]),
+    }
+    report["runs"] = run(SIZES[arguments.size], arguments, arguments.workdir / arguments.size / str(arguments.seed))
+    write_report(arguments.output, report)
+    table = as_table(report)
+    arguments.output.with_suffix(".md").write_text(table, "utf-8")
+    draw(report).savefig(arguments.output.with_suffix(".png"))
+    print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
