@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from llama_jax.errors import UserError, reason_of, shown
 from llama_jax.storage import Location, StoredPath
 
@@ -136,6 +134,8 @@ class Header:
         Their lengths are known by the seven zeros that only a length has, and each is checked to end where the next begins.
         Read one after the other the 98,000 texts of a vocabulary would take 80 ms instead of 10.
         """
+        import numpy as np  # tokenizers alone need none
+
         zeros = 3 if self.length == "I" else 7
         window = np.frombuffer(self.file.read(min(WINDOW, self.size - self.at)), np.uint8)
         following = np.zeros(max(0, len(window) - zeros), np.uint8)
