@@ -58,6 +58,9 @@ class Checkpoint:
     def __iter__(self) -> Iterator[Any]:
         return iter((self.config, self.params, self.tokenizer))
 
+    def __getitem__(self, index: int) -> Any:
+        return (self.config, self.params, self.tokenizer)[index]
+
 
 @taking_the_newest
 def load(
@@ -135,9 +138,12 @@ def load(
         config = fitted(config, mesh)
     read_tokenizer = opened.tokenizer
     if tokenizer is not None:
-        vocabulary = load_tokenizer(tokenizer)
-        warn_if_small(vocabulary, opened.config.vocab_size, tokenizer)
-        read_tokenizer = lambda: vocabulary
+        given = load_tokenizer(tokenizer)
+        warn_if_small(given, opened.config.vocab_size, tokenizer)
+        read_tokenizer = lambda: given
+    elif isinstance(opened, store.Stored):  # a run may remove the step later
+        inside = opened.tokenizer()
+        read_tokenizer = lambda: inside
     if isinstance(opened, store.Stored):
         params = store.load_params(opened, dtype, shardings=shardings)
         if quantize != "keep":

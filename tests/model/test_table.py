@@ -49,7 +49,7 @@ SPECS = {
 PARTS = {"embedding", "attention_norm", "q", "k", "v", "out", "ffn_norm", "gate", "up", "down", "final_norm", "lm_head"}
 
 SIBLINGS = {"q_bias", "k_bias", "v_bias", "query_norm", "key_norm", "router", "expert_gate", "expert_up", "expert_down"}
-SIBLINGS |= {"attention_post_norm", "ffn_post_norm"}
+SIBLINGS |= {"attention_post_norm", "ffn_post_norm", "shared_gate", "shared_up", "shared_down"}
 
 
 def paths_of(tree):
