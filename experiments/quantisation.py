@@ -2,8 +2,8 @@
 
     python experiments/quantisation.py                      about ten minutes on two cores
     python experiments/quantisation.py --stages quality     divergence alone: a busy machine does not matter
-    python experiments/quantisation.py --stages speed       speed alone; of the other stage, and of other shapes, the report
-                                                            keeps what it has
+    python experiments/quantisation.py --stages speed       speed alone; of the other stage, and of other shapes and
+                                                            kinds, the report keeps what it has
     python experiments/quantisation.py --stages quality --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 4096
                                                             a real model, beside llama.cpp's quantizers; the report keeps
                                                             the other models
@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -189,12 +190,12 @@ def errors_by_layer(config: LlamaConfig, params: Llama, reference: Llama, tokens
 
 def by_llama_cpp(path: Path, names: tuple[str, ...], folder: Path) -> dict[str, Path]:
     """Files that llama.cpp's quantizers make of a model's floats, by name; none where it is not installed."""
+    if not names or find_spec("llama_cpp") is None:
+        return {}
+    import llama_cpp
+
     import llama_jax
 
-    try:
-        import llama_cpp
-    except ImportError:
-        return {}
     floats = folder / "float32.gguf"
     llama_jax.convert(path, floats, dtype="float32")
     files = {}
@@ -438,6 +439,9 @@ def main(arguments: Arguments) -> None:
 
                 def write(found: dict[str, Any], name: str = name) -> None:
                     before = report.get("quality", {})
+                    same = before.get(name, {})
+                    if (same.get("read"), same.get("tokens")) == (found["read"], found["tokens"]):
+                        found["kinds"] = same["kinds"] | found["kinds"]
                     report["quality"] = ({name: found} if arguments.model else {}) | before | {name: found}
                     write_report(arguments.output, report)
 

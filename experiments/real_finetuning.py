@@ -115,13 +115,12 @@ def problems(path: Path, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def short(recipe: Recipe, steps: int, rank: int, rate: float, seed: int) -> Recipe:
-    """Adapters on a frozen model, in bfloat16, for which an EPYC has instructions, and one checkpoint at the end."""
+    """Adapters on a frozen model, and one checkpoint at the end."""
     return replace(
         recipe,
         steps=steps,
         lora=Lora(rank=rank),
         optimizer=decaying("adamw", rate, steps),
-        dtype="bfloat16",
         remat="none",
         save_every=0,
         log_every=1,
@@ -131,14 +130,15 @@ def short(recipe: Recipe, steps: int, rank: int, rate: float, seed: int) -> Reci
 
 def sft(size: Size, seed: int) -> Recipe:
     """Two rows of 256 tokens, in which several chats lie."""
-    recipe = replace(recipes.sft(), batch=2, length=256, evaluate_every=max(size.sft_steps // 2, 1))
+    recipe = replace(recipes.sft(), batch=2, length=256, dtype="float32", evaluate_every=max(size.sft_steps // 2, 1))
     return short(recipe, size.sft_steps, 16, 2e-4, seed)
 
 
 def grpo(size: Size, seed: int) -> Recipe:
-    """Two problems a step, 8 answers to each."""
+    """Two problems a step, 8 answers to each; in bfloat16, where a step is shorter if the CPU has instructions for it."""
     rewards = RewardSettings(functions=(f"{__file__}:judged",), group=GROUP, answer=ANSWER, held=8, samples=1)
-    recipe = replace(recipes.grpo(), batch=2 * GROUP, length=PROMPT + ANSWER - 1, rewards=rewards, evaluate_every=0)
+    length = PROMPT + ANSWER - 1
+    recipe = replace(recipes.grpo(), batch=2 * GROUP, length=length, dtype="bfloat16", rewards=rewards, evaluate_every=0)
     return short(recipe, size.grpo_steps, 16, 3e-4, seed)
 
 
