@@ -201,16 +201,10 @@ def test_a_setting_without_effect_on_these_tokens_is_another_model_all_the_same(
 
 @pytest.mark.parametrize("name", SHAPE_FIELDS)
 def test_other_sizes_cannot_be_compared(name):
-    change = {
-        "n_heads": 8,
-        "n_kv_heads": 1,
-        "head_dim": 16,
-        "qkv_bias": True,
-        "qk_norm": "head",
-        "norm": "post",
-        "shared_expert": True,
-    }.get(name, 64)
-    more = {"experts_per_token": 2} if name == "experts" else {}
+    changes = {"n_heads": 8, "n_kv_heads": 1, "head_dim": 16, "qkv_bias": True}
+    change = (changes | {"qk_norm": "head", "norm": "post", "shared_expert": True}).get(name, 64)
+    more = {"experts": 4, "experts_per_token": 2} if name in ("experts", "shared_expert") else {}
+    more.pop(name, None)
     settings = module.differing_settings(replace(CONFIG, **{name: change}, **more), CONFIG)
     assert not module.comparable(settings)
     assert f"{name} {change} here, " in module.in_words(settings)
