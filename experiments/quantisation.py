@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 DATA = Path(os.environ.get("LLAMA_JAX_TEST_DATA", ROOT.parent / "shared" / "data"))
 FLOATS = ("float32", "bfloat16")
+SHOWN_LAYERS = 8  # the matrices of deeper models would be most of the report
 LENGTH = 512  # tokens of a window at most
 WRITTEN = 24  # stories that a model writes where there is no text
 
@@ -252,8 +253,9 @@ def quality(
             **found,
             "perplexity": model["perplexity"],
             "by_layer": errors_by_layer(config, ours, params, first),
-            "matrices": [error._asdict() for error in matrix_errors(ours, params)],
         }
+        if config.n_layers <= SHOWN_LAYERS:
+            rows[kind]["matrices"] = [error._asdict() for error in matrix_errors(ours, params)]
         print(
             f"  {kind:16} {rows[kind]['bits']:6.2f} bits  KL {found['kl']:.2e} ± {found['kl_error']:.0e}"
             f"  perplexity x {found['perplexity_ratio']:.4f}  same token {found['same_top']:.2%}",
@@ -392,10 +394,10 @@ def draw(report: dict[str, Any]) -> Figure:
             right.plot(row["by_layer"], color=colour, ls=dashes, marker="o", ms=4, lw=1.2, label=kind)
     count = len(next(row for row in first.values() if "by_layer" in row)["by_layer"])
     names = ["embedding", *(f"layer {i}" for i in range(count - 1))]
-    step = -(-count // 8)
+    step = -(-count // 6)
     right.set_xticks(range(0, count, step), names[::step], fontsize=8)
-    right.set(yscale="log", title=f"Error of each layer's output, {next(iter(report['quality']))}")
-    right.legend(frameon=False, fontsize=9)
+    right.set(yscale="log", title=f"Error of each layer's output,\n{next(iter(report['quality']))}")
+    right.legend(frameon=False, fontsize=7, ncols=2)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#DDDDDD", lw=0.6)
