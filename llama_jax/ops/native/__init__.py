@@ -34,6 +34,11 @@ KINDS = (
     *("int8", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "mxfp4"),
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"),
 )
+# The functions of each library, which are registered by the names above.
+SYMBOLS = {
+    "floats": ("llama_jax_floats", "llama_jax_floats_of_group", "llama_jax_attend"),
+    "blocks": ("llama_jax_multiply", "llama_jax_multiply_of_group"),
+}
 FOLDER = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC")
 SECONDS = 120  # limit for the compiler, which takes five for `floats` and ten for `blocks`
@@ -93,8 +98,8 @@ def _register(library: str) -> bool:
     names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION), "blocks": (TARGET, TARGET + OF_GROUP)}
     try:
         loaded = ctypes.CDLL(str(_compiled(FOLDER / f"{library}.cc")))
-        for name in names[library]:
-            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+        for name, symbol in zip(names[library], SYMBOLS[library], strict=True):
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, symbol)), platform="cpu")
     except (OSError, subprocess.SubprocessError, UserError, AttributeError) as error:
         what = {"floats": "models are decoded", "blocks": "quantised weights are multiplied"}[library]
         level = logging.WARNING if library == "blocks" else logging.INFO  # XLA's own floats are no surprise
