@@ -188,7 +188,9 @@ def test_the_text_of_a_multimodal_model(kind, name, more, tmp_path):
     theirs.save_pretrained(tmp_path / "whole")
     config, params, _ = llama_jax.load(tmp_path / "whole")
     assert config == SIBLINGS[kind]
-    np.testing.assert_allclose(jit_logits(config, params, TOKENS), logits_of(theirs, TOKENS), atol=1e-4, rtol=0)
+    # Not the whole Llama 4, whose forward pass without pictures fails in some versions of transformers.
+    language = theirs.language_model if name == "Llama4" else theirs
+    np.testing.assert_allclose(jit_logits(config, params, TOKENS), logits_of(language, TOKENS), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", SIBLINGS)
