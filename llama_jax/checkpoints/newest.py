@@ -12,7 +12,7 @@ from llama_jax.checkpoints.steps import cannot_read, find_checkpoints, steps_in
 from llama_jax.errors import CheckpointError, UserError
 from llama_jax.storage import Location
 
-TRIES = 10  # so many steps are taken before the error of the last is raised
+TRIES = 5  # so many steps are taken before the error of the last is raised
 
 Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
