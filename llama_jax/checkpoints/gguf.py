@@ -105,7 +105,11 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     for key in REFUSED:
         if key not in own.reads and maybe(key, 0) != 0:
             raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
+    if maybe("attention.causal", True) is not True:
+        raise ConfigError(f"{architecture}.attention.causal=False is not supported: such a model reads ahead")
     table = tensors.get(NAMES["embedding"])
+    if not tensors:
+        raise ConfigError("a vocabulary without weights; give a model, and this as its tokenizer (--tokenizer)")
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
     dim, n_heads, n_layers = need("embedding_length"), need("attention.head_count"), need("block_count")

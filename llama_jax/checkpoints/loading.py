@@ -82,8 +82,9 @@ def load(
         stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters, which are then floats whatever the file holds. None keeps the file's own: quantized tensors
         of a GGUF, a Hugging Face folder or an orbax checkpoint stay in their blocks, and the rest and the computation have
-        the type of the stored embedding, or where that is quantized too float32 on a CPU and bfloat16 on accelerators. What
-        no kind can keep (the other IQ types, columns in another order) becomes floats, and a line is logged.
+        the type of the stored embedding. Where that is quantized too it is float32 on a CPU and bfloat16 on accelerators;
+        where it is float16, which no CPU is fast in, float32 on a CPU. What no kind can keep (the other IQ types, columns in
+        another order) becomes floats, and a line is logged.
       quantize: quantize the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
         (`ops.weights`). "keep" keeps the file's blocks as None without a `dtype` does, and is an error where there are none.
         `dtype` is with both that of the computation.

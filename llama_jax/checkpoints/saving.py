@@ -101,8 +101,8 @@ def convert(
     An adapter, of PEFT's, in a GGUF or of a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
 
     From and to "orbax" the model does go through memory. See `save` for the arguments and errors; None for `dtype` keeps
-    each tensor's own, and from GGUF to GGUF its blocks, which become float32 in other formats. For `quantize`, which is for
-    "orbax" alone, see `load`.
+    each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other formats. For
+    `quantize`, which is for "orbax" alone, see `load`.
 
     Args:
       base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
@@ -130,7 +130,9 @@ def convert(
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
-    config, params, tokenizer = load(source, quantize=quantize)
+    halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16" and quantize is None
+    # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
+    config, params, tokenizer = load(source, jnp.float16 if halves else None, quantize=quantize)
     save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
 
 

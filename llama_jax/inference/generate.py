@@ -60,9 +60,10 @@ def generate(
     compute: Compute = Compute(),
     draft: Drafter | None = None,
 ) -> list[Generation]:
-    """Continue each prompt. In float32 a row of a batch gets the same tokens as it would alone.
+    """Continue each prompt. With float32 weights a row of a batch gets the same tokens as it would alone.
 
-    In 16-bit types a near tie may be decided differently: XLA sums products of different sizes in different orders.
+    With 16-bit and quantized weights a near tie may be decided differently: XLA sums products of different sizes in
+    different orders, and a CPU rounds activations to 8 bits where weights are in blocks.
 
     Args:
       config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.

@@ -164,9 +164,8 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
     r = recipe
     learnt = ""
     if r.lora is not None:
-        kept = r.dtype if r.quantize == "none" else r.quantize
-        learnt = f" in {kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
-    log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, {r.dtype}, remat {r.remat}")
+        learnt = f" that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+    log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, computed in {r.dtype}, remat {r.remat}")
     for fact in facts:
         log.line(fact)
 
