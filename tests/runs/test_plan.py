@@ -99,7 +99,7 @@ def test_a_run_in_epochs_is_planned_and_resumed(chats, tmp_path):
     with pytest.raises(TrainingError, match=r"steps: 24 in the folder, 40 now"):
         train(replace(CHATS, epochs=5.0), tmp_path, [chats], resume=True)
     with pytest.raises(TrainingError, match=r"another recipe \(seed: 0 in the folder, 1 now\)"):
-        train(replace(CHATS, seed=1), tmp_path, ["/nowhere"], resume=True)
+        train(replace(CHATS, seed=1), tmp_path, [chats], resume=True)
     with pytest.raises(TrainingError, match="trace=24:26 must lie within the run's steps, 1 to 24"):
         train(CHATS, tmp_path, [chats], resume=True, trace=range(24, 26))
     last = train(CHATS, tmp_path, [chats], resume=True)

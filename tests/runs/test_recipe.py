@@ -20,7 +20,7 @@ from llama_jax.training.preferences import PreferenceOptions
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_the_built_in_recipes_can_be_trained(name):
     recipe = find(name)
-    assert recipe.steps > recipe.optimizer.warmup_steps
+    assert recipe.steps > recipe.optimizer.warmup_steps or not recipe.steps  # these follow from the data
     assert recipe.vocabulary == "given" or recipe.model.vocab_size >= 259
 
 
