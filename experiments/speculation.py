@@ -247,7 +247,7 @@ def draft(arguments: Arguments) -> Iterator[Row]:
     for acceptance in arguments.acceptances:
         wrong = np.random.default_rng(1).random(tokens.shape) >= acceptance
         answers = jnp.array(np.where(wrong, (tokens + 1) % target[0].vocab_size, tokens))
-        drafter = Rehearsed(DraftModel(*small), answers, 4)
+        drafter = Rehearsed(DraftModel(*small, tokens=4), answers, 4)
         yield compare(f"draft 15M for 110M, acceptance {acceptance}", target, prompts, drafter, arguments)
 
 
