@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from llama_jax.training.batch import Batch
 
 FACTOR = 2
-WAYS = ("none", "linear", "dynamic", "yarn")
+WAYS = ("yarn", "none", "linear", "dynamic")
 WITHIN = "within L"
 PARTS = 16  # of the window, over which the loss is averaged
 SHOWN = ((0, 4), (4, 8), (8, 12), (12, 16))  # of these parts, the columns of the table
@@ -54,12 +54,10 @@ class Arguments:
     """Of the training."""
     rows: int = 1
     """Of a step."""
-    length: int = 1024
+    length: int = 512
     """Tokens of such a row."""
-    learning_rate: float = 5e-5
+    learning_rate: float = 1e-4
     """Its peak, after a quarter of the steps."""
-    windows: int = 1
-    """Of the book, that are read."""
     most: float = math.inf
     """Seconds after which nothing more is begun; the same command goes on later."""
     seed: int = 0
@@ -95,15 +93,23 @@ def skipping_rows(corpus: Corpus, rows: int, length: int, reach: int, steps: int
         yield Batch(tokens, positions=positions)
 
 
-def measure(config: Any, params: Any, held: Corpus, lengths: Sequence[int], windows: int) -> list[np.ndarray]:
-    """Loss by position in windows of the held pages, of which each shorter length reads the same tokens: for each length
-    means over equal parts of the window, `PARTS` of the longest."""
-    from llama_jax import Compute
-    from llama_jax.runs.lengths import evaluate_lengths
+def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> list[float]:
+    """Mean losses over the parts of the first `reach` held tokens, read in windows of equal length: one or several."""
+    import jax
+    import jax.numpy as jnp
 
-    most, compute = windows * max(lengths), Compute("bfloat16")
-    found = evaluate_lengths(config, params, held, lengths, max_tokens=most, compute=compute)
-    return [one.by_position.reshape(-1, max(lengths) // PARTS).mean(axis=1) for one in found]
+    import llama_jax
+    from llama_jax.model.options import Places
+    from llama_jax.runs.evaluate import nats_of
+
+    @jax.jit
+    def losses(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        places = Places(rope_lengths=jnp.full(rows, reach // rows, jnp.int32))
+        hidden, _ = llama_jax.forward(config, params, tokens, places=places, compute=llama_jax.Compute("bfloat16"))
+        return nats_of(config, params, hidden, targets, chunk=512)
+
+    tokens, targets = (held.tokens[at : at + reach].astype(np.int32).reshape(rows, -1) for at in (0, 1))
+    return np.asarray(losses(params, tokens, targets), np.float64).reshape(PARTS, -1).mean(axis=1).tolist()
 
 
 def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
@@ -125,13 +131,14 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
     assert tokenizer is not None
     limit = config.max_seq_len
     reach, stacked = FACTOR * limit, llama_jax.stack(params)
-    size = Size(config.dim, config.n_layers, limit, (FACTOR,), measured_tokens=arguments.windows * reach, dtype="bfloat16")
+    size = Size(config.dim, config.n_layers, limit, (FACTOR,), measured_tokens=reach, dtype="bfloat16")
     pages, held = read_book(arguments.text, size, tokenizer)
-    plan = [(way, "zero-shot") for way in WAYS] + [(way, "continued") for way in WAYS if way != "dynamic"]
+    plan = [(WITHIN, "zero-shot"), *((way, "zero-shot") for way in WAYS)]
+    plan += [(way, "continued") for way in WAYS if way != "dynamic"]
     for way, stage in plan:
         if (way, stage) not in done and time.perf_counter() - began < arguments.most:
             start = time.perf_counter()
-            longer, measured = extended(config, way, FACTOR), stacked
+            longer, measured = extended(config, "none" if way == WITHIN else way, FACTOR), stacked
             if stage == "continued":
                 steps = arguments.steps
                 source = skipping_rows(pages, arguments.rows, arguments.length, reach, steps, arguments.seed)
@@ -140,19 +147,16 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
                 )
                 measured = train(longer, stacked, size, optimizer, steps, source)
             measured = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), measured)
-            lengths = [limit, reach] if (way, stage) == plan[0] else [reach]
-            *shorter, losses = measure(longer, measured, held, lengths, arguments.windows)
+            losses = measure(longer, measured, held, reach, FACTOR if way == WITHIN else 1)
             seconds = time.perf_counter() - start
-            for mean in shorter:  # of both windows of L, of which the first is the first half of that of 2 L
-                first = losses[: len(mean)]
-                done[WITHIN, stage] = Found(WITHIN, stage, [*first, *(2 * mean - first)], seconds)
-            done[way, stage] = Found(way, stage, losses.tolist(), seconds)
+            done[way, stage] = Found(way, stage, losses, seconds)
             print(f"{way}, {stage}: {seconds:.0f} s", flush=True)
             write_report(path, {"settings": about, "found": [asdict(one) for one in done.values()]})
-    for one in done.values():
+    found = [done[key] for key in plan if key in done]
+    for one in found:
         said = "  ".join(f"{math.exp(np.mean(one.by_part[a:b])):8.2f}" for a, b in SHOWN)
         print(f"{one.way:<10}{STAGES[one.stage]:<25}{said}{one.seconds:9.0f} s", flush=True)
-    return limit, list(done.values())
+    return limit, found
 
 
 def as_markdown(arguments: Arguments, limit: int, found: list[Found]) -> str:
@@ -162,7 +166,7 @@ def as_markdown(arguments: Arguments, limit: int, found: list[Found]) -> str:
     lines = [
         f"# {arguments.model.stem}, from {limit:,} to {FACTOR * limit:,} tokens",
         "",
-        f"Perplexity by position, {arguments.windows} x {FACTOR * limit:,} tokens of {arguments.text.name}; continued:"
+        f"Perplexity by position, {FACTOR * limit:,} tokens of {arguments.text.name}; continued:"
         f" {arguments.steps} steps of {arguments.rows} x {arguments.length} tokens at {arguments.learning_rate:g}.",
         "",
         f"| | | {' | '.join(heads)} |",

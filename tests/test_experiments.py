@@ -169,7 +169,7 @@ def test_context_extension_of_a_model(text, tmp_path, capsys):
     assert len(found) == 8
     assert all(np.isfinite(losses).all() for losses in found.values())
     within, none = found["within L", "zero-shot"], found["none", "zero-shot"]
-    assert within[:8] == none[:8]
+    np.testing.assert_allclose(within[:8], none[:8], rtol=1e-2)
     assert within[8:] != none[8:]
     assert found["none", "continued"] != none
     assert "| yarn | after continued training |" in output.with_suffix(".md").read_text()

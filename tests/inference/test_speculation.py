@@ -327,7 +327,7 @@ class TestWhatCannotBe:
 
 
 class Clock:
-    """A machine on which a step takes `step` milliseconds and a pass with drafts more, and a text whose drafts are right so often.
+    """A machine on which a step takes `step` milliseconds and a pass with drafts more; drafts are right so often.
 
     A piece takes so many steps beside, `host`, unless it was started before the last was seen.
     """
