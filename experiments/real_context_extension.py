@@ -200,7 +200,8 @@ def draw(limit: int, found: list[Found]) -> Figure:
         axes.grid(color="#DDDDDD", lw=0.6, which="both")
         axes.title.set(ha="left", x=0, fontsize=11)
     grid[0].set_ylabel("perplexity", color=GREY)
-    grid[0].legend(frameon=False, fontsize=9)
+    if found:
+        grid[0].legend(frameon=False, fontsize=9)
     return figure
 
 
