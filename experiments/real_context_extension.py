@@ -188,14 +188,15 @@ def draw(limit: int, found: list[Found]) -> Figure:
     figure = Figure(figsize=(10, 4), dpi=110, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     places = FACTOR * limit / PARTS * (np.arange(PARTS) + 0.5)
-    grid = figure.subplots(1, 2, sharey=True)
-    for axes, (stage, title) in zip(grid, STAGES.items(), strict=True):
+    stages = [stage for stage in STAGES if stage == "zero-shot" or any(one.stage == stage for one in found)]
+    grid = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
+    for axes, stage in zip(grid, stages, strict=True):
         for way, colour in zip((*WAYS, WITHIN), (*COLOURS[: len(WAYS)], GREY), strict=True):
             for one in found:
                 if (one.way, one.stage) == (way, stage):
                     axes.plot(places, np.exp(one.by_part), ".-", color=colour, lw=1.4, ms=5, label=way)
         axes.axvline(limit, color=GREY, lw=1, ls=(0, (1, 2)))
-        axes.set(title=title, xlabel="position", yscale="log")
+        axes.set(title=STAGES[stage], xlabel="position", yscale="log")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#DDDDDD", lw=0.6, which="both")
         axes.title.set(ha="left", x=0, fontsize=11)
