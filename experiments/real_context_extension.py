@@ -163,11 +163,12 @@ def as_markdown(arguments: Arguments, limit: int, found: list[Found]) -> str:
     """The table as text."""
     width = FACTOR * limit // PARTS
     heads = [f"{a * width:,} to {b * width:,}" for a, b in SHOWN]
+    training = f"{arguments.steps} steps of {arguments.rows} x {arguments.length} tokens at {arguments.learning_rate:g}"
+    continued = f"; continued: {training}" if any(one.stage == "continued" for one in found) else ""
     lines = [
         f"# {arguments.model.stem}, from {limit:,} to {FACTOR * limit:,} tokens",
         "",
-        f"Perplexity by position, {FACTOR * limit:,} tokens of {arguments.text.name}; continued:"
-        f" {arguments.steps} steps of {arguments.rows} x {arguments.length} tokens at {arguments.learning_rate:g}.",
+        f"Perplexity by position, {FACTOR * limit:,} tokens of {arguments.text.name}{continued}.",
         "",
         f"| | | {' | '.join(heads)} |",
         f"|---|---|{'---:|' * len(SHOWN)}",
