@@ -26,6 +26,7 @@ from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.lease import run_of
 from llama_jax.runs.log import Log
+from llama_jax.runs.plan import FROM_DATA
 from llama_jax.runs.program import Backend
 from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
@@ -113,9 +114,14 @@ def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes
     """Checks that need no data; raises TrainingError, MeshError."""
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
-    if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
-        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
+    check_trace(recipe, trace)
     check_task(recipe, mesh, backend)
+
+
+def check_trace(recipe: Recipe, trace: range | None) -> None:
+    """Raise TrainingError for steps to trace that the run does not have, once its steps are known."""
+    if trace is not None and recipe.steps and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
+        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
 
 
 def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
@@ -136,8 +142,16 @@ def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool
     missing = [name for name in ("recipe", "data", "tokens") if name not in note]
     if missing:
         raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; give another --workdir")
+    check_recipe(note, folder, recipe)
+    return note
+
+
+def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None:
+    """Raise TrainingError if a run is resumed by another recipe; sizes from the data are compared once they are known."""
     changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
-    if changed and not _prolongs(recipe, note["recipe"], latest, changed):
+    if not recipe.steps:
+        changed = [one for one in changed if one.partition(":")[0] not in FROM_DATA]
+    if changed and not (recipe.steps and _prolongs(recipe, note["recipe"], note["step"], changed)):
         longer = ""
         if any(difference.startswith("steps:") for difference in changed):
             longer = "; other steps need optimizer.schedule=constant from the beginning, or wsd whose decay has not begun"
@@ -145,7 +159,6 @@ def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool
             f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
             f"{longer}"
         )
-    return note
 
 
 def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequence[str]) -> bool:
