@@ -188,6 +188,10 @@ def test_logits_that_are_no_numbers_are_an_error(model):
     broken = params.replace(final_norm=params.final_norm * np.float32(np.inf))
     with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
         llama_jax.generate(config, broken, [[1, 2]], max_new_tokens=3)
+    # Hidden states that are finite, and whose squares are not: the norm would make them zeros, and the logits all alike.
+    large = params.replace(embedding=params.embedding * np.float32(1e25))
+    with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
+        llama_jax.generate(config, large, [[1, 2]], max_new_tokens=3)
 
 
 @pytest.mark.slow
