@@ -214,13 +214,17 @@ def test_a_dynamic_scaling_generates_beyond_the_context_in_the_file(length, tmp_
     config = replace(make_goldens.KINDS["gqa"], head_dim=16, rope_theta=500.0, rope_scaling=scaling, max_seq_len=64)
     model = make_goldens.transformers_model(config, make_goldens.random_tensors(config))
     model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] == 16
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["max_position_embeddings"] == 16
+    assert "llama_jax" not in written  # a note of ours
     found, params, _ = llama_jax.load(tmp_path)
     assert found == config
     [prompt] = make_goldens.tokens(config, batch=1, length=length).tolist()
     new = 64 - length
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
-    want = model.generate(torch.tensor([prompt]), max_new_tokens=new, return_dict_in_generate=True, **settings)
+    ids = torch.tensor([prompt])
+    settings |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}  # else token 0 would be padding
+    want = model.generate(ids, max_new_tokens=new, **settings)
     [got] = llama_jax.generate(found, params, [prompt], max_new_tokens=new)
     assert got.tokens == want.sequences[0, length:].tolist()
     theirs = torch.stack(want.logits)[:, 0].log_softmax(-1).max(-1).values
