@@ -118,7 +118,7 @@ def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]])
     names = {path: trained.attend for path in adapters if (trained := base_config(path)) is not None}
     different = sorted({str(name) for name in names.values()})
     if len(different) > 1:
-        raise CheckpointError(f"the adapters were trained with different attentions ({', '.join(different)}); give one of them")
+        raise CheckpointError(f"adapters trained with different attentions ({', '.join(different)}); pass one of them")
     return replace(config, attend=next(iter(names.values()))) if names else config
 
 
@@ -159,7 +159,7 @@ def save_adapter(
         a base with an attention of its own, which no such file names.
     """
     if config.attend is not None:
-        raise CheckpointError(f"attend={config.attend!r} has no place in an adapter's files; load the run itself as the adapter")
+        raise CheckpointError(f"attend={config.attend!r} has no place in an adapter's files; load the run as the adapter")
     if config.kind == "phi3":
         raise CheckpointError("adapters of a phi3, whose projections other libraries hold in one matrix, cannot be written")
     if Path(path).suffix.lower() == ".gguf":

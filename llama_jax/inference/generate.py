@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
@@ -124,10 +123,8 @@ def stream(
     """
     check_turns(turns)
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
-    layout = Layout()
-    if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies
-        layout = layout_of(params)
-        check_rows(layout, len(prompts))
+    layout = layout_of(params)  # the generation runs where the model lies
+    check_rows(layout, len(prompts))
     run = Run(config, params, compute, layout)
     if draft is not None:
         return drafting(run, draft, (tokens, lengths, request), cache, int(turns))

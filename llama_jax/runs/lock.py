@@ -68,8 +68,8 @@ def _is_held(folder: Path, descriptor: int) -> bool:
 def _check(folder: Path, descriptor: int) -> None:
     if not _is_held(folder, descriptor):
         raise TrainingError(
-            f"{folder} is no longer the folder of this run: it, or {FILE!r} in it, was removed or replaced meanwhile; nothing"
-            " more is written; if the folder was renamed, go on there with --resume"
+            f"{folder} is no longer the folder of this run: it, or {FILE!r} in it, was removed or replaced meanwhile;"
+            " nothing more is written; if the folder was renamed, go on there with --resume"
         )
 
 

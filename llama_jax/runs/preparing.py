@@ -179,13 +179,15 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
 
 @contextmanager
 def unchanged(note: dict[str, Any] | None) -> Iterator[None]:
-    """In a resumed run, whose recipe is the same: an error of opening its data says that these changed, for it has read them."""
+    """In a resumed run, which has read its data before, an error of opening them says that they changed."""
     try:
         yield
     except (DataError, TrainingError) as error:
         if note is None:
             raise
-        raise TrainingError(f"the data (or the teacher) changed since this run began: {error}; resume with the same files") from None
+        raise TrainingError(
+            f"the data (or the teacher) changed since this run began: {error}; resume with the same files"
+        ) from None
 
 
 def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:
