@@ -69,9 +69,10 @@ def device_elsewhere(array: Any) -> jax.Device | None:
     return None if _name_of(device.platform) == lowering_platform() else device
 
 
-def tracing_for(array: Any) -> AbstractContextManager[Any]:
-    """The context to call `jax.jit` in, for parameters of which this is one."""
-    device = device_elsewhere(array)
+def tracing_for(params: Any) -> AbstractContextManager[Any]:
+    """The context to call `jax.jit` in with these parameters, which traces for the platform of the first of them."""
+    leaves = jax.tree.leaves(params)
+    device = device_elsewhere(leaves[0]) if leaves else None
     return nullcontext() if device is None else jax.default_device(device)
 
 

@@ -92,7 +92,7 @@ def divergence(
     losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
     of_tokens = []
     measure = partial(compared, params, reference)
-    with tracing_for(params.embedding):
+    with tracing_for(params):
         for (nats, theirs, kl, top), owner in measured(corpus, windows, batch, measure, progress):
             for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
                 np.add.at(sums, owner, found)

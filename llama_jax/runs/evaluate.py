@@ -106,7 +106,7 @@ def evaluate(
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
     sums = np.zeros(len(windows.read))
-    with tracing_for(params.embedding):
+    with tracing_for(params):
         for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
             np.add.at(sums, owner, nats)
     return summary(corpus, windows, sums)

@@ -118,7 +118,7 @@ def evaluate_lengths(
     plans = [_plan(length, lengths[-1], len(spans), batch) for length in lengths]
     numbers = range(sum(plan.batches * plan.pieces for plan in plans))
     ticks = iter(progress(numbers) if progress else numbers)
-    with tracing_for(params.embedding):
+    with tracing_for(params):
         found = tuple(_measure(config, params, corpus, spans, plan, (cache, compute), ticks) for plan in plans)
     next(ticks, None)  # ends the bar
     return found

@@ -140,7 +140,7 @@ def needle(
             for depth in hidden.depths
             for trial in places
         ]
-        with tracing_for(params.embedding):
+        with tracing_for(params):
             scores, best = _measure(config, params, prompts, keys.answers, plan, ticks)
         cells += _cells(plan.length, hidden.depths, scores, best, np.array([trial.key for trial in places]))
     next(ticks, None)  # ends the bar

@@ -66,7 +66,7 @@ def log_answers(
       batch: B, rows of both sides that are read at once.
     """
     read = jax.jit(partial(answer_logprobs, config, options=LossOptions(compute)))
-    with tracing_for(params.embedding):
+    with tracing_for(params):
         return read_all(partial(read, params), pairs, batch, length, progress=progress)
 
 
