@@ -60,7 +60,7 @@ def _name_of(platform: str) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def device_elsewhere(array: Any) -> jax.Device | None:
+def device_elsewhere(array: Any) -> Any:
     """The device of an array on a single one, where programs would by default be traced for another platform; else None."""
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, SingleDeviceSharding):
