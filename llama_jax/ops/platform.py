@@ -65,7 +65,7 @@ def device_elsewhere(array: Any) -> Any:
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, SingleDeviceSharding):
         return None
-    (device,) = sharding.device_set
+    device: Any = next(iter(sharding.device_set))
     return None if _name_of(device.platform) == lowering_platform() else device
 
 
