@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, peft, store
-from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter
+from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter, with_attend
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
@@ -132,6 +132,7 @@ def load(
         quantize = "keep"
     beside = None if adapter is None else load_adapter(adapter, config)
     table = [load_adapter(each, config) for each in adapters]
+    config = with_attend(config, adapters if adapter is None else [adapter])
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
 

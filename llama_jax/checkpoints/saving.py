@@ -192,6 +192,11 @@ def _write(
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
 ) -> None:
+    if opened.config.attend is not None and format != "safetensors":
+        raise CheckpointError(
+            f"attend={opened.config.attend!r} has no place in {format}, whose readers have attentions of their own; write"
+            " safetensors or orbax"
+        )
     kind = None if dtype is None else KINDS[dtype]
     tokenizer = opened.tokenizer()
     beside = {}

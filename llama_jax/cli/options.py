@@ -103,13 +103,16 @@ class LoadOptions:
         import jax.numpy as jnp
 
         import llama_jax
+        from llama_jax.checkpoints.adapters import with_attend
         from llama_jax.checkpoints.bundled import NAME, bundled
         from llama_jax.cli.runtime import loading_bar
+        from llama_jax.model.checks import check_attend
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         path = bundled() if self.model is None else self.model
-        if self.rope:  # that it cannot be is said before minutes go into loading
-            with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
+        # What cannot be is said before minutes go into loading.
+        opened = with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
+        check_attend(with_attend(opened, adapters if adapter is None else [adapter]), llama_jax.Compute())
         config, params, tokenizer = llama_jax.load(
             path,
             dtype,

@@ -118,14 +118,19 @@ class TextOptions:
 
     def open(self, path: Location) -> Subject:
         """The model at a path without its weights, with the given rope scaling and vocabulary."""
+        from llama_jax.checkpoints.adapters import with_attend
         from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.cli.runtime import CompileClock, start_backend, use_compilation_cache
+        from llama_jax.model.checks import check_attend
+        from llama_jax.model.options import Compute
 
         use_compilation_cache()
         compiling = CompileClock()
         start_backend()
         opened = open_checkpoint(path)
-        return Subject(path, with_rope(opened.config, self.rope), self.vocabulary(path, opened), compiling)
+        config = with_attend(opened.config, () if self.adapter is None else [self.adapter])
+        check_attend(config, Compute())
+        return Subject(path, with_rope(config, self.rope), self.vocabulary(path, opened), compiling)
 
     def load(self, subject: Subject) -> Llama:
         """The weights."""

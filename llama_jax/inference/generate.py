@@ -25,6 +25,7 @@ from llama_jax.model.cache import KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
+from llama_jax.ops.platform import device_elsewhere
 
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that the scores are at most [512, S]
 SMALLEST_CACHE = 256  # a step with a smaller cache costs the same
@@ -125,9 +126,9 @@ def stream(
     """
     check_turns(turns)
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
-    layout = Layout()
-    if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies
-        layout = layout_of(params)
+    layout, table = Layout(), params.embedding
+    if isinstance(getattr(table, "sharding", None), NamedSharding) or device_elsewhere(table) is not None:
+        layout = layout_of(params)  # the generation runs where the model lies
         check_rows(layout, len(prompts))
     run = Run(config, params, compute, layout)
     if draft is not None:

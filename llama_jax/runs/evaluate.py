@@ -20,6 +20,7 @@ from llama_jax.data.packing import pack
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows
 
 CHUNK = 64
@@ -105,8 +106,9 @@ def evaluate(
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
     sums = np.zeros(len(windows.read))
-    for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
-        np.add.at(sums, owner, nats)
+    with tracing_for(params):
+        for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
+            np.add.at(sums, owner, nats)
     return summary(corpus, windows, sums)
 
 

@@ -21,6 +21,7 @@ from llama_jax.model.forward import forward
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
+from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.evaluate import check_vocabulary, nats_of
 
 TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
@@ -117,7 +118,8 @@ def evaluate_lengths(
     plans = [_plan(length, lengths[-1], len(spans), batch) for length in lengths]
     numbers = range(sum(plan.batches * plan.pieces for plan in plans))
     ticks = iter(progress(numbers) if progress else numbers)
-    found = tuple(_measure(config, params, corpus, spans, plan, (cache, compute), ticks) for plan in plans)
+    with tracing_for(params):
+        found = tuple(_measure(config, params, corpus, spans, plan, (cache, compute), ticks) for plan in plans)
     next(ticks, None)  # ends the bar
     return found
 

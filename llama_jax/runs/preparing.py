@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
+from llama_jax.data.errors import DataError
 from llama_jax.data.sources import Data, FoundData
 from llama_jax.errors import reading, shown
 from llama_jax.model.adapters import adapter_count
@@ -44,7 +46,11 @@ MARK_SECONDS = 30  # until the others see what one host writes: network file sys
 def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
     """Whether two models differ at most in their context and rotary settings: the parameters of one fit the other."""
     return original == replace(
-        model, rope_scaling=original.rope_scaling, rope_theta=original.rope_theta, max_seq_len=original.max_seq_len
+        model,
+        rope_scaling=original.rope_scaling,
+        rope_theta=original.rope_theta,
+        max_seq_len=original.max_seq_len,
+        attend=original.attend,
     )
 
 
@@ -181,6 +187,19 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
     log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, computed in {r.dtype}, remat {r.remat}")
     for fact in facts:
         log.line(fact)
+
+
+@contextmanager
+def unchanged(note: dict[str, Any] | None) -> Iterator[None]:
+    """In a resumed run, which has read its data before, an error of opening them says that they changed."""
+    try:
+        yield
+    except (DataError, TrainingError) as error:
+        if note is None:
+            raise
+        raise TrainingError(
+            f"the data (or the teacher) changed since this run began: {error}; resume with the same files"
+        ) from None
 
 
 def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:

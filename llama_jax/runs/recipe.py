@@ -185,11 +185,11 @@ class Recipe:
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON holds it, nested as its dataclasses are."""
-    functions = {name: _name_of(getattr(recipe, name)) for name in ("attend", "loss")}
+    functions = {name: name_of(getattr(recipe, name)) for name in ("attend", "loss")}
     return dataclasses.asdict(recipe) | functions
 
 
-def _name_of(function: Callable[..., Any] | None) -> str | None:
+def name_of(function: Callable[..., Any] | None) -> str | None:
     """The qualified name of a function, for JSON cannot hold more of it."""
     return None if function is None else f"{function.__module__}:{getattr(function, '__qualname__', function)}"
 
