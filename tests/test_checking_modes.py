@@ -1,7 +1,6 @@
 """The public functions run under all of JAX's checking modes."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 

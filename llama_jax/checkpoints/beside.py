@@ -38,9 +38,8 @@ GENERATION, CARD = "generation_config.json", "README.md"
 PROVENANCE = {"transformers_version", "_from_model_config"}  # what wrote the file
 TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
 # Settings of ``generation_config.json`` by the last part of their keys in a GGUF, general.sampling.*.
-SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"} | {
-    key: key for key in ("top_k", "top_p", "min_p")
-}
+SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+SAMPLING |= {key: key for key in ("top_k", "top_p", "min_p")}
 # Of general.sampling.*, what transformers has no name for.
 OTHER_SAMPLING = ("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n")
 OTHER_SAMPLING += ("mirostat", "mirostat_tau", "mirostat_eta")

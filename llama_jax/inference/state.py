@@ -139,7 +139,8 @@ def start(
 ) -> tuple[State, Piece]:
     """The state after whole prompts, int32[B, T] with `lengths` int32[B], and the first token of every row."""
     batch, width = tokens.shape
-    real = jnp.arange(width)[None] < lengths[:, None]
+    columns, ends = jnp.arange(width), lengths[:, None]
+    real = columns[None] < ends
     vocab = head_of(config, params).shape[0]
     # Padding is scattered to an index after the last column, which drops it, because there is no unused id for it.
     columns = jnp.where(real, tokens, vocab)

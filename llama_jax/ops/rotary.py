@@ -33,8 +33,8 @@ def rotary_table(
     Returns:
       cos, sin: float32[..., H/2]. Always float32: an angle at position 100,000 has no digits left in bfloat16.
     """
-    frequencies = lax.broadcast_to_rank(jnp.asarray(frequencies, jnp.float32), positions.ndim + 1)
-    angles = positions[..., None].astype(jnp.float32) * frequencies
+    wide, frequencies = positions[..., None].astype(jnp.float32), jnp.asarray(frequencies, jnp.float32)
+    angles = wide * lax.broadcast_to_rank(frequencies, wide.ndim)
     if attention_factor == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor
