@@ -62,8 +62,9 @@ def ring_slots(length: jax.Array, new: int, capacity: int, sinks: int) -> jax.Ar
 
 def ring_positions(length: jax.Array, new: int, capacity: int, sinks: int) -> jax.Array:
     """int32[B, S], which position each slot holds once `new` tokens are written."""
-    slots = jnp.arange(capacity, dtype=jnp.int32)[None]
+    slots = jnp.arange(capacity, dtype=jnp.int32)
     last = length[:, None] + new - 1
-    held = last - (last - slots) % (capacity - sinks)  # the latest position of each slot of the ring
-    held = jnp.where(held < sinks, NO_KEY, held)
-    return jnp.where(slots < sinks, jnp.where(slots <= last, slots, NO_KEY), held)
+    with jax.numpy_rank_promotion("allow"):  # of the slots, [S], to the rows'
+        held = last - (last - slots) % (capacity - sinks)  # the latest position of each slot of the ring
+        held = jnp.where(held < sinks, NO_KEY, held)
+        return jnp.where(slots < sinks, jnp.where(slots <= last, slots, NO_KEY), held)

@@ -120,8 +120,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
         scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)  # [..., 1]
         # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
         rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
-        factor = lax.expand_dims(weight.astype(wide.dtype), range(x.ndim - 1))
-        return (rounded * (factor + offset if offset else factor)).astype(x.dtype)
+        factor = weight.astype(wide.dtype)
+        return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
 
     return normalise(x, weight)
 
