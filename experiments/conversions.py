@@ -3,7 +3,7 @@
   python experiments/conversions.py --output docs/conversions.md
 
 The models are small and random, with the families' kinds of vocabulary and of settings. A cell says how many of the settings
-that the source holds are read again from what `convert` wrote; what is not must be named in the line that it logs, else it is
+that the source holds are read again from what `convert` wrote; the rest must be named in the line that it logs, else it is
 listed as lost silently.
 """
 
@@ -417,6 +417,7 @@ def main(output: Path) -> None:
     output.write_text(page[: page.index(MARK)] + MARK + "\n\n" + table(results))
 
 
+PAGE = Path(__file__).parent.parent / "docs/conversions.md"
 MARK = "<!-- made by experiments/conversions.py -->"
 
 if __name__ == "__main__":

@@ -252,5 +252,11 @@ def library_errors(what: str, remedy: str = "copy it again") -> Iterator[None]:
         # A panic is no Exception: its class is pyo3_runtime.PanicException, which cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = reason_of(error) or "damaged"
+        reason = reason_of(error, 160) or "damaged"
+        if "retry-limit" in reason:  # Oniguruma's, of a text that the pattern could match in too many ways
+            remedy = (
+                "its pattern for cutting texts backtracks too often on this one: simplify the pattern, or shorten the text"
+            )
+        elif "Onig" in reason:
+            remedy = "correct its pattern for cutting texts (pre_tokenizer)"
         raise TokenizerError(f"{what} ({reason}); {remedy}") from None
