@@ -362,7 +362,7 @@ def outcomes(folder: Path, model: Model) -> dict[tuple[str, str], Outcome]:
     with logged():
         sources = publish(folder, model)
     for source, path in sources.items():
-        before = {name: value for name, value in held(path).items() if value not in (None, set(), False)}
+        before = {name: value for name, value in held(path).items() if value is not None and value != set()}
         for target in TARGETS:
             written = folder / f"{source}-{target}" / NAMES.get(target, "model")
             written.parent.mkdir()

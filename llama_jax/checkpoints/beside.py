@@ -214,7 +214,7 @@ def lost_line(where: object, missing: Mapping[str, Any]) -> str:
     """One line that names what a model that was written does not hold."""
     parts = (
         name
-        if isinstance(value, str) and len(value) > 60
+        if isinstance(value, str) and (len(value) > 60 or "\n" in value)
         else f"{name} {', '.join(map(str, sorted(value)))}"[:200]
         if isinstance(value, set)
         else f"{name}={shown(value)}"

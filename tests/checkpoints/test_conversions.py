@@ -110,6 +110,7 @@ def test_user_defined_tokens_stay(tmp_path, published):
 @pytest.mark.parametrize("format", Format.__args__)
 def test_save_takes_what_load_found(format, tmp_path, published, caplog):
     found = llama_jax.load(published("llama-2")["safetensors"])
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         llama_jax.save(tmp_path / "copy", *found, about=found.about, format=format)
     again = llama_jax.load(tmp_path / "copy").about
