@@ -296,7 +296,7 @@ def test_strided_perplexity_of_transformers(models, length, stride):
 
 def test_rows_of_a_batch_are_bounded():
     corpus = corpus_of(LENGTHS)
-    with pytest.raises(DataError, match=r"batch=99999999999 must be from 1 to \d+ rows of length=16"):
+    with pytest.raises(DataError, match=r"batch=99999999999 must be at most \d+ rows of length=16"):
         choose_sizes(CONFIG, corpus, length=16, stride=None, batch=99_999_999_999)
     params = llama_jax.init(CONFIG, jax.random.key(0))
     found = [
