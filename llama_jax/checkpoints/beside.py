@@ -41,11 +41,21 @@ TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # the tokenizer's
 SAMPLING = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
 SAMPLING |= {key: key for key in ("top_k", "top_p", "min_p")}
 # Of general.sampling.*, what transformers has no name for.
-OTHER_SAMPLING = ("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n")
+OTHER_SAMPLING: tuple[str, ...] = ("sequence", "xtc_probability", "xtc_threshold", "penalty_last_n")
 OTHER_SAMPLING += ("mirostat", "mirostat_tau", "mirostat_eta")
 # Entries of a model card by their keys in a GGUF, general.*, where those differ.
 CARD_NAMES = {"license.name": "license_name", "license.link": "license_link", "languages": "language"}
-CARD_KEYS = ("name", "author", "version", "organization", "description", "finetune", "basename", "size_label", "license")
+CARD_KEYS: tuple[str, ...] = (
+    "name",
+    "author",
+    "version",
+    "organization",
+    "description",
+    "finetune",
+    "basename",
+    "size_label",
+    "license",
+)
 CARD_KEYS += ("tags", "url", "doi", "uuid", "repo_url", "quantized_by", *CARD_NAMES)
 OF_THE_FILE = ("architecture", "type", "file_type", "quantization_version", "alignment")  # of general.*
 LICENCES = re.compile(r"(?i)(licen[cs]e|notice|use_policy)(\.(txt|md))?")
@@ -88,7 +98,7 @@ def read_about(folder: Location, *, card: bool = True) -> About:
 
 def _of_card(text: str) -> dict[str, Any]:
     """The entries of a model card's head, of those that have a key in a GGUF."""
-    import yaml  # of gguf's requirements
+    import yaml  # type: ignore[import-untyped]  # of gguf's requirements
 
     head = re.match(r"---\r?\n(.{,65536}?)\r?\n---", text, re.DOTALL)
     try:
@@ -115,7 +125,7 @@ def write_about(folder: Path, about: About) -> None:
     path = folder / GENERATION
     ids = read_object(path, CheckpointError) if path.is_file() else {}
     if about.generation:
-        path.write_text(json.dumps(about.generation | ids, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(dict(about.generation) | ids, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     texts = dict(about.texts)
     if about.card and CARD not in texts:
         named = {CARD_NAMES.get(key, key): value for key, value in about.card.items() if key in CARD_KEYS}
@@ -176,7 +186,7 @@ def settings_of(tokenizer: Tokenizer | None, about: About) -> dict[str, Any]:
         found |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
         found |= {"add_prefix_space": tokenizer.space_prefix, "chat_template": tokenizer.chat_template}
         found |= {"rstrip": set(getattr(tokenizer, "swallowing", ()))}
-        found |= {f"chat_template.{name}": text for name, text in settings.chat_templates.items()} | settings.gguf
+        found |= {f"chat_template.{name}": text for name, text in settings.chat_templates.items()} | dict(settings.gguf)
         told = {name: value for name, value in settings.more.items() if name not in OF_A_FILE}
         found |= {name: v.get("content") if isinstance(v, dict) else v for name, v in told.items()}
     generation = dict(about.generation)

@@ -192,7 +192,9 @@ class _Reader:
             pad_id=-1 if pad is None else pad,
             all_stop_ids=True,
             chat_templates={
-                name: text for key, text in self.fields.items() if (name := _template_name(key)) and isinstance(text, str)
+                called: text
+                for key, text in self.fields.items()
+                if (called := _template_name(key)) and isinstance(text, str)
             },
             gguf={key: value for key, value in self.fields.items() if _only_here(key, value)},
             more={
@@ -367,7 +369,7 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
         raise TokenizerError(f"a {type(tokenizer).__name__} cannot be written into a GGUF")
     fields |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
-    special, settings = tokenizer.special_tokens, tokenizer.settings  # type: ignore[attr-defined]
+    special, settings = tokenizer.special_tokens, tokenizer.settings
     for name, setting in OTHER_TOKENS.items():
         text = settings.more.get(setting)
         ids[name] = special.get(str(text.get("content") if isinstance(text, dict) else text), -1)

@@ -104,7 +104,7 @@ def write_settings(folder: Path, tokenizer: Tokenizer, settings: Settings, token
     names = {token: name for name, token in tokenizer.special_tokens.items()}
     template: Any = tokenizer.chat_template
     if settings.chat_templates:
-        named = settings.chat_templates | ({} if template is None else {"default": template})
+        named = dict(settings.chat_templates) | ({} if template is None else {"default": template})
         template = [{"name": name, "template": text} for name, text in named.items()]
     config = {
         "tokenizer_class": tokenizer_class,
@@ -166,7 +166,7 @@ def _ids(where: str, name: str, value: Any) -> tuple[int, ...]:
 def _templates(where: str, value: Any) -> dict[str, str]:
     """One template, or a list of named ones, of which "default" is for chats, by their names."""
     if isinstance(value, list):
-        found = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
+        found: dict[Any, Any] = {each.get("name"): each.get("template") for each in value if isinstance(each, dict)}
     else:
         found = {} if value is None else {"default": value}
     if all(isinstance(each, str) for each in (*found, *found.values())):
