@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, peft, store
 from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter, with_attend
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
+from llama_jax.checkpoints.beside import About
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.newest import taking_the_newest
@@ -40,11 +41,18 @@ class Checkpoint:
 
     Attributes:
       read_tokenizer: gives the vocabulary; see `tokenizer`.
+      read_about: gives what else lies beside the weights; see `about`.
     """
 
     config: LlamaConfig
     params: Llama
     read_tokenizer: Callable[[], Tokenizer | None]
+    read_about: Callable[[], About] = About
+
+    @cached_property
+    def about(self) -> About:
+        """What else lies beside the weights, for `save`: how to sample, the model's name and licence."""
+        return self.read_about()
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -138,14 +146,14 @@ def load(
 
         shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
         config = fitted(config, mesh)
-    read_tokenizer = opened.tokenizer
+    read_tokenizer, read_about = opened.tokenizer, opened.about
     if tokenizer is not None:
         given = load_tokenizer(tokenizer)
         warn_if_small(given, opened.config.vocab_size, tokenizer)
         read_tokenizer = lambda: given
     elif isinstance(opened, store.Stored):  # a run may remove the step later
-        inside = opened.tokenizer()
-        read_tokenizer = lambda: inside
+        inside, beside_it = opened.tokenizer(), opened.about()
+        read_tokenizer, read_about = lambda: inside, lambda: beside_it
     if isinstance(opened, store.Stored):
         params = store.load_params(opened, dtype, shardings=shardings)
         if quantize != "keep":
@@ -159,7 +167,7 @@ def load(
         params = attached(opened.config, params, beside, mesh)
     if table:
         params = attached_table(opened.config, params, table, mesh)
-    return Checkpoint(config, params, read_tokenizer)
+    return Checkpoint(config, params, read_tokenizer, read_about)
 
 
 @taking_the_newest

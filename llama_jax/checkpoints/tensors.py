@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from llama_jax.checkpoints.beside import About
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading
 from llama_jax.ops.platform import lowering_platform
@@ -307,6 +308,7 @@ class Opened:
       names: the format's name of each part of a Llama, "{}" standing for the layer.
       interleaved: whether the rows of q and k are in the interleaved rotary layout (Meta's, llama2.c's, GGUF's).
       tokenizer: reads the vocabulary inside the file or beside it; None where there is none.
+      about: reads what else lies beside the weights.
     """
 
     format: str
@@ -316,6 +318,7 @@ class Opened:
     names: Mapping[str, str]
     interleaved: bool
     tokenizer: Callable[[], Tokenizer | None]
+    about: Callable[[], About] = About
 
 
 def read_bytes(path: Location, offset: int, count: int, out: np.ndarray | None = None) -> np.ndarray:

@@ -136,6 +136,10 @@ def stream(
     return run.stream(tokens, lengths, request, cache, int(turns))
 
 
+# What a generation is given is meant to be transferred, whatever a caller's `jax.transfer_guard` says of other transfers.
+transferring = functools.partial(jax.transfer_guard_host_to_device, "allow")
+
+
 @dataclass(frozen=True)
 class Run:
     """The compiled functions of `inference.state`, with the arguments that are the same in all calls of a generation."""
@@ -170,12 +174,13 @@ class Run:
             yield piece
 
     def start(self, reading: Reading, tokens: np.ndarray, lengths: np.ndarray, request: Request) -> tuple[State, jax.Array]:
-        return _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
+        with transferring():
+            return _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
 
     def decode(self, state: State, turns: int, most: int) -> tuple[State, jax.Array]:
         (device, *_) = state.token.devices()
         decode_there = _decode_for(device.platform)
-        with ops.native_anyway(self.natively):
+        with ops.native_anyway(self.natively), transferring():
             return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.layout)
 
     def enlarge(self, cache: KVCache, capacity: int) -> KVCache:
@@ -193,7 +198,8 @@ class Run:
                 reading = reading._replace(cache=self.enlarge(reading.cache, bucket(begin + piece, piece)))
             places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths)
             part = tokens[:, begin : begin + piece]
-            reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)
+            with transferring():
+                reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)
         return reading
 
 
@@ -231,7 +237,7 @@ def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
     Raises:
       GenerationError: the model's logits were not numbers.
     """
-    array = np.asarray(packed)
+    array = jax.device_get(packed)
     *parts, _ = np.split(array, [(array.shape[1] - 2) // 3 * i for i in (1, 2, 3)], axis=1)
     done, taken = array[:, -2].astype(bool), int(array[0, -1])
     columns = taken * CHUNK or 1  # the first piece has no turn

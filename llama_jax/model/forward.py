@@ -252,7 +252,7 @@ def _step_of(
 ) -> _Step:
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
-    slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order
+    slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order[None]
     kinds = config.layer_kinds
 
     def rope(positions: jax.Array) -> tuple[Rope, ...]:

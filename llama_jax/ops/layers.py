@@ -123,7 +123,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
         # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
         rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
         factor = weight.astype(wide.dtype)
-        return (rounded * (factor + offset if offset else factor)).astype(x.dtype)
+        return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
 
     return normalise(x, weight)
 

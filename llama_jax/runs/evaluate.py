@@ -24,6 +24,8 @@ from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows
 
 CHUNK = 64
+MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program
+MOST_TOKENS = 2**31 - 1  # of a batch: indices are int32
 LONGEST = 4096  # default tokens of a window: a layer's scores grow with their square
 
 Measure = Callable[[Llama, WindowRows], jax.Array]
@@ -125,6 +127,7 @@ def measured(
     """
     length = int(windows.read.max())  # if no document fills a window, rows are shorter
     rows = pack(windows.read.tolist(), length)
+    batch = min(batch, max(len(rows), MOST_PADDED))
 
     def collect(found: Any, owner: np.ndarray) -> tuple[Any, np.ndarray]:
         predicted = owner >= 0
@@ -157,9 +160,16 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
             " give more data"
         )
     batch = usual_batch() if batch is None else batch
+    check_batch(batch, length)
+    return Sizes(length, stride, batch)
+
+
+def check_batch(batch: int, length: int) -> None:
+    """Raise DataError for less than one row, or for more than an array of these lengths can have."""
     if batch < 1:
         raise DataError(f"batch={batch} must be at least 1 row")
-    return Sizes(length, stride, batch)
+    if batch > MOST_TOKENS // length:
+        raise DataError(f"batch={batch} must be at most {MOST_TOKENS // length} rows of length={length}")
 
 
 def usual_batch() -> int:

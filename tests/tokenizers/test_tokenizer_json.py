@@ -191,3 +191,19 @@ def test_transformers_puts_the_same(kind, tmp_path):
 
     folder = folder_that_puts(tmp_path, kind, tokenizer_class="PreTrainedTokenizerFast")
     assert load_tokenizer(folder).encode("once upon") == AutoTokenizer.from_pretrained(folder).encode("once upon")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (r"(\w+\s?)+\d$", "retry-limit.*its pattern for cutting texts backtracks too often on this one: simplify"),
+        ("(", "parenthesis.*; correct its pattern for cutting texts .pre_tokenizer.$"),
+    ],
+)
+def test_a_bad_pattern_is_named(pattern, message, tmp_path):
+    path = vocabularies.write(tmp_path, "bytes") / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    path.write_text(json.dumps(described))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(path).encode("aaa aaa aaaa aaaa aaa aaa aaaa aaaa " * 3 + "!")
