@@ -751,6 +751,19 @@ def test_the_key():
 
 
 @pytest.mark.parametrize(
+    "key", ["voilà", "k\u0085", "é"]
+)  # whose last bytes are A0, 85 and A9: blanks in latin-1, two of them
+def test_a_key_may_end_in_any_byte(key):
+    sent = [f"Bearer {key}", f"Bearer  {key} \t", f"Bearer {key}\u00a0", f"Bearer {key[:-1]}"]
+    answers = ask(
+        FakeEngine(),
+        *(lambda c, key=key: c.get("/v1/models", authorization=key) for key in sent),
+        access=Access(api_key=key),
+    )
+    assert [answer.status for answer in answers] == [200, 200, 401, 401]
+
+
+@pytest.mark.parametrize(
     ("host", "known"),
     [
         ("127.0.0.1:8000", True),

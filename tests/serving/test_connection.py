@@ -106,6 +106,55 @@ def test_a_request_that_offers_another_protocol_keeps_its_body(address, chunked)
         assert [answer(found)[0] for _ in range(3)] == [200] * 3
 
 
+CHUNKED = head(b"Transfer-Encoding: chunked\r\n\r\n")
+HEALTH = head(method=b"GET /health") + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "before"),
+    [
+        (CHUNKED + b"zz\r\n", []),
+        (CHUNKED + b"2\r\n{}\r\nzz\r\n", []),
+        (CHUNKED + b"2\r\n{}zz", []),
+        (HEALTH + b"\0 no request", [200]),
+        (head(b"Content-Length: %d\r\n\r\n" % len(BODY)) + BODY + b"GET\0\r\n", [200]),
+        (HEALTH + CHUNKED + b"zz\r\n", [200]),
+        (HEALTH + HEALTH + head(OFFER + b"Content-Length: 2\r\n\r\n") + b"{}" + b"\0", [200, 200, 400]),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_cannot_be_read_is_refused_after_what_can(address, sent, before, at_once):
+    """Every request gets its response, in order, and then the rest a 400."""
+    with connected(address) as found:
+        for part in [sent] if at_once else [sent[:-3], sent[-3:]]:
+            found.sendall(part)
+        assert [answer(found)[0] for _ in before] == before
+        status, body = answer(found)
+        assert (status, body["error"]["message"]) == (400, "the request is not HTTP")
+        assert found.recv(1) == b""
+
+
+def test_many_offers_of_another_protocol_in_a_row(address):
+    with connected(address) as found:
+        found.sendall((head(OFFER, b"GET /health") + b"\r\n") * 1100)
+        assert {answer(found)[0] for _ in range(1100)} == {200}
+
+
+def test_a_client_that_leaves_with_further_requests_queued():
+    """The request that is being answered ends, although it is not the last that came."""
+    engine, ended = FakeEngine(says=lambda request: itertools.repeat(ids("x")[0]), context=10**9), threading.Event()
+    end = engine._end
+    engine._end = lambda *one: (end(*one), ended.set())
+    body = json.dumps({"prompt": "a", "max_tokens": 10**8, "stream": True}).encode()
+    request = head(b"Content-Length: %d\r\n\r\n" % len(body)) + body
+    with listening(engine, served(), Limits(vocab_size=259, context=10**9)) as address:
+        with connected(address.removeprefix("http://").split(":")) as found:
+            found.sendall(request * 3)
+            found.recv(1000)
+        assert ended.wait(20)
+    assert engine.finished == {"cancelled": 1}
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_left(monkeypatch, stream):
     """Its connection is closed and its rows are freed, even if the response is complete but still in the server's buffer."""

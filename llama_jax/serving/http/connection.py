@@ -23,6 +23,8 @@ class Connection(HttpToolsProtocol):
     uvicorn also waits for ever until a client reads. Here a response pauses as soon as the kernel takes no more of it, and
     when that has taken nothing for UNREAD_SECONDS the connection is closed, whose request then leaves the engine.
 
+    What cannot be read is refused once the requests before it have been answered; uvicorn closes the connection at once.
+
     Requests that offer to switch protocols (as Java's own client does, in every first request) and have a body are answered,
     too: the parser takes what follows such a head for the other protocol.
     """
@@ -33,6 +35,8 @@ class Connection(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._in_body = False
         self._unread: asyncio.TimerHandle | None = None
+        self._running: Any = None  # the cycle of the request that is being answered; uvicorn keeps only the last one
+        self._refusal: bytes | None = None  # the response after which the connection is closed; nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,6 +46,8 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._had_head()
         self._has_read()
+        if self._running is not None:
+            _disconnect(self._running)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -53,6 +59,8 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         self._unset_keepalive_if_required()
         self._unused += len(data)
         try:
@@ -117,31 +125,60 @@ class Connection(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def on_response_complete(self) -> None:
+        was_last = not self.pipeline
+        super().on_response_complete()
+        if was_last and self._refusal is not None:
+            self._send_refusal()
+
     def _refuse(self, status: int, message: str) -> None:
-        """Answer an incomplete request, unless another response is being sent, and close the connection."""
-        if self.transport.is_closing():
+        """Answer what cannot be read, once all requests before it have been answered, and close the connection."""
+        if self.transport.is_closing() or self._refusal is not None:
             return
-        if self.cycle is None or self.cycle.response_complete:
-            body = json.dumps(ApiError(status, message).body()).encode()
-            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
-            head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            self.transport.write(head.encode() + body)
-        self.transport.close()
+        body = json.dumps(ApiError(status, message).body()).encode()
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self._refusal = head.encode() + body
+        cycle, running = self.cycle, self._running
+        if cycle is not None and cycle.more_body:  # its body is what cannot be read: the application gets no more of it
+            if cycle is not running:
+                self.pipeline.popleft()
+            elif not cycle.response_started:
+                _disconnect(cycle)
+                running = None
+        if running is None or running.response_complete:
+            self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(self._refusal)
+            self.transport.close()
 
     def _feed(self, data: bytes) -> None:
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as found:
-            rest = data[found.args[0] :]
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as found:
+                data = data[found.args[0] :]
             framing = [
                 name + b": " + value for name, value in self.headers if name in (b"content-length", b"transfer-encoding")
             ]
             if framing:
                 self.cycle.more_body = True
                 self.parser = httptools.HttpRequestParser(_Resumed(self))
-                rest = b"\r\n".join([b"POST / HTTP/1.1", *framing, b"", rest])
-            if rest:
-                self._feed(rest)
+                data = b"\r\n".join([b"POST / HTTP/1.1", *framing, b"", data])
+
+
+def _disconnect(cycle: Any) -> None:
+    """Let the application know that nobody waits for its response, as uvicorn does when a connection is lost."""
+    if not cycle.response_complete:
+        cycle.disconnected = True
+    cycle.message_event.set()
 
 
 class _Resumed:

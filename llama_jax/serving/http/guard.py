@@ -19,6 +19,7 @@ from llama_jax.serving.http.errors import ApiError
 
 OPEN = ("/", "/health", "/ready")  # need no key: the page, which asks for the key, and probes
 CLIENT_LEFT = 499  # as in nginx
+BLANKS = " \t"  # HTTP's; str.strip alone also takes bytes of latin-1 that may end a key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ class Guard:
         if self._key is not None and scope["path"] not in self._without_key:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             # In constant time, so that timing does not reveal how much of a guess is right.
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self._key):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip(BLANKS).encode("latin-1"), self._key):
                 denied = ApiError(
                     401,
                     "the API key is missing or wrong; send it as Authorization: Bearer KEY",
