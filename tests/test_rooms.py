@@ -25,6 +25,7 @@ FLOOR = {
     "parallel": 4,  # lays out what is trained and decoded
     "exporting": 4,  # names the trees of both
     "flags": 1,
+    "child_process": 1,
     "files": 1,
     "gguf_header": 1,
     "analysis": 5,  # looks at the programs of all rooms below

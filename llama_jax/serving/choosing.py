@@ -20,7 +20,7 @@ class Wishes(NamedTuple):
     """What the host sets for every row in each turn.
 
     Attributes:
-      live: bool[B]; a row that is not live is done, whatever its state.
+      live: bool[B]; a row that is not live gets no token in this turn, and is otherwise as before.
       least: int32[B], minimum number of tokens before a stop token may be chosen.
       alternatives: int32[B], how many alternatives are wanted for each token.
       constrained: bool[B], whether `allowed` applies to the row.

@@ -12,7 +12,9 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
+from functools import partial
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
@@ -34,8 +36,13 @@ from llama_jax.serving.requests import (
     Update,
 )
 from llama_jax.serving.stats import CompileCount, EngineStats
+from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.serving.warming import warm
 
+CONSTRAINT_THREADS = 2
+CONSTRAINT_SECONDS = (
+    0.005  # that a turn waits for what the constraints of its rows allow; then it goes on without these rows
+)
 BURST_SECONDS = 0.025  # that several tokens of a turn may take, because a request that arrives meanwhile waits
 
 
@@ -73,6 +80,8 @@ class Engine:
         self._pending: list[Pending] = []
         self._cancelled: deque[Ticket] = deque()
         self._timed: list[Ticket] = []
+        self._constraints = DaemonThreadPool("constraints", CONSTRAINT_THREADS)
+        self._accepting: list[DecodingRow] = []  # rows whose constraint took a token in since the last turn
         self._changed = threading.Condition()
         self._closing: str | None = None
         self._counts: Counter[str] = Counter()
@@ -176,6 +185,7 @@ class Engine:
         if any(pool.waits for pool in self.pools):
             self._collect([*before, *first])
             before, first = [], []
+        self._take_constraints()
         self._pending = [one for one in (pool.take_turn(most) for pool in self.pools) if one is not None]
         self._collect([*before, *first])  # a first token does not wait a turn: the device has it before it starts this one
         self._after_turn()
@@ -321,14 +331,29 @@ class Engine:
             if row.count == request.max_new_tokens:
                 update.finish = "length"
             elif request.constraint is not None:
-                request.constraint.accept(token.id)
-                row.allowed = request.constraint.allowed()
-                for pool in self.pools:
-                    pool.constraints_changed()
+                row.accepting = self._constraints.submit(partial(request.constraint.accept, token.id))
+                self._accepting.append(row)
         if update.finish is None:
             ticket.deliver(update)
         else:
             self._end(ticket, update)
+
+    def _take_constraints(self) -> None:
+        """Take what constraints allow after the last token: each turn waits for those that it began, not for older ones."""
+        new, self._accepting = [row.accepting for row in self._accepting if row.accepting is not None], []
+        if new:
+            wait(new, CONSTRAINT_SECONDS)
+            for pool in self.pools:
+                pool.constraints_changed()
+        accepting = {row.accepting: row for pool in self.pools for row in pool.running if row.accepting is not None}
+        if accepting and len(accepting) == sum(len(pool.running) for pool in self.pools):  # nothing else can go on
+            wait(accepting, CONSTRAINT_SECONDS, FIRST_COMPLETED)
+        for future, row in accepting.items():
+            if future.done():
+                future.result()
+                row.accepting, row.allowed = None, row.request.constraint.allowed()  # type: ignore[union-attr]
+                for pool in self.pools:
+                    pool.constraints_changed()
 
     def _end(self, ticket: Ticket, update: Update) -> None:
         """Deliver the last update of a request, and free its row."""
@@ -339,6 +364,8 @@ class Engine:
         self._finished[update.finish] += 1
         if ticket.row is not None:
             ticket.row.ended = True
+            if ticket.row.accepting is not None:
+                ticket.row.accepting.cancel()
             for pool in self.pools:
                 pool.leave(ticket.row)
         ticket.deliver(update)

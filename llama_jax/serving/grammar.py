@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from llama_jax.child_process import ChildProcess, isolated
 from llama_jax.errors import UserError, reason_of
 from llama_jax.tokenizers import Tokenizer
 
 # White space is fixed, because a small model that may choose it fills a whole answer with it.
 MARK = "\x02"  # marks the start of a text and occurs in none, so that a tokenizer's prefix comes before it
+NEEDED = ("llguidance",)  # packages of the process
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammars:
     """Grammars over one vocabulary. Thread-safe; the tables of the vocabulary are made when they are first needed.
+
+    Each grammar is first compiled in a process of its own, which is killed if that takes too long or too much memory, and
+    then here, which takes as long again.
 
     Args:
       tokenizer: of V' ids.
@@ -31,6 +38,12 @@ class Grammars:
         self._ends = tuple(ends)
         self._lock = Lock()
         self._tables: Any = None
+        self._child: ChildProcess | None = None
+
+    def close(self) -> None:
+        """Kill the process, if there is one; another grammar starts another."""
+        if self._child is not None:
+            self._child.close()
 
     def json_schema(self, schema: dict[str, Any]) -> GrammarConstraint:
         """A constraint to JSON that conforms to a schema.
@@ -60,93 +73,89 @@ class Grammars:
     def _constraint(self, grammar: str, what: str) -> GrammarConstraint:
         if not self._ends:
             raise UserError("the vocabulary has no token that ends a text, which a grammar needs")
+        from llama_jax.serving import grammar_check as check
+
         with self._lock:
-            if self._tables is None:
-                self._tables = _tables(self._tokenizer, self._ends)
-        matcher = _library().LLMatcher(self._tables, grammar, log_level=0)
-        if matcher.is_error():
-            raise UserError(f"the {what} cannot be used: {reason_of(matcher.get_error(), 300)}")
-        return GrammarConstraint(matcher, self._tokenizer.vocab_size, self._vocab_size, self._ends)
+            if self._child is None:
+                vocabulary = _vocabulary(self._tokenizer, self._ends)
+                first = pickle.dumps((vocabulary.tokens, vocabulary.special_token_ids, vocabulary.ends))
+                command, environment = isolated(Path(check.__file__), NEEDED, str(check.SECONDS), str(check.WALL_SECONDS))
+                self._tables = vocabulary.tables()
+                self._child = ChildProcess(command, environment, 2 * check.WALL_SECONDS, first)
+        answer = self._child.ask(grammar.encode())
+        if answer is None:
+            raise UserError(
+                f"the {what} takes over {check.SECONDS} s or {check.MEMORY >> 20} MB to compile; use fewer or smaller"
+                " repetitions and alternatives"
+            )
+        if answer != b"t":
+            raise UserError(f"the {what} {answer[1:].decode()}")
+        matcher, mask = check.compile_grammar(self._tables, grammar)
+        return GrammarConstraint(matcher, mask, self._vocab_size, self._ends)
 
 
 class GrammarConstraint:
-    """A `Constraint` that follows a grammar. It never raises, because it runs on the engine's thread.
+    """A `Constraint` that follows a grammar.
+
+    Args:
+      matcher: llguidance's, in its first state.
+      mask: of that state, as bytes.
 
     Attributes:
       error: why the grammar could not be followed to its end, in which case the text ends early; None otherwise.
     """
 
-    def __init__(self, matcher: Any, known: int, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(self, matcher: Any, mask: bytes, vocab_size: int, ends: Sequence[int]) -> None:
         self.error: str | None = None
         self._matcher = matcher
-        self._known = known
         self._words = -(-vocab_size // 32)
         self._ends = ends
+        self._first = mask
+        self._allowed = self._as_words(mask)
 
     def copy(self) -> GrammarConstraint:
         """The same in its first state, for another choice; before any token was accepted."""
-        return GrammarConstraint(self._matcher.deep_copy(), self._known, 32 * self._words, self._ends)
+        return GrammarConstraint(self._matcher.deep_copy(), self._first, 32 * self._words, self._ends)
 
     def allowed(self) -> np.ndarray:
-        mask = np.zeros(self._words, np.uint32)
-        known = -(-self._known // 32)
-        if self.error is None:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * known)
-            if self._matcher.is_error():
-                self.error = reason_of(self._matcher.get_error(), 300)
-        if self.error is not None or not mask.any():
-            mask[:] = 0
-            for token in self._ends:
-                mask[token // 32] |= np.uint32(1 << token % 32)
-        return mask
+        return self._allowed
 
     def accept(self, token: int) -> None:
-        if self.error is None and not self._matcher.consume_token(token):
-            self.error = reason_of(self._matcher.get_error(), 300)
+        mask = b""
+        if self.error is None and self._matcher.consume_token(token):
+            mask = self._matcher.compute_bitmask()
+        if self.error is None and self._matcher.is_error():
+            self.error, mask = reason_of(self._matcher.get_error(), 300), b""
+        self._allowed = self._as_words(mask)
+
+    def _as_words(self, mask: bytes) -> np.ndarray:
+        """uint32[ceil(V / 32)] of a mask; of one that allows nothing: the tokens that end the text."""
+        found = np.zeros(self._words, np.uint32)
+        found.view(np.uint8)[: len(mask)] = np.frombuffer(mask, np.uint8)[: 4 * self._words]
+        if not found.any():
+            for token in self._ends:
+                found[token // 32] |= np.uint32(1 << token % 32)
+        return found
 
 
-def _tables(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
-    """llguidance's tables of a vocabulary."""
-    from llguidance import LLTokenizer, TokenizerWrapper
+def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
+    """The vocabulary for llguidance, which encodes texts as the tokenizer does."""
+    from llama_jax.serving.grammar_check import Vocabulary
 
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, ends)), eos_token=list(ends))
+    before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
+    names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
+    special = {*names, *ends}
 
+    class Own(Vocabulary):
+        def __call__(self, text: str) -> list[int]:
+            """Ids of a text that continues another: no space may be added before it."""
+            if not isinstance(text, str):
+                raise TypeError("text")
+            ids = tokenizer.encode_parts([MARK + text if before else text])[len(before) :]
+            return ids if b"".join(self.tokens[i] for i in ids) == text.encode() else super().__call__(text)
 
-class _Vocabulary:
-    """A tokenizer as llguidance wants it."""
-
-    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int]) -> None:
-        names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
-        special = {*names, *ends}
-        self.eos_token_id = ends[0]
-        self.bos_token_id = tokenizer.bos_id if tokenizer.bos_id >= 0 else None
-        self.special_token_ids = sorted(special)
-        self.tokens = [
-            names.get(i, b"<%d>" % i) if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)
-        ]
-        self._tokenizer = tokenizer
-        self._ids = {content: i for i, content in reversed([*enumerate(self.tokens)]) if i not in special and content}
-        self._before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
-
-    def __call__(self, text: str) -> list[int]:
-        """Ids of a text that continues another: no space may be added before it."""
-        if not isinstance(text, str):
-            raise TypeError("text")
-        ids = self._tokenizer.encode_parts([MARK + text if self._before else text])[len(self._before) :]
-        content = text.encode()
-        return ids if b"".join(self.tokens[i] for i in ids) == content else self._longest_first(content)
-
-    def _longest_first(self, content: bytes) -> list[int]:
-        """Ids by the longest token that matches next; an end token where none does, which no grammar accepts."""
-        ids: list[int] = []
-        longest = max(map(len, self._ids))
-        while content:
-            found = next((n for n in range(min(longest, len(content)), 0, -1) if content[:n] in self._ids), 0)
-            if not found:
-                return [*ids, self.eos_token_id]
-            ids.append(self._ids[content[:found]])
-            content = content[found:]
-        return ids
+    tokens = [names.get(i, b"<%d>" % i) if i in special else tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+    return Own(tokens, sorted(special), ends)
 
 
 def _library() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class DecodingRow:
       left: most tokens that it can get after those turns.
       count: tokens that the host knows.
       allowed: uint32[ceil(V / 32)], what its constraint allows next; None without one.
+      accepting: while its constraint takes in the last token, during which it gets no other; None otherwise.
       followed: the tokens that the host knows; None where nothing is drafted.
       read: how many of them a draft model has read.
       ended: nobody wants its tokens any more.
@@ -42,6 +44,7 @@ class DecodingRow:
     left: int
     count: int = 0
     allowed: np.ndarray | None = None
+    accepting: Future[None] | None = None
     followed: KnownRow | None = None
     ended: bool = False
     read: int = field(init=False)
@@ -142,7 +145,7 @@ class Pool:
         Args:
           most: tokens that each of few rows gets, if it has room for as many and nothing has to be known before.
         """
-        able = [row for row in self.running if row.slots < self.longest]
+        able = [row for row in self.running if self._able(row)]
         if not able:
             return None
         number = self._number
@@ -156,7 +159,7 @@ class Pool:
         self._fit(self.running, max(row.slots for row in able) + count)
         if self._wishes is None:
             self._wishes = self._wishes_of()
-        rows = [row if row is not None and row.slots < self.longest else None for row in self.rows]
+        rows = [row if row is not None and self._able(row) else None for row in self.rows]
         if count > 1:
             self.slots, packed = self.model.take_burst(self.slots, self._wishes, count, BURST)
         else:
@@ -169,6 +172,10 @@ class Pool:
             elif row.slots == self.longest:  # waits until it is moved
                 self._wishes = None
         return Pending(packed, rows, (self.shape, number), steps=count)
+
+    def _able(self, row: DecodingRow) -> bool:
+        """Whether a row can get a token: it has room for it, and what its constraint allows is known."""
+        return row.slots < self.longest and row.accepting is None
 
     def _burst(self, able: list[DecodingRow], most: int) -> int:
         """How many tokens a turn without drafts gives."""
@@ -231,7 +238,7 @@ class Pool:
     def _wishes_of(self) -> Wishes:
         wishes = Wishes.none(len(self.rows), self.model.config.vocab_size)
         for i, row in enumerate(self.rows):
-            if row is not None and row.slots < self.longest:
+            if row is not None and self._able(row):
                 write_wishes(wishes, i, row.request, row.allowed)
         return jax.device_put(wishes)
 

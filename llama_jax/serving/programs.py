@@ -53,9 +53,8 @@ def take_turn(
 ) -> tuple[State, jax.Array]:
     """One more token of every live row; and the packed `ChosenTokens` [B, 1, any]."""
     params = choose_adapters(params, wishes.adapter)
-    state = state.replace(done=state.done | ~wishes.live)
-    state, (_, packed, _) = advance(config, params, state, compute, layout, partial(choose_packed, wishes))
-    return _seen_by_host(state, layout), packed[:, None]
+    found, (_, packed, _) = advance(config, params, _live(state, wishes), compute, layout, partial(choose_packed, wishes))
+    return _seen_by_host(found, state, wishes, layout), packed[:, None]
 
 
 def take_burst(
@@ -70,7 +69,6 @@ def take_burst(
 ) -> tuple[State, jax.Array]:
     """`take_turn` for `count` tokens, int32[], of at most `most`: [B, most, any], of which the others are not valid."""
     params = choose_adapters(params, wishes.adapter)
-    state = state.replace(done=state.done | ~wishes.live)
 
     def step(i: jax.Array, carry: tuple[State, jax.Array]) -> tuple[State, jax.Array]:
         state, (_, packed, _) = advance(config, params, carry[0], compute, layout, partial(choose_packed, wishes))
@@ -78,8 +76,8 @@ def take_burst(
 
     width = packed_width(head_of(config, params).shape[0])
     nothing = layout.constrain(jnp.zeros((len(state.done), most, width), jnp.int32), "everywhere")
-    state, packed = lax.fori_loop(0, count, step, (state, nothing))
-    return _seen_by_host(state, layout), packed
+    found, packed = lax.fori_loop(0, count, step, (_live(state, wishes), nothing))
+    return _seen_by_host(found, state, wishes, layout), packed
 
 
 def take_drafts(
@@ -96,9 +94,9 @@ def take_drafts(
     Each row must have K + 1 free slots, even if it is not live, because keys and values are written there.
     """
     params = choose_adapters(params, wishes.adapter)
-    state = state.replace(done=state.done | ~wishes.live)
-    state, found = verify(Model(params, config, compute, layout), state, drafts, partial(choose_packed, wishes))
-    return _seen_by_host(state, layout), layout.constrain(found.logprobs, "everywhere")
+    model = Model(params, config, compute, layout)
+    after, found = verify(model, _live(state, wishes), drafts, partial(choose_packed, wishes))
+    return _seen_by_host(after, state, wishes, layout), layout.constrain(found.logprobs, "everywhere")
 
 
 def take_own_drafts(
@@ -122,8 +120,7 @@ def take_own_drafts(
       two: int32[B, 2], the last token that the model has read and the one after it; -1 for a row that is to have no draft.
     """
     draft = DraftModel(draft_config, draft_params, count, draft_layout)
-    state = state.replace(done=state.done | ~wishes.live)
-    drafts, memory = draft.propose_after(memory, state, jnp.maximum(two, 0), count)
+    drafts, memory = draft.propose_after(memory, _live(state, wishes), jnp.maximum(two, 0), count)
     drafts = jnp.where(two[:, :1] < 0, -1, drafts)
     state, packed = take_drafts(config, params, state, wishes, drafts, compute, layout)
     return state, draft.roll_back(memory, state.cache.length), packed
@@ -161,11 +158,17 @@ def begin(
     state = state.replace(seen=layout.constrain(seen, "logits"), done=jnp.zeros(1, bool))
     with layout.context():
         state, packed = choose_packed(wishes, state, logits_of(config, params, hidden, layout), layout)
-    return _seen_by_host(state, layout), packed[:, None]
+    return state.replace(done=layout.constrain(state.done, "everywhere")), packed[:, None]
 
 
-def _seen_by_host(state: State, layout: Layout) -> State:
-    return state.replace(done=layout.constrain(state.done, "everywhere"))
+def _live(state: State, wishes: Wishes) -> State:
+    """The state in which rows that are not live are done."""
+    return state.replace(done=state.done | ~wishes.live)
+
+
+def _seen_by_host(state: State, before: State, wishes: Wishes, layout: Layout) -> State:
+    """The state after a turn, in which rows that were not live are no more done than `before` it."""
+    return state.replace(done=layout.constrain(jnp.where(wishes.live, state.done, before.done), "everywhere"))
 
 
 def read_piece(

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from llama_jax.child_process import START, ChildProcess, isolated
 from llama_jax.errors import GenerationError, reason_of, shown
 
 SECONDS = 5
@@ -27,7 +25,6 @@ MEMORY = 100 << 20  # bytes
 MEMORY_PER_BYTE = 16  # of the template and the messages: texts on their way are copied
 NEEDED = ("jinja2", "markupsafe")  # packages
 USUAL = 1 << 20  # bytes of a request that a process which stays takes
-START = 60  # seconds that the process may take to begin, from a slow disk
 
 
 def render(
@@ -64,8 +61,7 @@ class Renderer:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
 
     def render(
         self,
@@ -81,50 +77,21 @@ class Renderer:
         """What `render` gives, and raises."""
         asked = _request(template, messages, _values(bos_token, eos_token, reply, tools), marks)
         if len(asked) <= USUAL:
-            with self._lock:
-                answer = self._ask(asked)
-            if answer != b"e":
+            if self._child is None:
+                command, environment = _command(str(SECONDS), str(MEMORY + MEMORY_PER_BYTE * USUAL), "several")
+                self._child = ChildProcess(command, environment, SECONDS + START)  # it has a timer of its own, unless it was halted
+            answer = self._child.ask(asked)
+            if answer == b"e":
+                self._child.close()  # its memory is full
+            elif answer is not None:
                 return _text_of(answer, 0)
         told: dict[str, Any] = dict(bos_token=bos_token, eos_token=eos_token, reply=reply, tools=tools, marks=marks)
         return render(template, messages, **told)
 
     def close(self) -> None:
         """End the process; a further rendering begins another."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
-
-    def _ask(self, asked: bytes) -> bytes:
-        """The process's answer, or "e" where it gave none and was ended."""
-        size, answer = -1, b""
-        try:
-            if self._process is None:
-                memory = MEMORY + MEMORY_PER_BYTE * USUAL
-                command, environment = _command(str(SECONDS), str(memory), "several")
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-                )
-                assert self._process.stdout is not None
-                self._process.stdout.read(1)
-            process = self._process
-            assert process.stdin is not None
-            assert process.stdout is not None
-            timer = threading.Timer(SECONDS + START, process.kill)  # its own timer ends it before, unless it was halted
-            timer.start()
-            try:
-                process.stdin.write(len(asked).to_bytes(8, "big") + asked)
-                process.stdin.flush()
-                size = int.from_bytes(process.stdout.read(8), "big")
-                answer = process.stdout.read(size)
-            finally:
-                timer.cancel()
-        except OSError:
-            pass
-        if len(answer) != size or answer in (b"", b"e"):
-            self.close()
-            return b"e"
-        return answer
+        if self._child is not None:
+            self._child.close()
 
 
 @cache
@@ -181,8 +148,4 @@ def _ask(request: bytes, *limits: str) -> bytes:
 
 def _command(*arguments: str) -> tuple[list[str], dict[str, str]]:
     """How the sandbox is started, and its environment."""
-    # Without `site`, which can take longer than all the rest; Jinja and what it needs are found where this process has them.
-    places = [str(Path(spec.origin).parents[1]) for name in NEEDED if (spec := find_spec(name)) and spec.origin]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
-    command = [sys.executable, "-S", "-s", "-P", str(Path(__file__).with_name("sandbox.py")), *arguments]
-    return command, inherited | {"PYTHONPATH": os.pathsep.join(places)}
+    return isolated(Path(__file__).with_name("sandbox.py"), NEEDED, *arguments)

@@ -696,7 +696,7 @@ def test_health_and_readiness():
         while engine.turn():
             await asyncio.sleep(0)
         await call.response()
-        service.draining = True
+        service.begin_drain()
         drained = [await client.get("/health"), await client.get("/ready"), await client.complete("a")]
         return statuses, wedged, drained
 

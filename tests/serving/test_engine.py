@@ -416,6 +416,64 @@ class EveryOther:
         self.odd = not self.odd
 
 
+class Halting(EveryOther):
+    """The same, which takes each token in only when it is told to."""
+
+    def __init__(self, vocab):
+        super().__init__(vocab)
+        self.asked, self.told = threading.Semaphore(0), threading.Semaphore(0)
+
+    def accept(self, token):
+        self.asked.release()
+        assert self.told.acquire(timeout=20)
+        super().accept(token)
+
+
+class TestSlowConstraints:
+    @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3}])
+    def test_others_do_not_wait(self, model, warm_engine, options):
+        """While a constraint takes a token in, its row rests and others go on; then it continues as if nothing had been."""
+        sampling = Sampling(**options)
+        fields = {"prompt": [1, 7], "max_new_tokens": 6, "sampling": sampling}
+        engine, slow = Engine(*model, SMALL), Halting(512)
+        bound = Client(engine, **fields, constraint=slow)
+        assert engine.turn()
+        assert slow.asked.acquire(timeout=20)
+        free = Client(engine, prompt=[1, 9], max_new_tokens=20, sampling=sampling)
+        while free.finish is None:
+            assert engine.turn()
+            assert len(bound.ids) == 1
+        for _ in range(6):
+            slow.told.release()
+        exhaust(engine)
+        again = Client(engine, **fields, constraint=EveryOther(512))
+        exhaust(engine)
+        assert bound.ids == again.ids
+        assert [token % 2 for token in bound.ids] == [0, 1] * 3
+        assert free.ids == alone(model, free.request).tokens
+
+    def test_a_row_that_rests_can_be_cancelled(self, model, warm_engine):
+        engine, slow = Engine(*model, SMALL), Halting(512)
+        bound = Client(engine, prompt=[1, 7], max_new_tokens=6, constraint=slow)
+        engine.turn()
+        assert slow.asked.acquire(timeout=20)
+        bound.ticket.cancel()
+        exhaust(engine)
+        assert bound.finish == "cancelled"
+        slow.told.release()
+
+    def test_a_constraint_that_fails_ends_the_engine(self, model, warm_engine):
+        class Failing(EveryOther):
+            def accept(self, token):
+                raise RuntimeError("no such token")
+
+        engine = Engine(*model, SMALL)
+        bound = Client(engine, prompt=[1, 7], max_new_tokens=6, constraint=Failing(512))
+        with pytest.raises(RuntimeError, match="no such token"):
+            engine.run()
+        assert bound.finish == "failed"
+
+
 class TestWishes:
     def test_constrained_among_free_ones(self, model, warm_engine):
         engine = Engine(*model, SMALL)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -25,7 +26,8 @@ END = BYTES.eos_id
 @pytest.fixture(scope="module")
 def grammars():
     pytest.importorskip("llguidance")
-    return Grammars(BYTES, 300, (END,))  # a model's table is longer than its vocabulary
+    with closing(Grammars(BYTES, 300, (END,))) as found:  # a model's table is longer than its vocabulary
+        yield found
 
 
 def allowed(constraint):
@@ -65,7 +67,8 @@ def test_what_a_grammar_forces_is_text_of_every_vocabulary(kind, tmp_path):
     """Also where encoding puts a space before a text: a grammar's text begins without."""
     pytest.importorskip("llguidance")
     tokenizer = load_tokenizer(vocabularies.write(tmp_path / kind, kind))
-    constraint = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.stop_ids).regex("Hello [a-c]{2} world, día")
+    with closing(Grammars(tokenizer, tokenizer.vocab_size, tokenizer.stop_ids)) as grammars:
+        constraint = grammars.regex("Hello [a-c]{2} world, día")
     text = b""
     for _ in range(60):
         mask = constraint.allowed()
@@ -138,3 +141,40 @@ def test_a_vocabulary_without_an_end():
     pytest.importorskip("llguidance")
     with pytest.raises(UserError, match="no token that ends a text"):
         Grammars(BYTES, 300, ()).regex("a")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda g: g.regex(r"[^\s\S]"), "the regular expression allows no text; relax it"),
+        (lambda g: g.regex(r"a[^\s\S]"), "the regular expression allows no text; relax it"),
+        (lambda g: g.json_schema({"enum": []}), r"the JSON schema allows no text \(anyOf is empty\); relax it"),
+        (lambda g: g.json_schema({"type": "string", "pattern": "^a{5}$", "maxLength": 3}), "allows no text .*; relax it"),
+        (lambda g: g.regex("a?" * 50_000), "the regular expression has too many states"),
+        (
+            lambda g: g.regex("(a{1000}){1000}"),
+            r"the regular expression has too many states \(.*\); use fewer or smaller rep",
+        ),
+    ],
+)
+def test_grammars_without_texts_or_with_too_many_states(grammars, make, said):
+    with pytest.raises(UserError, match=said):
+        make(grammars)
+
+
+def test_what_compiles_for_minutes_is_ended(monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr("llama_jax.serving.grammar_check.WALL_SECONDS", 0.2)
+    with closing(Grammars(BYTES, 300, (END,))) as grammars:
+        with pytest.raises(UserError, match="expression takes over 2 s or 1024 MB to compile; use fewer or smaller rep"):
+            grammars.regex("a?" * 20_000)
+        assert grammars._child.process is None
+        assert allowed(grammars.regex("a?")) == {*ids("a"), END}
+
+
+def test_a_process_that_was_ended_is_replaced(grammars):
+    grammars.regex("a")
+    grammars._child.process.kill()
+    with pytest.raises(UserError, match="to compile"):
+        grammars.regex("a")
+    assert allowed(grammars.regex("a")) == {*ids("a")}

@@ -206,7 +206,7 @@ def test_one_process_renders_chat_after_chat():
     try:
         for template in (EVERYTHING, "", "{{ messages[0].content }}", EVERYTHING):
             assert again(template) == text(template)
-        first = renderer._process.pid
+        first = renderer._child.process.pid
         with pytest.raises(GenerationError, match="no user"):
             again("{{ raise_exception('no user') }}")
         with pytest.raises(GenerationError, match="runs too long"):
@@ -216,11 +216,11 @@ def test_one_process_renders_chat_after_chat():
         assert again("{{ seen }}{{ messages | length }}") == "2"
         large = [{"role": "user", "content": "x" * USUAL}]
         assert again("{{ messages[0].content }}", large) == "x" * USUAL
-        assert renderer._process.pid == first
-        renderer._process.kill()
+        assert renderer._child.process.pid == first
+        renderer._child.process.kill()
         assert again("still {{ messages | length }}") == "still 2"
         assert again("still {{ messages | length }}") == "still 2"
-        assert renderer._process.pid != first
+        assert renderer._child.process.pid != first
     finally:
         renderer.close()
 

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from importlib.resources import files
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from llama_jax.errors import reason_of
 from llama_jax.serving.http import fields as f
 from llama_jax.serving.http.answer import Answer
 from llama_jax.serving.http.bodies import read_chat, read_completion
-from llama_jax.serving.http.errors import ApiError, refused
+from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.formats import ChatFormat, CompletionFormat, Format
 from llama_jax.serving.http.guard import Access, Guard
 from llama_jax.serving.http.openapi import described, detokenize_fields, tokenize_fields
 from llama_jax.serving.http.service import Service, Work
 
-BODY_SECONDS = 60  # limit for a client to send a body
-
+A = TypeVar("A")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -68,24 +65,26 @@ class Routes:
         self._detokenize = detokenize_fields(service.limits)
 
     async def completions(self, request: Request) -> Response:
-        arrived, service = time.monotonic(), self._service
-        service.check_open()  # before a body is read for nothing
-        body = await read_json(request, service.limits.largest_body)
-        asked = read_completion(service.completion_fields, service.limits, body)
-        service.check_model(asked.model)
-        service.check_open()
-        work = await service.complete(asked, arrived)
+        service, fields = self._service, self._service.completion_fields
+        work = await self._work(request, lambda body: read_completion(fields, service.limits, body), service.complete)
         return Answer(service, work, self._format(CompletionFormat, "cmpl", work))  # type: ignore[return-value]
 
     async def chat(self, request: Request) -> Response:
+        service, fields = self._service, self._service.chat_fields
+        work = await self._work(request, lambda body: read_chat(fields, body), service.chat)
+        return Answer(service, work, self._format(ChatFormat, "chatcmpl", work))  # type: ignore[return-value]
+
+    async def _work(
+        self, request: Request, read: Callable[[Any], A], submit: Callable[[A, float], Coroutine[Any, Any, Work]]
+    ) -> Work:
+        """Hand a request to the engine, unless its client disconnects or the server begins to shut down before."""
         arrived, service = time.monotonic(), self._service
         service.check_open()  # before a body is read for nothing
-        body = await read_json(request, service.limits.largest_body)
-        asked = read_chat(service.chat_fields, body)
-        service.check_model(asked.model)
-        service.check_open()
-        work = await service.chat(asked, arrived)
-        return Answer(service, work, self._format(ChatFormat, "chatcmpl", work))  # type: ignore[return-value]
+        async with service.bodies.read(request) as body:
+            asked = await service.parse(body, read)
+            service.check_model(asked.model)
+            service.check_open()
+            return await service.unless_ended(submit(asked, arrived), request.receive)
 
     def _format(self, kind: type[Format], prefix: str, work: Work) -> Format:
         asked = work.asked
@@ -108,17 +107,18 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         service = self._service
-        given = f.read_object(self._tokenize, await read_json(request, service.limits.largest_body))
-        service.check_model(given["model"])
-        ends = None if given["add_special_tokens"] else False
-        ids = await service.encode(given["prompt"], ends, ends)
-        return JSONResponse({"count": len(ids), "max_model_len": service.limits.context, "tokens": ids})
+        async with service.bodies.read(request) as body:
+            given = await service.parse(body, partial(f.read_object, self._tokenize))
+            service.check_model(given["model"])
+            ends = None if given["add_special_tokens"] else False
+            return Response(await service.tokenize(given["prompt"], ends), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service
-        given = f.read_object(self._detokenize, await read_json(request, service.limits.largest_body))
-        service.check_model(given["model"])
-        return JSONResponse({"prompt": service.decode(given["tokens"], "tokens")})
+        async with service.bodies.read(request) as body:
+            given = await service.parse(body, partial(f.read_object, self._detokenize))
+            service.check_model(given["model"])
+            return JSONResponse({"prompt": await service.decode(given["tokens"], "tokens")})
 
     async def health(self, request: Request) -> Response:
         trouble = self._service.trouble()
@@ -145,42 +145,6 @@ class Routes:
             "X-Content-Type-Options": "nosniff",
         }
         return HTMLResponse(files("llama_jax.serving.http").joinpath("page.html").read_text("utf-8"), headers=headers)
-
-
-async def read_json(request: Request, largest: int) -> Any:
-    """The JSON body of a request; ApiError for a body that is not JSON, too large or too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"the content type {kind or 'that is missing'!r} is not JSON; send application/json")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > largest:
-        raise _too_large(largest)
-    content = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                content += part
-                if len(content) > largest:
-                    raise _too_large(largest)
-    except TimeoutError:
-        raise ApiError(408, f"the body took longer than {BODY_SECONDS} s", headers={"Connection": "close"}) from None
-    except ClientDisconnect:
-        raise ApiError(400, "the client left before its body was whole") from None
-    try:
-        return json.loads(content, parse_constant=_no_number)
-    except RecursionError:
-        raise refused("the body is nested too deeply") from None
-    except ValueError as error:  # also for invalid UTF-8, and for integers of thousands of digits
-        raise refused(f"the body is not JSON: {reason_of(error)}", code="invalid_json") from None
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
-def _too_large(largest: int) -> ApiError:
-    # The rest of the body is not read, so the connection cannot be reused.
-    return ApiError(413, f"the body is larger than {largest} bytes; send less", headers={"Connection": "close"})
 
 
 def _status(trouble: str | None, code: str) -> Response:

@@ -189,7 +189,7 @@ def completion_fields(limits: Limits) -> dict[str, Field]:
 def chat_fields(limits: Limits) -> dict[str, Field]:
     """The fields of `/v1/chat/completions`."""
     return {
-        "messages": messages_field(limits.longest_prompt),
+        "messages": messages_field(limits.longest_prompt, limits.context),
         **_common(limits, fewest=1),
         "max_completion_tokens": f.integer(1, limits.context, about="The same as max_tokens."),
         "logprobs": f.boolean(),

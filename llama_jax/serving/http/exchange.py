@@ -81,7 +81,7 @@ class Switchboard:
     def __init__(self, engine: Submits, loop: asyncio.AbstractEventLoop) -> None:
         self.open: set[Exchange] = set()
         self._engine = engine
-        self._loop = loop
+        self.loop = loop
         self._arrived: deque[tuple[Exchange, int, Update]] = deque()
         engine.after_turn = self.wake
 
@@ -106,7 +106,7 @@ class Switchboard:
         """Wake the loop to take what was delivered. From any thread; the engine calls it after each turn."""
         if self._arrived:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._flush)
+                self.loop.call_soon_threadsafe(self._flush)
 
     def _deliver(self, exchange: Exchange, index: int, update: Update) -> None:
         self._arrived.append((exchange, index, update))

@@ -17,16 +17,20 @@ KNOWN = ("role", "content", "name", "tool_calls", "tool_call_id", *IGNORED)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def messages_field(longest: int) -> Field:
+def messages_field(longest: int, most: int) -> Field:
     """The field `messages`.
 
     Args:
       longest: characters of all contents together.
+      most: messages.
     """
 
     def read(name: str, value: Any) -> tuple[Message, ...]:
         if not isinstance(value, list) or not value:
             raise refused(f"{name}={shown(value, 40)} must be a list with at least one message", name)
+        if len(value) > most:
+            message = f"{name} has {len(value)} messages, more than {most}, the tokens of the context; leave some out"
+            raise refused(message, name, "context_length_exceeded")
         found = tuple(_message(f"{name}[{i}]", each, longest) for i, each in enumerate(value))
         length = sum(len(message["content"]) for message in found)
         if length > longest:

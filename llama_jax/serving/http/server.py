@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from llama_jax.serving.http.connection import Connection
 from llama_jax.serving.http.guard import Access
 from llama_jax.serving.http.service import Served, Service, connect
 
+SWITCH_SECONDS = 0.001  # after which a thread that converts a long text lets the engine and the event loop run
 LAST_WORDS = 2.0  # seconds for telling clients of a failure before the process ends
 
 
@@ -87,6 +89,7 @@ def serve(
     """
     gc.collect()
     gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         failure = runner.run(_serve(engine, served, limits, options, listening, ready))
     if failure is not None:
@@ -141,7 +144,7 @@ async def _serve(
 
 async def drain(service: Service, seconds: float, ended: asyncio.Future[Any]) -> None:
     """Accept no new requests, and let running ones end."""
-    service.draining = True
+    service.begin_drain()
     await _until(lambda: not service.switchboard.open or ended.done(), seconds)
 
 

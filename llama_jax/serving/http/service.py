@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,13 +24,20 @@ from llama_jax.serving.http.bodies import (
 from llama_jax.serving.http.choice import Choice, TokenNames
 from llama_jax.serving.http.errors import ApiError, refused
 from llama_jax.serving.http.exchange import Exchange, Switchboard
+from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, parse_json
 from llama_jax.serving.http.metrics import ServerMetrics
 from llama_jax.serving.http.tools import grammar_of_calls
 from llama_jax.serving.requests import BusyError, ClosedError, GenerationRequest
+from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.template import Renderer
 
-SHORT = 4000  # characters that are encoded on the event loop: longer texts would delay other requests
+SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
+TEXT_THREADS = 4  # for bodies, texts and chats
+BODIES = 4  # times the largest body, that all bodies may have together
+GRAMMAR_THREADS = 2
+GRAMMARS_WAITING = 16  # further requests are refused
+IDS_AT_ONCE = 1 << 14  # ids that are written as JSON while other threads wait
 T = TypeVar("T")
 
 
@@ -107,6 +114,15 @@ class Service:
         self._grammars = Grammars(tokenizer, self.limits.vocab_size, self._ends)
         self._chat_grammars = Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
         self._renderer = Renderer()
+        self._texts = DaemonThreadPool("texts", TEXT_THREADS)
+        self._compiling = DaemonThreadPool("grammars", GRAMMAR_THREADS, GRAMMARS_WAITING)
+        self._ending: asyncio.Future[None] = self.switchboard.loop.create_future()
+        self.bodies = BodyReader(self.limits.largest_body, BODIES * self.limits.largest_body)
+
+    @property
+    def compiling(self) -> int:
+        """Grammars that wait for a thread."""
+        return self._compiling.waiting
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for a model that is not served."""
@@ -120,7 +136,31 @@ class Service:
         if self.draining or self.failure is not None:
             raise _shutting_down()
         with _as_api_errors():
-            self.engine.check_room()
+            self.engine.check_room(1 + self.compiling)
+
+    def begin_drain(self) -> None:
+        """Accept no new requests; those that the engine has not taken yet are refused."""
+        self.draining = True
+        if not self._ending.done():
+            self._ending.set_result(None)
+
+    async def unless_ended(self, working: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[Any]]) -> T:
+        """The result of what is done for a client; cancelled, with an ApiError, if it disconnects or the server drains."""
+        task = asyncio.ensure_future(working)
+        left = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({task, left, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise _shutting_down() if self.draining else ApiError(400, "the client left before its request was taken")
+        finally:
+            task.cancel()
+            left.cancel()
+
+    async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
+        """What `read` makes of a JSON body; a large one in a thread."""
+        run = lambda: read(parse_json(body))
+        return run() if len(body) <= SMALL_BODY else await asyncio.wrap_future(self._texts.submit(run))
 
     async def complete(self, asked: CompletionAsked, arrived: float) -> Work:
         """Hand a completion to the engine.
@@ -132,7 +172,9 @@ class Service:
         prompts: list[Sequence[int]] = []
         for prompt in asked.prompts:
             prompts.append(prompt if isinstance(prompt, tuple) else await self.encode(prompt, bos))
-        echo = [p if isinstance(p, str) else self.decode(p, "prompt") for p in asked.prompts] if asked.echo else None
+        echo = None
+        if asked.echo:
+            echo = [p if isinstance(p, str) else await self.decode(p, "prompt") for p in asked.prompts]
         scores = asked.echo and (asked.alternatives is not None or asked.max_tokens == 0)
         ends = () if asked.ignore_eos else self._ends
         constraint = await self._constraint(asked.format, self._grammars)
@@ -146,7 +188,7 @@ class Service:
         if asked.tools and not takes_tools(self.served.tokenizer, format):
             raise refused("the model's chat format takes no tools; leave them out", "tools", "unsupported")
         encode = partial(encode_chat, self.served.tokenizer, asked.messages, format, self._renderer, asked.tools)
-        ids = await _checked(encode, "messages", apart=True)
+        ids = await _checked(encode, "messages", self._texts)
         ends = () if asked.ignore_eos else self._chat_ends
         constraint = await (self._call(asked) if asked.must_call else self._constraint(asked.format, self._chat_grammars))
         tools = [tool["function"]["name"] for tool in asked.tools]
@@ -155,15 +197,24 @@ class Service:
     async def encode(self, text: str, bos: bool | None, eos: bool | None = False) -> list[int]:
         """Ids of a text; long ones in a thread."""
         encode = partial(self.served.tokenizer.encode, text, bos, eos)
-        return await _checked(encode, "prompt", apart=len(text) > SHORT)
+        return await _checked(encode, "prompt", self._texts if len(text) > SHORT else None)
 
-    def decode(self, ids: Sequence[int], param: str) -> str:
+    async def tokenize(self, text: str, ends: bool | None) -> bytes:
+        """The JSON of a text's ids."""
+
+        def run() -> bytes:
+            ids = self.served.tokenizer.encode(text, ends, ends)
+            parts = [",".join(map(str, ids[at : at + IDS_AT_ONCE])) for at in range(0, len(ids), IDS_AT_ONCE)]
+            head = f'{{"count":{len(ids)},"max_model_len":{self.limits.context},"tokens":['
+            return f"{head}{','.join(parts)}]}}".encode()
+
+        return await _checked(run, "prompt", self._texts if len(text) > SHORT else None)
+
+    async def decode(self, ids: Sequence[int], param: str) -> str:
         """The text of ids from the field `param`; ids beyond the vocabulary, a model's padding, have none."""
         tokenizer = self.served.tokenizer
-        try:
-            return tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
-        except UserError as error:
-            raise refused(str(error), param) from None
+        run = lambda: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
+        return await _checked(run, param, self._texts if len(ids) > SHORT else None)
 
     async def _submit(
         self,
@@ -240,7 +291,7 @@ class Service:
         template = self.served.tokenizer.chat_template or ""
         grammar = grammar_of_calls(asked.tools, asked.must_call, template, several=asked.several)
         make = lambda: self._chat_grammars.lark(grammar, "grammar of the tools")
-        return await _checked(make, "tools", apart=True)
+        return await _checked(make, "tools", self._compiling)
 
     async def _constraint(self, format: dict[str, Any] | None, grammars: Grammars) -> GrammarConstraint | None:
         if format is None:
@@ -250,7 +301,7 @@ class Service:
         else:
             schema = format["json_schema"]["schema"] if format["type"] == "json_schema" else None
             make = lambda: grammars.json_schema({"type": "object"} if schema is None else schema)
-        return await _checked(make, "response_format", apart=True)
+        return await _checked(make, "response_format", self._compiling)
 
     def trouble(self) -> str | None:
         """Why the server is not healthy, or None: the engine has failed, or has work but has long not ended a turn."""
@@ -263,8 +314,10 @@ class Service:
         return None
 
     def close(self) -> None:
-        """End the process that renders chats, if there is one."""
+        """End the processes that render chats and compile grammars."""
         self._renderer.close()
+        self._grammars.close()
+        self._chat_grammars.close()
 
 
 def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0, wedged_after: float = 120.0) -> Service:
@@ -275,12 +328,21 @@ def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0
     return Service(engine, served, limits, seconds, wedged_after, switchboard, ServerMetrics(engine.stats), names)
 
 
-async def _checked(run: Callable[[], T], param: str, *, apart: bool) -> T:
-    """Call a function, in a thread if it may take long; its UserError becomes an ApiError (400)."""
+async def _checked(run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
+    """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400)."""
     try:
-        return await asyncio.to_thread(run) if apart else run()
+        if pool is None:
+            return run()
+        with _as_api_errors():
+            future = pool.submit(run)
+        return await asyncio.wrap_future(future)
     except UserError as error:
         raise refused(str(error), param) from None
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _shutting_down() -> ApiError:

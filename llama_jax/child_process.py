@@ -1,0 +1,90 @@
+"""A Python program in a process of its own, for work that may never end: it is killed when its time is up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+START = 60  # seconds that a process may take to start, from a slow disk
+
+
+def isolated(script: Path, packages: Sequence[str], *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment that run a script with no packages but these, which this process must have."""
+    # Without `site`, which can take longer than all the rest; packages are found where this process has them.
+    places = [str(Path(spec.origin).parents[1]) for name in packages if (spec := find_spec(name)) and spec.origin]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON") or name == "PYTHONHOME"}
+    command = [sys.executable, "-S", "-s", "-P", str(script), *arguments]
+    return command, inherited | {"PYTHONPATH": os.pathsep.join(places)}
+
+
+class ChildProcess:
+    """A process that answers one request after the other; started when it is first needed, and again after it was killed.
+
+    It writes one byte once it can be asked. Requests and answers are preceded by their lengths, as 8 bytes. From any thread.
+
+    Args:
+      command, environment: as `isolated` returns them.
+      seconds: limit for a request, if no timer of its own ends the process before.
+      first: what each new process reads before it can be asked.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], seconds: float, first: bytes = b"") -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._command = command
+        self._environment = environment
+        self._seconds = seconds
+        self._first = first
+        self._lock = threading.Lock()
+
+    def ask(self, request: bytes) -> bytes | None:
+        """The answer; None if the process has not given one, and was killed."""
+        size, answer = -1, b""
+        with self._lock:
+            try:
+                process = self.process or self._start()
+                assert process.stdin is not None
+                assert process.stdout is not None
+                timer = threading.Timer(self._seconds, process.kill)
+                timer.daemon = True
+                timer.start()
+                try:
+                    process.stdin.write(len(request).to_bytes(8, "big") + request)
+                    process.stdin.flush()
+                    size = int.from_bytes(process.stdout.read(8), "big")
+                    answer = process.stdout.read(size)
+                finally:
+                    timer.cancel()
+            except (OSError, ValueError):  # ValueError: `close` has closed its pipes
+                pass
+            if not answer or len(answer) != size:
+                self.close()
+                return None
+            return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        process = self.process = subprocess.Popen(self._command, env=self._environment, **pipes)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(START, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            process.stdin.write(self._first)
+            process.stdin.flush()
+            process.stdout.read(1)
+        finally:
+            timer.cancel()
+        return process
+
+    def close(self) -> None:
+        """Kill the process; a further request starts another."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.communicate()

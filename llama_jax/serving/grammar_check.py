@@ -1,0 +1,132 @@
+"""What compiles a grammar before the server does, as a program that `grammar` starts; and what both do.
+
+Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted: here the process is ended
+when it has used SECONDS or MEMORY. It imports nothing of this library, so that it starts quickly.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+SECONDS = 2  # of a processor, for a grammar and its first mask
+WALL_SECONDS = 10  # the same on a busy machine
+MEMORY = 1 << 30  # bytes of the process, its tables of the vocabulary included
+NICENESS = 5  # rather than the engine, this waits for a processor
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,  # expressions of the whole grammar, before its first mask
+    step_lexer_fuel=50_000,  # expressions of a mask, about 4 ms
+    step_max_items=50_000,
+    max_lexer_states=1 << 15,  # 1 to 2 KB each
+    verbose_errors=False,
+)
+TOO_MANY = ("too big", "too large", "too many", "limit", "max is")  # how llguidance says that a limit was reached
+
+
+class RefusedGrammar(ValueError):
+    """A grammar that is invalid, allows no text or exceeds a limit."""
+
+
+class Vocabulary:
+    """A tokenizer as llguidance wants it.
+
+    Args:
+      tokens: the bytes of each.
+      special: ids of tokens that are no text.
+      ends: tokens that end a text, at least one.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], special: Sequence[int], ends: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.special_token_ids = sorted(special)
+        self.ends = list(ends)
+        self.eos_token_id = ends[0]
+        self.bos_token_id = None
+        known, reversed_tokens = set(special), reversed([*enumerate(self.tokens)])
+        self._ids = {content: i for i, content in reversed_tokens if i not in known and content}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def tables(self) -> Any:
+        """llguidance's tables of the vocabulary."""
+        return LLTokenizer(TokenizerWrapper(self), eos_token=self.ends)
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids by the longest token that matches next; an end token where none does, which no grammar accepts."""
+        content, ids = text.encode(), list[int]()
+        while content:
+            found = next((n for n in range(min(self._longest, len(content)), 0, -1) if content[:n] in self._ids), 0)
+            if not found:
+                return [*ids, self.eos_token_id]
+            ids.append(self._ids[content[:found]])
+            content = content[found:]
+        return ids
+
+
+def compile_grammar(tables: Any, grammar: str) -> tuple[Any, bytes]:
+    """A matcher in its first state, and its mask: bit i % 8 of byte i // 8 is set where token i may begin the text.
+
+    Raises:
+      RefusedGrammar: the rest of a sentence that begins with the grammar.
+    """
+    matcher = LLMatcher(tables, grammar, log_level=0, limits=LIMITS)
+    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    tried = matcher
+    if not matcher.is_error():  # some limits are only noticed at the second token
+        tried = matcher.deep_copy()
+        byte = next((byte for byte in enumerate(mask) if byte[1]), (0, 1))
+        tried.consume_token(8 * byte[0] + (byte[1] & -byte[1]).bit_length() - 1)
+        tried.compute_bitmask()
+    if tried.is_error():
+        reason = " ".join(tried.get_error().replace("<non-verbose/>", "").split())[:300]
+        if reason.startswith("Unsatisfiable schema") or "NoExtensionBias" in reason:
+            detail = reason.partition("Unsatisfiable schema: ")[2]
+            raise RefusedGrammar(f"allows no text{f' ({detail})' if detail else ''}; relax it")
+        if any(word in reason for word in TOO_MANY):
+            raise RefusedGrammar(f"has too many states ({reason}); use fewer or smaller repetitions and alternatives")
+        raise RefusedGrammar(f"cannot be used: {reason}")
+    return matcher, mask
+
+
+def main(seconds: int, wall_seconds: float) -> None:
+    """Read a pickled (tokens, special, ends), say that it is ready, and answer grammars with "t", or "e" and a reason."""
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+    os.nice(NICENESS)
+    if sys.platform == "linux":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tables = Vocabulary(*pickle.load(source)).tables()
+    out.write(b"r")
+    out.flush()
+    while size := source.read(8):
+        grammar = source.read(int.from_bytes(size, "big")).decode()
+        _limit_time(seconds, wall_seconds)
+        try:
+            compile_grammar(tables, grammar)
+            answer = b"t"
+        except RefusedGrammar as error:
+            answer = b"e" + str(error).encode()
+        faulthandler.cancel_dump_traceback_later()
+        out.write(len(answer).to_bytes(8, "big") + answer)
+        out.flush()
+
+
+def _limit_time(seconds: int, wall_seconds: float) -> None:
+    """End the process in time, even if it hangs in llguidance: by the system's limit and by a thread that needs no lock."""
+    if sys.platform != "win32":
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, resource.RLIM_INFINITY))
+    faulthandler.dump_traceback_later(wall_seconds, exit=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))

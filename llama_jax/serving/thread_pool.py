@@ -1,0 +1,71 @@
+"""A bounded pool of daemon threads: unlike those of `concurrent.futures` and asyncio, nothing waits for them at exit."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from llama_jax.serving.requests import BusyError
+
+IDLE_SECONDS = 1.0  # for which a thread waits for more work before it ends
+T = TypeVar("T")
+
+
+class DaemonThreadPool:
+    """Runs functions in a few threads, in the order in which they came.
+
+    Args:
+      name: of the threads, and of the work in the error.
+      most_waiting: functions that may wait for a thread; None for any number.
+    """
+
+    def __init__(self, name: str, threads: int, most_waiting: int | None = None) -> None:
+        self._name = name
+        self._threads = threads
+        self._most_waiting = most_waiting
+        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._alive = self._idle = 0
+
+    @property
+    def waiting(self) -> int:
+        """Functions that no thread has begun."""
+        return len(self._work)
+
+    def submit(self, run: Callable[[], T]) -> Future[T]:
+        """The function's future result; until a thread begins it, it can be cancelled.
+
+        Raises:
+          BusyError: as many wait as may.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            if self._most_waiting is not None and len(self._work) >= self._most_waiting:
+                raise BusyError(f"{len(self._work)} requests wait for {self._name}, as many as may; try again later", 2.0)
+            self._work.append((future, run))
+            if self._idle < len(self._work) and self._alive < self._threads:
+                self._alive += 1
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            else:
+                self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                found = self._changed.wait_for(lambda: self._work, IDLE_SECONDS)
+                self._idle -= 1
+                if not found:
+                    self._alive -= 1
+                    return
+                future, run = self._work.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(run())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, run
