@@ -1,6 +1,6 @@
 """What compiles a grammar before the server does, as a program that `grammar` starts; and what both do.
 
-Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted: here the process is ended
+Some grammars take minutes or all memory to compile, inside llguidance, which cannot be interrupted: here the process ends
 when it has used SECONDS or MEMORY. It imports nothing of this library, so that it starts quickly.
 """
 
@@ -29,7 +29,7 @@ LIMITS = LLParserLimits(
 TOO_MANY = ("too big", "too large", "too many", "limit", "max is")  # how llguidance says that a limit was reached
 
 
-class RefusedGrammar(ValueError):
+class GrammarError(ValueError):
     """A grammar that is invalid, allows no text or exceeds a limit."""
 
 
@@ -72,7 +72,7 @@ def compile_grammar(tables: Any, grammar: str) -> tuple[Any, bytes]:
     """A matcher in its first state, and its mask: bit i % 8 of byte i // 8 is set where token i may begin the text.
 
     Raises:
-      RefusedGrammar: the rest of a sentence that begins with the grammar.
+      GrammarError: the rest of a sentence that begins with the grammar.
     """
     matcher = LLMatcher(tables, grammar, log_level=0, limits=LIMITS)
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
@@ -86,10 +86,10 @@ def compile_grammar(tables: Any, grammar: str) -> tuple[Any, bytes]:
         reason = " ".join(tried.get_error().replace("<non-verbose/>", "").split())[:300]
         if reason.startswith("Unsatisfiable schema") or "NoExtensionBias" in reason:
             detail = reason.partition("Unsatisfiable schema: ")[2]
-            raise RefusedGrammar(f"allows no text{f' ({detail})' if detail else ''}; relax it")
+            raise GrammarError(f"allows no text{f' ({detail})' if detail else ''}; relax it")
         if any(word in reason for word in TOO_MANY):
-            raise RefusedGrammar(f"has too many states ({reason}); use fewer or smaller repetitions and alternatives")
-        raise RefusedGrammar(f"cannot be used: {reason}")
+            raise GrammarError(f"has too many states ({reason}); use fewer or smaller repetitions and alternatives")
+        raise GrammarError(f"cannot be used: {reason}")
     return matcher, mask
 
 
@@ -111,7 +111,7 @@ def main(seconds: int, wall_seconds: float) -> None:
         try:
             compile_grammar(tables, grammar)
             answer = b"t"
-        except RefusedGrammar as error:
+        except GrammarError as error:
             answer = b"e" + str(error).encode()
         faulthandler.cancel_dump_traceback_later()
         out.write(len(answer).to_bytes(8, "big") + answer)

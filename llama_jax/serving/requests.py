@@ -38,7 +38,7 @@ class Constraint(Protocol):
     """Which tokens may come next, according to a grammar. It has a state and belongs to one request."""
 
     def allowed(self) -> np.ndarray:
-        """uint32[ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i may come next. Called on the engine's thread."""
+        """uint32[ceil(V / 32)]: bit i % 32 of word i // 32 is set where token i may come next."""
         ...
 
     def accept(self, token: int) -> None:
@@ -58,7 +58,7 @@ class GenerationRequest:
       min_new_tokens: number of tokens before which none of `stop_tokens` is chosen.
       alternatives: how many of the most probable tokens are reported for each position, up to 20.
       score_prompt: report the log-probability of each token of the prompt as well.
-      constraint: what may be generated; such a request's row waits for the host after every token, others do not wait for it.
+      constraint: what may be generated; such a request's row waits after every token until that is known.
       adapter: number in the table of the model's adapters; -1 for the model alone.
       deadline: by `time.monotonic`, when the request ends as "timeout" in any stage; None for never.
     """

@@ -79,7 +79,9 @@ class Renderer:
         if len(asked) <= USUAL:
             if self._child is None:
                 command, environment = _command(str(SECONDS), str(MEMORY + MEMORY_PER_BYTE * USUAL), "several")
-                self._child = ChildProcess(command, environment, SECONDS + START)  # it has a timer of its own, unless it was halted
+                self._child = ChildProcess(
+                    command, environment, SECONDS + START
+                )  # it has a timer of its own, unless it was halted
             answer = self._child.ask(asked)
             if answer == b"e":
                 self._child.close()  # its memory is full

@@ -7,7 +7,7 @@ import time
 import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, on_a_thread, saying, served, talk
 
-from llama_jax.serving.http import app
+from llama_jax.serving.http.json_body import BodyReader
 from llama_jax.serving.http.answer import SLICE
 from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.guard import Access
@@ -517,7 +517,7 @@ def test_a_full_queue_admits_nothing_of_a_request():
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_a_full_queue_refuses_before_a_body_is_looked_at(path, monkeypatch):
     async def conversation(client):
-        monkeypatch.setattr(app, "read_json", None)
+        monkeypatch.setattr(BodyReader, "read", None)
         return await client.post(path, {"prompt": "a"})
 
     assert error_of(talk(FakeEngine(most_waiting=0), conversation), 429)["code"] == "queue_full"

@@ -63,7 +63,7 @@ class BodyReader:
         if self.held + more > self._most_bytes:
             raise ApiError(
                 429,
-                f"large bodies of other requests have {self.held} bytes, and all may have {self._most_bytes}; try again later",
+                f"other bodies have {self.held} bytes of the {self._most_bytes} that all may have; try again later",
                 code="bodies_full",
                 headers={"Retry-After": "2", "Connection": "close"},
             )

@@ -47,10 +47,12 @@ class ServerMetrics(Collector):
     Attributes:
       first_token, between_tokens, whole: seconds of requests that were answered.
       asked: requests that the engine accepted, by the model that they asked for.
+      compiling: returns how many requests wait for their grammars.
       answered: HTTP responses by path and status; 499 where the client disconnected before.
     """
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self.compiling: Callable[[], int] = lambda: 0
         self.first_token = Histogram(FIRST_TOKEN)
         self.between_tokens = Histogram(BETWEEN_TOKENS)
         self.whole = Histogram(WHOLE)
@@ -71,7 +73,10 @@ class ServerMetrics(Collector):
         now = self._stats()
         gauges = {
             "num_requests_running": (now.running + now.reading, "Requests that are being read or decoded."),
-            "num_requests_waiting": (now.waiting, "Requests in the queue."),
+            "num_requests_waiting": (
+                now.waiting + self.compiling(),
+                "Requests in the queue, or that wait for their grammars.",
+            ),
             "num_tokens_waiting": (now.waiting_tokens, "Prompt tokens in the queue."),
             "kv_cache_usage_perc": (now.cache_fill, "Share of the slots for keys and values in use, 0 to 1."),
             "max_num_seqs": (now.rows, "Requests that can be decoded at once."),

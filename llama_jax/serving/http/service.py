@@ -116,6 +116,7 @@ class Service:
         self._renderer = Renderer()
         self._texts = DaemonThreadPool("texts", TEXT_THREADS)
         self._compiling = DaemonThreadPool("grammars", GRAMMAR_THREADS, GRAMMARS_WAITING)
+        self.metrics.compiling = lambda: self.compiling
         self._ending: asyncio.Future[None] = self.switchboard.loop.create_future()
         self.bodies = BodyReader(self.limits.largest_body, BODIES * self.limits.largest_body)
 

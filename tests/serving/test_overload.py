@@ -1,0 +1,211 @@
+"""Requests that cost much: grammars that compile for ever and large bodies hold up neither other requests nor the end."""
+
+import asyncio
+import json
+import re
+import signal
+import threading
+
+import pytest
+from fakes import BYTES, Call, FakeEngine, saying, talk
+from test_api import error_of
+from test_server import Connection, process, until_draining
+
+from llama_jax.serving.grammar import Grammars
+from llama_jax.serving.http import json_body, service
+from llama_jax.serving.http.bodies import Limits
+from llama_jax.serving.http.json_body import SMALL_BODY, parse_json
+
+THREADS, WAITING = service.GRAMMAR_THREADS, service.GRAMMARS_WAITING
+
+
+class Compiling:
+    """Grammars that are compiled until `told`; how many have begun."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.told = 0, threading.Event()
+        monkeypatch.setattr(Grammars, "regex", lambda grammars, pattern: self.compile())
+
+    def compile(self):
+        self.begun += 1
+        assert self.told.wait(20)
+        return None
+
+    async def begin(self, client, count):
+        """Requests whose grammars are being compiled, or wait."""
+        body = {"prompt": "a", "response_format": {"type": "regex", "regex": "a?"}}
+        calls = [client.begin("POST", "/v1/completions", body) for _ in range(count)]
+        while self.begun < THREADS:
+            await asyncio.sleep(0)
+        return calls
+
+
+def test_grammars_that_compile_hold_up_nothing_else(monkeypatch):
+    compiling = Compiling(monkeypatch)
+
+    async def conversation(client):
+        calls = await compiling.begin(client, THREADS + WAITING)
+        long = "x" * (2 * service.SHORT)
+        others = [
+            await client.post("/tokenize", {"prompt": long}),
+            await client.chat("Hello"),
+            await client.complete("a"),
+        ]
+        assert compiling.begun == THREADS
+        compiling.told.set()
+        return others, [await call.response() for call in calls]
+
+    others, answers = talk(FakeEngine(says=saying("Hi!")), conversation)
+    assert [each.status for each in others] == [200] * 3
+    assert len(others[0].json["tokens"]) == 2 * service.SHORT + 1
+    assert [each.status for each in answers] == [200] * (THREADS + WAITING)
+
+
+def test_grammars_that_wait_are_bounded_and_count_as_requests_that_wait(monkeypatch):
+    compiling = Compiling(monkeypatch)
+
+    async def conversation(client):
+        calls = await compiling.begin(client, THREADS + 3)
+        while client.service.compiling < 3:
+            await asyncio.sleep(0)
+        assert "llama_jax:num_requests_waiting 3.0" in (await client.get("/metrics")).body.decode()
+        refused = [await client.complete("a")]
+        client.service.engine.most_waiting = 100
+        taken = await client.complete("a")
+        calls += await compiling.begin(client, WAITING - 3)
+        while client.service.compiling < WAITING:
+            await asyncio.sleep(0)
+        refused += [await each.response() for each in await compiling.begin(client, 1)]
+        compiling.told.set()
+        for call in calls:
+            await call.response()
+        return refused, taken
+
+    refused, taken = talk(FakeEngine(says=saying("Hi!"), most_waiting=3), conversation)
+    assert [error_of(each, 429)["code"] for each in refused] == ["queue_full"] * 2
+    assert "wait for grammars" in refused[1].json["error"]["message"]
+    assert taken.status == 200
+
+
+def test_a_grammar_whose_client_left_is_not_compiled(monkeypatch):
+    compiling = Compiling(monkeypatch)
+
+    async def conversation(client):
+        calls = await compiling.begin(client, THREADS + 5)
+        for call in calls:
+            call.leave()
+        answers = [await call.response() for call in calls]
+        compiling.told.set()
+        assert (await (await compiling.begin(client, 1))[0].response()).status == 200
+        return answers
+
+    engine = FakeEngine(says=saying("Hi!"))
+    assert {each.status for each in talk(engine, conversation)} == {400}
+    assert compiling.begun == THREADS + 1
+    assert len(engine.admitted) == 1
+
+
+def test_what_is_being_prepared_is_refused_when_the_server_drains(monkeypatch):
+    compiling = Compiling(monkeypatch)
+
+    async def conversation(client):
+        calls = await compiling.begin(client, THREADS + 1)
+        client.service.begin_drain()
+        answers = [await call.response() for call in calls]
+        compiling.told.set()
+        return answers
+
+    for answer in talk(FakeEngine(), conversation):
+        assert error_of(answer, 503)["code"] == "draining"
+
+
+def test_a_process_ends_although_grammars_compile():
+    """It waits for no thread and no other process, and says nothing of those that it left."""
+    pytest.importorskip("llguidance")
+    with process(drain=0.3) as running:
+        body = {"prompt": "a", "response_format": {"type": "regex", "regex": "a?" * 20_000}}
+        calls = [Connection(running.address, "POST", "/v1/completions", body) for _ in range(8)]
+        while not re.search(r"num_requests_waiting [1-6]\.0", Connection(running.address, "GET", "/metrics").rest()):
+            pass
+        running.send_signal(signal.SIGTERM)
+        until_draining(running.address)
+        for call in calls:
+            assert '"code":"draining"' in call.rest()
+        assert running.wait(20) == 0
+        assert running.stderr.read() == ""
+
+
+def unfinished(client, content):
+    """A request whose body has begun with this."""
+    headers = {"host": "127.0.0.1", "content-type": "application/json", "content-length": str(10**6)}
+    call = Call(client.app, "POST", "/v1/completions", b"", headers)
+    call.messages.get_nowait()
+    call.messages.put_nowait({"type": "http.request", "body": content, "more_body": True})
+    return call
+
+
+def test_all_bodies_share_a_budget():
+    """What is beyond it is refused at once; small bodies need no room in it, and what a client leaves is free again."""
+    limits, size = Limits(vocab_size=259, context=512, largest_body=10**6), 10**6 // 2
+    fit = service.BODIES * 10**6 // (size - SMALL_BODY)
+
+    async def conversation(client):
+        bodies = client.service.bodies
+        calls = [unfinished(client, b" " * size) for _ in range(fit)]
+        while bodies.held < fit * (size - SMALL_BODY):
+            await asyncio.sleep(0)
+        refused = [await unfinished(client, b" " * size).response() for _ in range(100)]
+        assert bodies.held == fit * (size - SMALL_BODY)
+        small = await client.complete("a" * 100)
+        calls[0].leave()
+        await calls[0].response()
+        calls.append(unfinished(client, b" " * size))
+        for call in calls[1:]:
+            call.messages.put_nowait({"type": "http.request", "body": b"x", "more_body": False})
+        whole = [await call.response() for call in calls[1:]]
+        assert bodies.held == 0
+        return refused, small, whole
+
+    refused, small, whole = talk(FakeEngine(), conversation, limits=limits)
+    assert {error_of(each, 429)["code"] for each in refused} == {"bodies_full"}
+    assert refused[0].headers["connection"] == "close"
+    assert small.status == 200
+    assert {error_of(each, 400)["code"] for each in whole} == {"invalid_json"}
+
+
+@pytest.mark.parametrize("size", [100, 2 * SMALL_BODY])
+def test_large_bodies_are_parsed_on_another_thread(monkeypatch, size):
+    found = []
+    monkeypatch.setattr(service, "parse_json", lambda body: (found.append(threading.current_thread()), parse_json(body))[1])
+    answer = talk(FakeEngine(), lambda client: client.post("/tokenize", {"prompt": "a" * size}))
+    assert answer.json == {"count": size + 1, "max_model_len": 512, "tokens": BYTES.encode("a" * size)}
+    assert (found[0] is threading.main_thread()) == (size < SMALL_BODY)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" + "[]," * 400_000 + "1]",
+        "{" + ",".join(f'"{i}":1' for i in range(300_000)) + "}",
+        '{"a":["' + '","' * 600_000 + '"]}',
+        '["\\\\",' + "[]," * 400_000 + "1]",
+    ],
+)
+def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(monkeypatch, text):
+    monkeypatch.setattr(json_body.json, "loads", None)
+    with pytest.raises(json_body.ApiError, match="more than 524288 strings, commas and brackets"):
+        parse_json(bytearray(text, "utf-8"))
+
+
+@pytest.mark.parametrize(
+    "value", [",[{" * 600_000, '"\\' * 600_000, list(range(400_000))], ids=["text", "quotes", "numbers"]
+)
+def test_a_long_text_is_one_part(value):
+    assert parse_json(bytearray(json.dumps({"prompt": value}), "utf-8")) == {"prompt": value}
+
+
+def test_more_messages_than_tokens_are_refused_by_their_number():
+    messages = [{"role": "user", "content": "a"}] * 513
+    answer = talk(FakeEngine(), lambda client: client.post("/v1/chat/completions", {"messages": messages}))
+    assert error_of(answer, 400)["code"] == "context_length_exceeded"
+    assert "513 messages, more than 512" in answer.json["error"]["message"]
