@@ -34,6 +34,7 @@ BRACKETED = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 # Two noncharacters, put into a special token's name where it is text and taken out by the normalizer: the library looks
 # for special tokens before it normalizes, so it sees none there and still encodes the text as a whole.
 MARK = "\ufdd0\ufdd1"
+LONG = 4000  # characters, which take the library a few milliseconds
 MOST_UNUSED = 1 << 16  # ids
 # The begin and end of a sequence where no file names them.
 USUAL_BOS = ("<|begin_of_text|>", "<s>")
@@ -142,6 +143,8 @@ class HuggingFaceTokenizer(EncodesParts):
         if seen != [self._names[part] for part in parts if not isinstance(part, str)]:
             text = MARK.join(pieces)  # the end of one part and the beginning of the next look like a special token
         with library_errors(f"{self._where} cannot encode a text"):
+            if len(text) > LONG:  # only in batches does the library let other threads of Python run
+                return self._within(self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             return self._within(self._library.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -75,7 +75,7 @@ class ServerMetrics(Collector):
             "num_requests_running": (now.running + now.reading, "Requests that are being read or decoded."),
             "num_requests_waiting": (
                 now.waiting + self.compiling(),
-                "Requests in the queue, or that wait for their grammars.",
+                "Requests in the queue, or waiting for grammars.",
             ),
             "num_tokens_waiting": (now.waiting_tokens, "Prompt tokens in the queue."),
             "kv_cache_usage_perc": (now.cache_fill, "Share of the slots for keys and values in use, 0 to 1."),

@@ -33,7 +33,9 @@ from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, tak
 from llama_jax.tokenizers.template import Renderer
 
 SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
-TEXT_THREADS = 4  # for bodies, texts and chats
+TEXT_THREADS = 4  # for texts and chats of up to SMALL_BODY characters
+LONG_THREADS = 2  # for longer ones, and the bodies that they come in: they take seconds, and the others do not wait for them
+LONG_WAITING = 32  # further requests are refused
 BODIES = 4  # times the largest body, that all bodies may have together
 GRAMMAR_THREADS = 2
 GRAMMARS_WAITING = 16  # further requests are refused
@@ -115,6 +117,7 @@ class Service:
         self._chat_grammars = Grammars(tokenizer, self.limits.vocab_size, self._chat_ends)
         self._renderer = Renderer()
         self._texts = DaemonThreadPool("texts", TEXT_THREADS)
+        self._long_texts = DaemonThreadPool("long texts", LONG_THREADS, LONG_WAITING)
         self._compiling = DaemonThreadPool("grammars", GRAMMAR_THREADS, GRAMMARS_WAITING)
         self.metrics.compiling = lambda: self.compiling
         self._ending: asyncio.Future[None] = self.switchboard.loop.create_future()
@@ -161,7 +164,11 @@ class Service:
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
         """What `read` makes of a JSON body; a large one in a thread."""
         run = lambda: read(parse_json(body))
-        return run() if len(body) <= SMALL_BODY else await asyncio.wrap_future(self._texts.submit(run))
+        return await _checked(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
+
+    def _pool(self, size: int) -> DaemonThreadPool | None:
+        """Where so many characters or tokens are converted: None for the event loop."""
+        return None if size <= SHORT else self._texts if size <= SMALL_BODY else self._long_texts
 
     async def complete(self, asked: CompletionAsked, arrived: float) -> Work:
         """Hand a completion to the engine.
@@ -189,7 +196,8 @@ class Service:
         if asked.tools and not takes_tools(self.served.tokenizer, format):
             raise refused("the model's chat format takes no tools; leave them out", "tools", "unsupported")
         encode = partial(encode_chat, self.served.tokenizer, asked.messages, format, self._renderer, asked.tools)
-        ids = await _checked(encode, "messages", self._texts)
+        size = sum(len(message["content"]) for message in asked.messages)
+        ids = await _checked(encode, "messages", self._pool(size) or self._texts)  # a template is never rendered on the loop
         ends = () if asked.ignore_eos else self._chat_ends
         constraint = await (self._call(asked) if asked.must_call else self._constraint(asked.format, self._chat_grammars))
         tools = [tool["function"]["name"] for tool in asked.tools]
@@ -198,7 +206,7 @@ class Service:
     async def encode(self, text: str, bos: bool | None, eos: bool | None = False) -> list[int]:
         """Ids of a text; long ones in a thread."""
         encode = partial(self.served.tokenizer.encode, text, bos, eos)
-        return await _checked(encode, "prompt", self._texts if len(text) > SHORT else None)
+        return await _checked(encode, "prompt", self._pool(len(text)))
 
     async def tokenize(self, text: str, ends: bool | None) -> bytes:
         """The JSON of a text's ids."""
@@ -209,13 +217,13 @@ class Service:
             head = f'{{"count":{len(ids)},"max_model_len":{self.limits.context},"tokens":['
             return f"{head}{','.join(parts)}]}}".encode()
 
-        return await _checked(run, "prompt", self._texts if len(text) > SHORT else None)
+        return await _checked(run, "prompt", self._pool(len(text)))
 
     async def decode(self, ids: Sequence[int], param: str) -> str:
         """The text of ids from the field `param`; ids beyond the vocabulary, a model's padding, have none."""
         tokenizer = self.served.tokenizer
         run = lambda: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
-        return await _checked(run, param, self._texts if len(ids) > SHORT else None)
+        return await _checked(run, param, self._pool(len(ids)))
 
     async def _submit(
         self,
