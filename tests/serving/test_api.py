@@ -7,10 +7,10 @@ import time
 import pytest
 from fakes import BYTES, FakeEngine, ids, logprob, on_a_thread, saying, served, talk
 
-from llama_jax.serving.http.json_body import BodyReader
 from llama_jax.serving.http.answer import SLICE
 from llama_jax.serving.http.bodies import Limits
 from llama_jax.serving.http.guard import Access
+from llama_jax.serving.http.json_body import BodyReader
 from llama_jax.serving.http.service import connect
 from llama_jax.serving.requests import Update
 from llama_jax.tokenizers.making import byte_tokenizer

@@ -148,14 +148,17 @@ class Service:
         if not self._ending.done():
             self._ending.set_result(None)
 
-    async def unless_ended(self, working: Coroutine[Any, Any, T], receive: Callable[[], Awaitable[Any]]) -> T:
-        """The result of what is done for a client; cancelled, with an ApiError, if it disconnects or the server drains."""
+    async def unless_ended(self, working: Coroutine[Any, Any, Work], receive: Callable[[], Awaitable[Any]]) -> Work:
+        """The work of a request; cancelled, with an ApiError, if the client disconnects or the server drains before."""
         task = asyncio.ensure_future(working)
         left = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait({task, left, self._ending}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                return task.result()
+                work = task.result()
+                if left.done():  # in the same moment; that is not reported again
+                    work.exchange.leave()
+                return work
             raise _shutting_down() if self.draining else ApiError(400, "the client left before its request was taken")
         finally:
             task.cancel()
