@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from llama_jax.serving.requests import BusyError
@@ -28,7 +29,7 @@ class DaemonThreadPool:
         self._most_waiting = most_waiting
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
-        self._alive = self._idle = 0
+        self._alive = self._idle = self._busy = 0  # threads
 
     @property
     def waiting(self) -> int:
@@ -43,7 +44,8 @@ class DaemonThreadPool:
         """
         future: Future[T] = Future()
         with self._changed:
-            if self._most_waiting is not None and len(self._work) >= self._most_waiting:
+            unfinished = len(self._work) + self._busy
+            if self._most_waiting is not None and unfinished >= self._threads + self._most_waiting:
                 raise BusyError(f"{len(self._work)} requests wait for {self._name}, as many as may; try again later", 2.0)
             self._work.append((future, run))
             if self._idle < len(self._work) and self._alive < self._threads:
@@ -63,9 +65,14 @@ class DaemonThreadPool:
                     self._alive -= 1
                     return
                 future, run = self._work.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(run())
-                except BaseException as error:
-                    future.set_exception(error)
-            del future, run
+                self._busy += 1
+            wanted = future.set_running_or_notify_cancel()
+            try:
+                set_result = partial(future.set_result, run()) if wanted else None
+            except BaseException as error:
+                set_result = partial(future.set_exception, error)
+            with self._changed:
+                self._busy -= 1
+            if set_result is not None:
+                set_result()
+            del future, run, set_result
