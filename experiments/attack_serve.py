@@ -1,0 +1,359 @@
+"""What attackers cost the other clients of a server: wrong answers, gaps in streams, memory, and the time to its end.
+
+A server of a model in float32 runs in a process of its own. Normal clients stream greedy requests whose answers
+`llama_jax.generate` gives beforehand; attackers, in another process, come and go by turns, so that windows with and without
+them alternate. In the end the server gets SIGTERM while all of them go on. All processes share this machine's cores.
+`failed` lists what must not happen; the exit status is 1 where there is any.
+
+    pip install -e ".[serve]"
+    python experiments/attack_serve.py
+
+  patterns   regular expressions and schemas that compile for long or have very many states; half of the clients leave.
+  bodies     bodies of 16 MB: unfinished, of millions of values or keys, of 500,000 messages; long texts for /tokenize.
+  leaving    clients that leave while their request waits, is read or is decoded.
+  slow       heads that never end, bodies byte by byte, answers that nobody reads.
+  broken     malformed chunks, requests followed by noise, 1,100 upgrades in a row, noise alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import tyro
+from bench_serve import READY_SECONDS, answers, free_port, percentile
+from measuring import cpu_name, settings, versions, write_report
+from soak_serve import Clients, Kind, Report, kinds, resident, streamed
+
+MEGABYTE = 1 << 20
+END_SECONDS = 2.0  # beyond the time for draining, within which the process must have ended
+GAP_MS = 150.0  # that the longest gap with attackers may exceed the longest one without
+GROWTH = 1.1  # of memory from the first half of the attacks to the second, besides 64 MB
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Attack a server."""
+
+    model: Path | None = None
+    """What is served; the bundled model by default."""
+    minutes: float = 15.0
+    window: float = 15.0
+    """Seconds with attackers, and as many without."""
+    clients: int = 64
+    """Normal ones."""
+    attackers: int = 8
+    """Of each kind."""
+    kinds: tuple[str, ...] = ("patterns", "bodies", "leaving", "slow", "broken")
+    rows: int = 16
+    """Of the server."""
+    drain: float = 5.0
+    output: Path = Path("experiments/results/attack_serve_cpu.json")
+
+
+@dataclass
+class Window:
+    """What normal clients met with or without attackers; times in ms."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    gaps: list[float] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def shown(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"seconds": round(self.seconds, 1), **self.counts}
+        found["tokens/s"] = round(self.counts["tokens"] / max(self.seconds, 1e-9), 1)
+        for name, values in (("gap", self.gaps), ("first token", self.first)):
+            if values:
+                found |= {f"{name} p{share}, ms": percentile(values, share / 100) for share in (50, 99)}
+                found[f"{name} longest, ms"] = max(values)
+        return found
+
+
+class Normal:
+    """The normal clients: each answer must be right, or a refusal."""
+
+    def __init__(self, port: int, asked: list[Kind], windows: dict[str, Window]) -> None:
+        self.clients = Clients(port, asked)
+        self.report = Report()
+        self.windows = windows
+        self.now = "without"
+        self.ending = False
+
+    async def run(self, seed: int) -> None:
+        chosen = random.Random(seed)
+        while not self.ending:
+            if not await self.ask(chosen.choice(self.clients.kinds)):
+                await asyncio.sleep(0.2)
+
+    async def ask(self, kind: Kind) -> bool:
+        begun = last = time.perf_counter()
+        try:
+            reader, writer = await self.clients.send(kind.body)
+            parts = []
+            while part := await reader.read(1 << 16):
+                now = time.perf_counter()
+                if part.startswith(b"HTTP/1.1 200"):
+                    self.windows[self.now].first.append(1e3 * (now - begun))
+                elif parts:
+                    self.windows[self.now].gaps.append(1e3 * (now - last))
+                last = now
+                parts.append(part)
+            writer.close()
+        except OSError as error:
+            if not self.ending:
+                self.report.fail(f"{self.now} attackers: {error!r}")
+            return False
+        head, _, content = b"".join(parts).partition(b"\r\n\r\n")
+        status = int(head.split(b" ", 2)[1]) if head else 0
+        window = self.windows[self.now]
+        window.counts[f"status {status}"] += 1
+        if status == 200 and not (self.ending and b'"code":"draining"' in content):
+            text, tokens = streamed(dechunked(content))
+            window.counts["tokens"] += tokens
+            if (text, tokens) != (kind.text, kind.tokens):
+                self.report.fail(f"wrong: {tokens} tokens {text!r}, not {kind.tokens} {kind.text!r}, of {kind.body}")
+        elif status != 429 and not self.ending:
+            self.report.fail(f"{self.now} attackers: status {status}: {content[:200]!r}")
+        return status == 200
+
+
+def dechunked(content: bytes) -> bytes:
+    """A body without HTTP's sizes of its chunks."""
+    parts = []
+    while content:
+        size, _, content = content.partition(b"\r\n")
+        parts.append(content[: int(size, 16)])
+        content = content[int(size, 16) + 2 :]
+    return b"".join(parts)
+
+
+def requests_of(path: str, content: bytes, length: int | None = None) -> bytes:
+    size = len(content) if length is None else length
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    return head.encode() + content
+
+
+def constrained(constraint: dict[str, Any]) -> bytes:
+    return requests_of("/v1/completions", json.dumps({"prompt": "a", "response_format": constraint}).encode())
+
+
+def patterns() -> list[bytes]:
+    expressions = [
+        "a?" * 50_000,
+        "a?" * 20_000,
+        "a?" * 6_000,
+        "(a{1000}){1000}",
+        "[ab]{3}(a{1000}){1000}",
+        "[ab]*a[ab]{300}",
+    ]
+    expressions += ["(a|b|c|d){9000}", r"[^\s\S]", "(.*[a-m].{90})|(.*[n-z].{80})", "abcdefgh" * 10_000]
+    properties = {f"p{i}": {"type": "string", "pattern": f"^[a-z]{{{i % 50 + 1}}}$"} for i in range(3000)}
+    schemas: list[dict[str, Any]] = [{"type": "object", "properties": properties, "additionalProperties": False}]
+    schemas += [{"type": "integer", "multipleOf": 99991}, {"enum": [f"w{i}" * 5 for i in range(50_000)]}, {"enum": []}]
+    found = [constrained({"type": "regex", "regex": expression}) for expression in expressions]
+    return found + [constrained({"type": "json_schema", "json_schema": {"schema": schema}}) for schema in schemas]
+
+
+def bodies() -> list[bytes]:
+    size = 15 * MEGABYTE
+    message = b'{"role":"user","content":"a"}'
+    contents = {
+        "/v1/completions": [
+            b'{"prompt":[' + b"[]," * (size // 3) + b"1]}",
+            b"{" + b",".join(b'"%d":1' % i for i in range(size // 12)) + b"}",
+            b'{"prompt":"' + b'\\"' * (size // 2) + b'"}',
+            b'{"prompt":"' + b"a" * size + b'"}',
+            b'{"prompt":"' + b"hello, " * (3 * MEGABYTE // 7) + b'"}',
+        ],
+        "/v1/chat/completions": [b'{"messages":[' + b",".join([message] * 500_000) + b"]}"],
+        "/tokenize": [b'{"prompt":"' + b"a1! " * (MEGABYTE - 100) + b'"}', b'{"prompt":"' + b"x" * (3 * MEGABYTE) + b'"}'],
+    }
+    return [requests_of(path, content) for path, some in contents.items() for content in some]
+
+
+class Attackers:
+    """All kinds of attackers on a server, while `going` is set; counts of what they did and were told."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.counts: Counter[str] = Counter()
+        self.patterns, self.bodies = patterns(), bodies()
+        self.endless = b'{"prompt":"Once","max_tokens":200,"stream":true,"ignore_eos":true}'
+
+    async def send(self, kind: str, content: bytes, seconds: float = 30.0) -> None:
+        """Send bytes, and count the status of what is answered within this time."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        try:
+            writer.write(content)
+            line = await asyncio.wait_for(reader.readline(), seconds)
+            self.counts[f"{kind}: {line.split()[1].decode() if line else 'closed'}"] += 1
+        except TimeoutError:
+            self.counts[f"{kind}: left"] += 1
+        finally:
+            writer.transport.abort()
+
+    async def attack(self, kind: str, chosen: random.Random) -> None:
+        await getattr(self, f"_{kind}")(kind, chosen)
+
+    async def _patterns(self, kind: str, chosen: random.Random) -> None:
+        await self.send(kind, chosen.choice(self.patterns), chosen.choice([0.2, 30.0]))
+
+    async def _bodies(self, kind: str, chosen: random.Random) -> None:
+        if chosen.random() < 0.6:
+            content = chosen.choice(self.bodies)
+            await self.send("unfinished", content[: chosen.randrange(MEGABYTE, len(content) - 1)], chosen.uniform(1, 5))
+        else:
+            await self.send(kind, chosen.choice(self.bodies))
+
+    async def _leaving(self, kind: str, chosen: random.Random) -> None:
+        await self.send(kind, requests_of("/v1/completions", self.endless), chosen.random())
+
+    async def _slow(self, kind: str, chosen: random.Random) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1)
+        content = chosen.choice([b"GET / HTTP/1.1\r\nX: ", requests_of("/v1/completions", b"", 10**6)]) + b"a" * 100
+        if chosen.random() < 0.4:  # an answer that nobody reads
+            writer.write(requests_of("/v1/completions", self.endless))
+            await asyncio.sleep(3)
+        else:
+            for at in range(0, len(content), 20):
+                writer.write(content[at : at + 20])
+                await asyncio.sleep(0.3)
+        self.counts[kind] += 1
+        writer.transport.abort()
+
+    async def _broken(self, kind: str, chosen: random.Random) -> None:
+        chunked = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        upgrade = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+        noise = bytes(chosen.randrange(256) for _ in range(200))
+        some = [chunked + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", upgrade * 1100, upgrade + noise, b"\0" + noise]
+        await self.send(kind, chosen.choice(some))
+        await asyncio.sleep(0.05)
+
+    async def run(self, count: int, kinds: Sequence[str], going: Event, ended: Event) -> None:
+        async def one(kind: str, seed: int) -> None:
+            chosen = random.Random(seed)
+            while not ended.is_set():
+                if not going.is_set():
+                    await asyncio.sleep(0.05)
+                    continue
+                with suppress(OSError, ValueError):
+                    await self.attack(kind, chosen)
+
+        await asyncio.gather(*(one(kind, seed) for kind in kinds for seed in range(count)))
+
+
+def attack(port: int, count: int, kinds: Sequence[str], going: Event, ended: Event, told: Any) -> None:
+    """The function of the attackers' process."""
+    attackers = Attackers(port)
+    told.put("ready")
+    asyncio.run(attackers.run(count, kinds, going, ended))
+    told.put(dict(attackers.counts))
+
+
+async def measure(arguments: Arguments, normal: Normal, going: Event, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Windows without and with attackers, and the end."""
+    tasks = [asyncio.create_task(normal.run(seed)) for seed in range(arguments.clients)]
+    memory: dict[str, list[int]] = {"without": [], "with": []}
+    await asyncio.sleep(2)
+    for window in normal.windows.values():
+        window.__init__()  # type: ignore[misc]
+    for number in range(max(1, round(30 * arguments.minutes / arguments.window))):
+        for name in ("without", "with"):
+            going.set() if name == "with" else going.clear()
+            normal.now, begun = name, time.perf_counter()
+            largest = 0
+            while time.perf_counter() - begun < arguments.window:
+                await asyncio.sleep(0.25)
+                largest = max(largest, resident(process.pid))
+            normal.windows[name].seconds += time.perf_counter() - begun
+            memory[name].append(round(largest / 1e6))
+        print(f"{number}: {dict(normal.windows['with'].counts)}, MB {memory['with'][-1]}", flush=True)
+    normal.now, normal.ending, begun = "ending", True, time.perf_counter()
+    process.send_signal(signal.SIGTERM)
+    while process.poll() is None and time.perf_counter() - begun < arguments.drain + 60:
+        await asyncio.sleep(0.02)
+    seconds = time.perf_counter() - begun
+    await asyncio.wait(tasks, timeout=10)
+    return {"MB": memory, "SIGTERM": {"seconds": seconds, "drain": arguments.drain, "exit status": process.poll()}}
+
+
+def judge(found: dict[str, Any], report: Report, log: str) -> None:
+    """Add what must not happen to the report."""
+    without, attacked = (found[name]["gap longest, ms"] for name in ("without", "with"))
+    if attacked > without + GAP_MS:
+        report.fail(f"a gap of {attacked:.0f} ms with attackers, {without:.0f} ms without")
+    end = found["SIGTERM"]
+    if end["seconds"] > end["drain"] + END_SECONDS or end["exit status"] != 0:
+        report.fail(f"the end: {end}")
+    memory = found["MB"]["with"]
+    half = len(memory) // 2
+    if half and max(memory[half:]) > GROWTH * max(memory[:half]) + 64:
+        report.fail(f"memory grows: {memory} MB")
+    if "Traceback" in log:
+        report.fail(f"a traceback: {log[log.index('Traceback') :][:1000]}")
+
+
+def table(found: dict[str, Any]) -> str:
+    names = list(dict.fromkeys([*found["without"], *found["with"]]))
+    shown = lambda value: f"{value:,.1f}" if isinstance(value, float) else str(value)
+    rows = [f"| {name} | {shown(found['without'].get(name, 0))} | {shown(found['with'].get(name, 0))} |" for name in names]
+    return "\n".join(["| normal clients | without attackers | with |", "|---|---|---|", *rows])
+
+
+def main(arguments: Arguments) -> None:
+    report: dict[str, Any] = {"cpu": cpu_name(), "settings": settings(arguments)}
+    report["versions"] = versions("jax", "jaxlib", "numpy", "uvicorn", "starlette", "llguidance")
+    greedy = [kind for kind in kinds(arguments.model) if kind.body["temperature"] == 0]
+    asked = [Kind(kind.body | {"stream": True, "logprobs": None, **USAGE}, kind.text, kind.tokens) for kind in greedy]
+    port, context = free_port(), multiprocessing.get_context("spawn")
+    going, ended, told = context.Event(), context.Event(), context.Queue()
+    command = [sys.executable, "-c", "from llama_jax.cli import main; main()", "serve", "--port", str(port)]
+    command += [] if arguments.model is None else ["--model", str(arguments.model)]
+    command += ["--rows", str(arguments.rows), "--dtype", "float32", "--drain", str(arguments.drain)]
+    attackers = context.Process(
+        target=attack, args=(port, arguments.attackers, arguments.kinds, going, ended, told), daemon=True
+    )
+    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
+        try:
+            begun = time.perf_counter()
+            while not asyncio.run(answers(port, "/ready")):
+                if process.poll() is not None or time.perf_counter() - begun > READY_SECONDS:
+                    raise SystemExit("the server does not answer")
+                time.sleep(0.1)
+            attackers.start()
+            told.get()
+            windows = {name: Window() for name in ("without", "with", "ending")}
+            normal = Normal(port, asked, windows)
+            found = asyncio.run(measure(arguments, normal, going, process))
+            ended.set()
+            found |= {name: window.shown() for name, window in windows.items()} | {"attackers": told.get(timeout=60)}
+        finally:
+            process.kill()
+            attackers.kill()
+        log.seek(0)
+        judge(found, normal.report, log.read().decode(errors="replace"))
+    found["failed"] = normal.report.failed
+    write_report(arguments.output, report | found)
+    print(table(found), json.dumps({name: found[name] for name in ("MB", "SIGTERM", "attackers")}), sep="\n\n")
+    if found["failed"]:
+        raise SystemExit("\n".join(["what must not happen:", *found["failed"]]))
+
+
+USAGE = {"stream_options": {"include_usage": True}}
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))
