@@ -138,6 +138,17 @@ def test_a_process_ends_although_grammars_compile():
         assert running.stderr.read() == ""
 
 
+def test_bodies_that_are_not_whole_are_refused_when_the_server_drains():
+    async def conversation(client):
+        call = unfinished(client, b" " * 100)
+        while not call.messages.empty():
+            await asyncio.sleep(0)
+        client.service.begin_drain()
+        return await call.response()
+
+    assert error_of(talk(FakeEngine(), conversation), 503)["code"] == "draining"
+
+
 def unfinished(client, content):
     """A request whose body has begun with this."""
     headers = {"host": "127.0.0.1", "content-type": "application/json", "content-length": str(10**6)}

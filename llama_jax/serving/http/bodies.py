@@ -31,14 +31,14 @@ class Limits:
       vocab_size: of the model.
       context: tokens of prompt and continuation together.
       most_choices: continuations per HTTP request: prompts times n.
-      longest_prompt: characters of a prompt, or of all messages together.
+      longest_prompt: characters of a prompt, or of all messages together; more where the context is long.
       largest_body: bytes.
     """
 
     vocab_size: int
     context: int
     most_choices: int = 128
-    longest_prompt: int = 4_000_000
+    longest_prompt: int = 1_000_000
     largest_body: int = 16 << 20
 
 

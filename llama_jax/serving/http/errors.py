@@ -49,3 +49,9 @@ def _valid(text: str | None) -> str | None:
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400: the request itself cannot be served."""
     return ApiError(400, message, param=param, code=code)
+
+
+def shutting_down() -> ApiError:
+    """A 503: the server accepts no more requests."""
+    headers = {"Retry-After": "5", "Connection": "close"}
+    return ApiError(503, "the server is shutting down; try another one", code="draining", headers=headers)

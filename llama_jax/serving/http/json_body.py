@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from llama_jax.errors import reason_of
-from llama_jax.serving.http.errors import ApiError, refused
+from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 
 BODY_SECONDS = 60  # limit for a client to send a body
 SMALL_BODY = 64 << 10  # bytes; so much of each body is outside the budget, and is parsed on the event loop
@@ -27,6 +27,8 @@ class BodyReader:
 
     def __init__(self, largest: int, most_bytes: int) -> None:
         self.held = 0
+        self._reading: set[asyncio.Timeout] = set()
+        self._ended = False
         self._largest = largest
         self._most_bytes = most_bytes
 
@@ -42,20 +44,31 @@ class BodyReader:
         content, held = bytearray(), 0
         try:
             try:
-                async with asyncio.timeout(BODY_SECONDS):
+                async with asyncio.timeout(BODY_SECONDS) as limit:
+                    self._reading.add(limit)
                     async for part in request.stream():
                         content += part
                         held += self._take(max(len(content) - SMALL_BODY, 0) - held)
                         if len(content) > self._largest:
                             raise self._too_large()
             except TimeoutError:
+                if self._ended:
+                    raise shutting_down() from None
                 close = {"Connection": "close"}
                 raise ApiError(408, f"the body took longer than {BODY_SECONDS} s", headers=close) from None
             except ClientDisconnect:
                 raise ApiError(400, "the client left before its body was whole") from None
+            finally:
+                self._reading.discard(limit)
             yield content
         finally:
             self.held -= held
+
+    def end(self) -> None:
+        """Refuse all bodies that are not whole, because the server is shutting down."""
+        self._ended = True
+        for limit in self._reading:
+            limit.reschedule(asyncio.get_running_loop().time())
 
     def _take(self, more: int) -> int:
         if self.held + more > self._most_bytes:

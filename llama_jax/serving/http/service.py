@@ -22,7 +22,7 @@ from llama_jax.serving.http.bodies import (
     completion_fields,
 )
 from llama_jax.serving.http.choice import Choice, TokenNames
-from llama_jax.serving.http.errors import ApiError, refused
+from llama_jax.serving.http.errors import ApiError, refused, shutting_down
 from llama_jax.serving.http.exchange import Exchange, Switchboard
 from llama_jax.serving.http.json_body import SMALL_BODY, BodyReader, parse_json
 from llama_jax.serving.http.metrics import ServerMetrics
@@ -32,6 +32,7 @@ from llama_jax.serving.thread_pool import DaemonThreadPool
 from llama_jax.tokenizers import Format, Tokenizer, encode_chat, reply_ends, takes_tools
 from llama_jax.tokenizers.template import Renderer
 
+CHARACTERS_OF_A_TOKEN = 16  # on average, in a prompt that fills the context
 SHORT = 4000  # characters or tokens that are converted on the event loop: more would delay other requests
 TEXT_THREADS = 4  # for texts and chats of up to SMALL_BODY characters
 LONG_THREADS = 2  # for longer ones, and the bodies that they come in: they take seconds, and the others do not wait for them
@@ -138,13 +139,14 @@ class Service:
     def check_open(self) -> None:
         """Raise ApiError where no work is accepted any more (503), or none for now (429)."""
         if self.draining or self.failure is not None:
-            raise _shutting_down()
+            raise shutting_down()
         with _as_api_errors():
             self.engine.check_room(1 + self.compiling)
 
     def begin_drain(self) -> None:
         """Accept no new requests; those that the engine has not taken yet are refused."""
         self.draining = True
+        self.bodies.end()
         if not self._ending.done():
             self._ending.set_result(None)
 
@@ -159,7 +161,7 @@ class Service:
                 if left.done():  # in the same moment; that is not reported again
                     work.exchange.leave()
                 return work
-            raise _shutting_down() if self.draining else ApiError(400, "the client left before its request was taken")
+            raise shutting_down() if self.draining else ApiError(400, "the client left before its request was taken")
         finally:
             task.cancel()
             left.cancel()
@@ -269,7 +271,7 @@ class Service:
                 settings: dict[str, Any] = {"at_start": at_start, "scored": scored, "tools": tools}
                 choices.append(Choice(self.served.tokenizer, asked.stop, echo=text, **settings))
         if self.draining:
-            raise _shutting_down()
+            raise shutting_down()
         if not self.switchboard.open:
             self._busy_since = time.monotonic()
         with _as_api_errors():
@@ -335,7 +337,8 @@ class Service:
 def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0, wedged_after: float = 120.0) -> Service:
     """A service of an engine; call on the event loop that is to run it."""
     switchboard = Switchboard(engine, asyncio.get_running_loop())
-    limits = replace(limits, context=engine.context)
+    longest = max(limits.longest_prompt, CHARACTERS_OF_A_TOKEN * engine.context)
+    limits = replace(limits, context=engine.context, longest_prompt=longest)
     names = TokenNames(served.tokenizer)
     return Service(engine, served, limits, seconds, wedged_after, switchboard, ServerMetrics(engine.stats), names)
 
@@ -357,11 +360,6 @@ async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-def _shutting_down() -> ApiError:
-    headers = {"Retry-After": "5", "Connection": "close"}
-    return ApiError(503, "the server is shutting down; try another one", code="draining", headers=headers)
-
-
 @contextmanager
 def _as_api_errors() -> Iterator[None]:
     """What the engine raises for a request, as an error for clients."""
@@ -371,6 +369,6 @@ def _as_api_errors() -> Iterator[None]:
         headers = {"Retry-After": str(max(1, round(error.retry_after)))}
         raise ApiError(429, str(error), code="queue_full", headers=headers) from None
     except ClosedError:
-        raise _shutting_down() from None
+        raise shutting_down() from None
     except UserError as error:
         raise refused(str(error)) from None
