@@ -140,13 +140,13 @@ class GrammarConstraint:
 
 def _vocabulary(tokenizer: Tokenizer, ends: Sequence[int]) -> Any:
     """The vocabulary for llguidance, which encodes texts as the tokenizer does."""
-    from llama_jax.serving.grammar_check import Vocabulary
+    from llama_jax.serving.grammar_check import GrammarVocabulary
 
     before = tokenizer.encode_parts([MARK]) if tokenizer.space_prefix else []
     names = {token: name.encode() for name, token in tokenizer.special_tokens.items()}
     special = {*names, *ends}
 
-    class Own(Vocabulary):
+    class Own(GrammarVocabulary):
         def __call__(self, text: str) -> list[int]:
             """Ids of a text that continues another: no space may be added before it."""
             if not isinstance(text, str):

@@ -11,16 +11,17 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 SECONDS = 2  # of a processor, for a grammar and its first mask
 WALL_SECONDS = 10  # the same on a busy machine
-MEMORY = 1 << 30  # bytes of the process, its tables of the vocabulary included
+MEMORY = 256 << 20  # bytes for all grammars that one process compiles, besides its tables of the vocabulary
 NICENESS = 5  # rather than the engine, this waits for a processor
 LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,  # expressions of the whole grammar, before its first mask
+    initial_lexer_fuel=100_000,  # expressions of the whole grammar, before its first mask
     step_lexer_fuel=50_000,  # expressions of a mask, about 4 ms
     step_max_items=50_000,
     max_lexer_states=1 << 15,  # 1 to 2 KB each
@@ -33,7 +34,7 @@ class GrammarError(ValueError):
     """A grammar that is invalid, allows no text or exceeds a limit."""
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """A tokenizer as llguidance wants it.
 
     Args:
@@ -97,12 +98,14 @@ def main(seconds: int, wall_seconds: float) -> None:
     """Read a pickled (tokens, special, ends), say that it is ready, and answer grammars with "t", or "e" and a reason."""
     source, out = sys.stdin.buffer, sys.stdout.buffer
     os.nice(NICENESS)
+    tables = GrammarVocabulary(*pickle.load(source)).tables()
     if sys.platform == "linux":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        memory = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    tables = Vocabulary(*pickle.load(source)).tables()
     out.write(b"r")
     out.flush()
     while size := source.read(8):
