@@ -144,7 +144,25 @@ def test_bodies_that_are_not_whole_are_refused_when_the_server_drains():
         while not call.messages.empty():
             await asyncio.sleep(0)
         client.service.begin_drain()
-        return await call.response()
+        return [await call.response(), await client.post("/tokenize", {"prompt": "a"})]
+
+    for answer in talk(FakeEngine(), conversation):
+        assert error_of(answer, 503)["code"] == "draining"
+
+
+def test_long_texts_that_are_being_encoded_are_refused_when_the_server_drains(monkeypatch):
+    told, begun = threading.Event(), threading.Event()
+    encode = lambda self, *given: (begun.set(), told.wait(20), [])[2]
+    monkeypatch.setattr(type(BYTES), "encode", encode)
+
+    async def conversation(client):
+        call = client.begin("POST", "/tokenize", {"prompt": "a" * 10_000})
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        client.service.begin_drain()
+        answer = await call.response()
+        told.set()
+        return answer
 
     assert error_of(talk(FakeEngine(), conversation), 503)["code"] == "draining"
 

@@ -41,6 +41,8 @@ class BodyReader:
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > self._largest:
             raise self._too_large()
+        if self._ended:
+            raise shutting_down()
         content, held = bytearray(), 0
         try:
             try:

@@ -169,7 +169,7 @@ class Service:
     async def parse(self, body: bytearray, read: Callable[[Any], T]) -> T:
         """What `read` makes of a JSON body; a large one in a thread."""
         run = lambda: read(parse_json(body))
-        return await _checked(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
+        return await self._checked(run, "body", self._long_texts if len(body) > SMALL_BODY else None)
 
     def _pool(self, size: int) -> DaemonThreadPool | None:
         """Where so many characters or tokens are converted: None for the event loop."""
@@ -202,7 +202,9 @@ class Service:
             raise refused("the model's chat format takes no tools; leave them out", "tools", "unsupported")
         encode = partial(encode_chat, self.served.tokenizer, asked.messages, format, self._renderer, asked.tools)
         size = sum(len(message["content"]) for message in asked.messages)
-        ids = await _checked(encode, "messages", self._pool(size) or self._texts)  # a template is never rendered on the loop
+        ids = await self._checked(
+            encode, "messages", self._pool(size) or self._texts
+        )  # a template is never rendered on the loop
         ends = () if asked.ignore_eos else self._chat_ends
         constraint = await (self._call(asked) if asked.must_call else self._constraint(asked.format, self._chat_grammars))
         tools = [tool["function"]["name"] for tool in asked.tools]
@@ -211,7 +213,7 @@ class Service:
     async def encode(self, text: str, bos: bool | None, eos: bool | None = False) -> list[int]:
         """Ids of a text; long ones in a thread."""
         encode = partial(self.served.tokenizer.encode, text, bos, eos)
-        return await _checked(encode, "prompt", self._pool(len(text)))
+        return await self._checked(encode, "prompt", self._pool(len(text)))
 
     async def tokenize(self, text: str, ends: bool | None) -> bytes:
         """The JSON of a text's ids."""
@@ -222,13 +224,30 @@ class Service:
             head = f'{{"count":{len(ids)},"max_model_len":{self.limits.context},"tokens":['
             return f"{head}{','.join(parts)}]}}".encode()
 
-        return await _checked(run, "prompt", self._pool(len(text)))
+        return await self._checked(run, "prompt", self._pool(len(text)))
 
     async def decode(self, ids: Sequence[int], param: str) -> str:
         """The text of ids from the field `param`; ids beyond the vocabulary, a model's padding, have none."""
         tokenizer = self.served.tokenizer
         run = lambda: tokenizer.decode([token for token in ids if token < tokenizer.vocab_size])
-        return await _checked(run, param, self._pool(len(ids)))
+        return await self._checked(run, param, self._pool(len(ids)))
+
+    async def _checked(self, run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
+        """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400)."""
+        try:
+            if pool is None:
+                return run()
+            with _as_api_errors():
+                future = asyncio.wrap_future(pool.submit(run))
+            try:
+                await asyncio.wait({future, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+                if future.done():
+                    return future.result()
+                raise shutting_down()
+            finally:
+                future.cancel()
+        except UserError as error:
+            raise refused(str(error), param) from None
 
     async def _submit(
         self,
@@ -305,7 +324,7 @@ class Service:
         template = self.served.tokenizer.chat_template or ""
         grammar = grammar_of_calls(asked.tools, asked.must_call, template, several=asked.several)
         make = lambda: self._chat_grammars.lark(grammar, "grammar of the tools")
-        return await _checked(make, "tools", self._compiling)
+        return await self._checked(make, "tools", self._compiling)
 
     async def _constraint(self, format: dict[str, Any] | None, grammars: Grammars) -> GrammarConstraint | None:
         if format is None:
@@ -315,7 +334,7 @@ class Service:
         else:
             schema = format["json_schema"]["schema"] if format["type"] == "json_schema" else None
             make = lambda: grammars.json_schema({"type": "object"} if schema is None else schema)
-        return await _checked(make, "response_format", self._compiling)
+        return await self._checked(make, "response_format", self._compiling)
 
     def trouble(self) -> str | None:
         """Why the server is not healthy, or None: the engine has failed, or has work but has long not ended a turn."""
@@ -341,18 +360,6 @@ def connect(engine: Any, served: Served, limits: Limits, *, seconds: float = 0.0
     limits = replace(limits, context=engine.context, longest_prompt=longest)
     names = TokenNames(served.tokenizer)
     return Service(engine, served, limits, seconds, wedged_after, switchboard, ServerMetrics(engine.stats), names)
-
-
-async def _checked(run: Callable[[], T], param: str, pool: DaemonThreadPool | None) -> T:
-    """Call a function, in a thread of a pool if it may take long; its UserError becomes an ApiError (400)."""
-    try:
-        if pool is None:
-            return run()
-        with _as_api_errors():
-            future = pool.submit(run)
-        return await asyncio.wrap_future(future)
-    except UserError as error:
-        raise refused(str(error), param) from None
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
