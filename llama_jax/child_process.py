@@ -67,8 +67,13 @@ class ChildProcess:
             return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        process = self.process = subprocess.Popen(self._command, env=self._environment, **pipes)
+        process = self.process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=self._environment,
+        )
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(START, process.kill)

@@ -61,7 +61,8 @@ class Renderer:
     """
 
     def __init__(self) -> None:
-        self._child: ChildProcess | None = None
+        command, environment = _command(str(SECONDS), str(MEMORY + MEMORY_PER_BYTE * USUAL), "several")
+        self._child = ChildProcess(command, environment, SECONDS + START)  # it has a timer of its own, unless it was halted
 
     def render(
         self,
@@ -77,11 +78,6 @@ class Renderer:
         """What `render` gives, and raises."""
         asked = _request(template, messages, _values(bos_token, eos_token, reply, tools), marks)
         if len(asked) <= USUAL:
-            if self._child is None:
-                command, environment = _command(str(SECONDS), str(MEMORY + MEMORY_PER_BYTE * USUAL), "several")
-                self._child = ChildProcess(
-                    command, environment, SECONDS + START
-                )  # it has a timer of its own, unless it was halted
             answer = self._child.ask(asked)
             if answer == b"e":
                 self._child.close()  # its memory is full
@@ -92,8 +88,7 @@ class Renderer:
 
     def close(self) -> None:
         """End the process; a further rendering begins another."""
-        if self._child is not None:
-            self._child.close()
+        self._child.close()
 
 
 @cache

@@ -18,14 +18,14 @@ from starlette.routing import Route
 
 from llama_jax.serving.http import fields as f
 from llama_jax.serving.http.answer import Answer
-from llama_jax.serving.http.bodies import read_chat, read_completion
+from llama_jax.serving.http.bodies import ChatAsked, CompletionAsked, read_chat, read_completion
 from llama_jax.serving.http.errors import ApiError
 from llama_jax.serving.http.formats import ChatFormat, CompletionFormat, Format
 from llama_jax.serving.http.guard import Access, Guard
 from llama_jax.serving.http.openapi import described, detokenize_fields, tokenize_fields
 from llama_jax.serving.http.service import Service, Work
 
-A = TypeVar("A")
+A = TypeVar("A", CompletionAsked, ChatAsked)
 Handler = Callable[[Request], Awaitable[Response]]
 
 

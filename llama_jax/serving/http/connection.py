@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         was_last = not self.pipeline
         super().on_response_complete()
-        if was_last and self._refusal is not None:
+        if was_last:
             self._send_refusal()
 
     def _refuse(self, status: int, message: str) -> None:
@@ -154,7 +154,7 @@ class Connection(HttpToolsProtocol):
             self._send_refusal()
 
     def _send_refusal(self) -> None:
-        if not self.transport.is_closing():
+        if self._refusal is not None and not self.transport.is_closing():
             self.transport.write(self._refusal)
             self.transport.close()
 

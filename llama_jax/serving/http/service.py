@@ -155,7 +155,8 @@ class Service:
         task = asyncio.ensure_future(working)
         left = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({task, left, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+            some: set[asyncio.Future[Any]] = {task, left, self._ending}
+            await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 work = task.result()
                 if left.done():  # in the same moment; that is not reported again
@@ -240,7 +241,8 @@ class Service:
             with _as_api_errors():
                 future = asyncio.wrap_future(pool.submit(run))
             try:
-                await asyncio.wait({future, self._ending}, return_when=asyncio.FIRST_COMPLETED)
+                some: set[asyncio.Future[Any]] = {future, self._ending}
+                await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
                 if future.done():
                     return future.result()
                 raise shutting_down()
