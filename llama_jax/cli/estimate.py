@@ -149,7 +149,7 @@ class Estimate:
 
     def _weights(self) -> tuple[str, Name | Llama | None]:
         """In what the matrices are planned, in words and as `decode_programs` takes it."""
-        if self.quantize not in ("auto", "keep"):
+        if self.quantize != "auto" and self.quantize != "keep":
             return self.quantize, self.quantize
         trained = self.mode == "train" and not self.lora
         if trained or (self.quantize == "auto" and self.dtype != "auto"):
