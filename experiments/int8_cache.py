@@ -2,12 +2,12 @@
 
     python experiments/int8_cache.py --model SmolLM2-135M-Instruct.Q4_1.gguf     six minutes on two cores
 
-Qwen2.5-Coder-0.5B has keys of up to 216 in layers whose mean is 6, most of them by the bias. SmolLM2 has no such keys, and is
-given them (`with_outliers`): in each head two or four channels of the last eight pairs, which RoPE turns least, get a bias of 108
-to 216 ("bias"), or their keys' weights are made larger and their queries' smaller, so that the model computes the same
-("weights"). Keys are then brought to a mean of 6 in each head by both. WikiText's test split is read in pieces of 128
-tokens. "rounded" keeps keys as they come, a factor for each head and position; "spread" is what the library does. Writes
-``experiments/results/int8_cache.json`` and the table in ``.md``.
+Qwen2.5-Coder-0.5B has keys of up to 216 in layers whose mean is 6, most of them by the bias. SmolLM2 has no such keys and is
+given them (`with_outliers`): in each head two or four channels of the last eight pairs, which RoPE turns least, get a bias
+of 108 to 216 ("bias"), or the weights of their keys are made larger and those of their queries smaller, so that the model
+computes the same ("weights"); all keys of a head are brought to a mean size of 6 likewise. WikiText's test split is read in
+pieces of 128 tokens. "rounded" keeps keys as they come, with a factor for each head and position; "spread" is what the
+library does. Writes ``experiments/results/int8_cache.json`` and the table in ``.md``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def with_outliers(
         bias = np.zeros(qkv.shape[:-1], np.float32)
         factors = np.broadcast_to(mean / np.abs(keys).mean((1, 2))[:, None], keys[:, 0].shape).copy()  # [K, H]
         for head in range(len(qkv)):
-            for pair in random.choice(np.arange(half - 8, half), channels, replace=False):
+            for pair in random.choice(np.arange(max(half - 8, 0), half), channels, replace=False):
                 both = [pair, pair + half]
                 if kind == "bias":
                     bias[head, groups, random.choice(both)] = random.choice([-1, 1]) * largest * random.uniform(0.5, 1)

@@ -23,9 +23,9 @@ from llama_jax.checkpoints.quantising import Quantization, can_be_kept, check_qu
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, shown
+from llama_jax.model.mixtures import MIXTURES, without_pure
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
-from llama_jax.ops.weights import KINDS as PLANES
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location, StoredPath, locate
@@ -33,9 +33,12 @@ from llama_jax.tokenizers import Tokenizer
 from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
-Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
+Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # made for a GGUF
+Kind = Literal["float32", "bfloat16", "float16", Blocks]
 FOLDERS = ("safetensors", "orbax")
-KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
+    kind: without_pure(kind).upper() + kind.removeprefix(without_pure(kind)) for kind in get_args(Blocks)
+}
 _log = logging.getLogger(__name__)
 WritingProgress = Callable[[list[WrittenTensor]], Iterable[WrittenTensor]]
 
@@ -61,9 +64,9 @@ def save(
         and "llama2c" (legacy ``.bin``, which run.c reads).
       format: None chooses by the name: "gguf" for ``.gguf``, "llama2c" for ``.bin``, else "safetensors".
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
-      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. "q8_0" and "q4_0" are for
-        GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and types hold the
-        dequantised numbers.
+      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. Blocks ("q8_0",
+        "q4_k") are for GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and
+        types hold the dequantised numbers.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
       about: what else lies beside the weights (`load(path).about`). A line is logged that names what the format has no place
@@ -125,7 +128,7 @@ def convert(
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
     if is_adapter(source):
-        if format not in ("safetensors", "gguf") or dtype in ("q8_0", "q4_0") or quantize is not None:
+        if format not in ("safetensors", "gguf") or dtype in get_args(Blocks) or quantize is not None:
             raise CheckpointError(
                 f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
             )
@@ -137,7 +140,7 @@ def convert(
         raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, and {source} is a model; leave it out")
     if quantize is not None and (format != "orbax" or dtype is not None):
         raise CheckpointError(
-            f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes dtype='q8_0' or 'q4_0'"
+            f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes blocks as dtype='q4_k'"
         )
     check_quantize(quantize)
     opened = open_checkpoint(source)
@@ -167,7 +170,7 @@ def about_blocks(
     kept = quantized_kinds(tensors, lambda tensor: rounded is None and is_kept(tensor))
     others = quantized_kinds(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
     lines = [f"{kept} kept as they are"] if kept else []
-    again = f"float32 and quantized anew as {rounded}" if rounded in PLANES else rounded or "float32"
+    again = f"float32 and quantized anew as {rounded}" if rounded in MIXTURES else rounded or "float32"
     lines += [f"{others} dequantized to {again}"] if others else []
     return [f"{os.fspath(source)}: {', '.join(lines)}"] if lines else []
 
@@ -247,7 +250,7 @@ def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> 
         raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
     if format not in FOLDERS and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
-    if dtype in ("q8_0", "q4_0") and format != "gguf":
+    if dtype in get_args(Blocks) and format != "gguf":
         raise CheckpointError(f"dtype={dtype!r} is a type of GGUF; choose format='gguf', or another dtype")
     if format == "llama2c" and dtype not in (None, "float32"):
         raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from llama_jax.cli.options import QUANTIZE
+from llama_jax.cli.options import BLOCKS, QUANTIZE
 from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
@@ -34,9 +34,10 @@ class Convert:
     format: FORMATS = "auto"
     """What to write; auto is what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
     llama2c is the legacy .bin, float32."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
     """Type of what is written; auto keeps that of the source: from GGUF to GGUF or orbax its blocks too, which become
-    float32 in any other format. q8_0 and q4_0 are for gguf alone."""
+    float32 in any other format. Those that begin with q are for gguf alone: q4_k and q5_k are llama.cpp's Q4_K_M and
+    Q5_K_M, and with -pure all matrices are of one kind, the embedding too."""
     quantize: QUANTIZE = "auto"
     """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
     base: ModelPath | None = None

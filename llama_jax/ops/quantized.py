@@ -73,11 +73,11 @@ def spread(
     """Keys and queries whose products are the same, and whose keys `quantize` rounds better.
 
     A row of 8 bits is as coarse as its largest number. In models with a bias of keys (Qwen2.5) a few channels have keys that
-    are 30 times as large as the others'. They are divided by the square root of how far their bias stands out, which is known
-    without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the bias for the largest activation); a pair of rotated
-    channels alike, so that it does not matter that RoPE mixes them. A Hadamard matrix then spreads over all channels what is
-    left, and outliers that come from the weights (QuaRot: Ashkboos et al. 2024, section 4.2). Nothing is kept beside the
-    cache, and keys are read as before.
+    are 30 times as large as the others'. They are divided by the square root of how far their bias stands out, which is
+    known without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the bias for the largest activation); a pair of
+    rotated channels alike, so that it does not matter that RoPE mixes them. A Hadamard matrix then spreads over all channels
+    what is left, and outliers that come from the weights (QuaRot: Ashkboos et al. 2024, section 4.2). Nothing is kept beside
+    the cache, and keys are read as before.
 
     Args:
       keys: [B, K, T, H], after RoPE.
