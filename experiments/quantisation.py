@@ -35,7 +35,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import tyro
@@ -86,14 +86,15 @@ class Arguments:
 
 def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     """Floats, what the library quantises into, and what only files have."""
-    from llama_jax.ops.weights import KINDS
+    from llama_jax.ops.weights import KINDS, Pure
     from llama_jax.ops.weights.kinds import MADE
 
     every = (*FLOATS, *MADE, *(kind for kind, form in KINDS.items() if form.of_gguf and kind not in MADE))
-    unknown = set(arguments.kinds) - set(every)
+    pure = get_args(Pure)
+    unknown = set(arguments.kinds) - {*every, *pure}
     if unknown:
         raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: there are {', '.join(every)}")
-    return tuple(kind for kind in every if not arguments.kinds or kind in arguments.kinds)
+    return tuple(kind for kind in (*every, *pure) if kind in (arguments.kinds or every))
 
 
 def in_kind(params: Llama, kind: str) -> Llama:
@@ -423,9 +424,9 @@ def main(arguments: Arguments) -> None:
         "settings": settings(arguments) | {"gguf": [file.name for file in arguments.gguf], "output": arguments.output.name},
     }
     if "quality" in arguments.stages:
-        from llama_jax.ops.weights.kinds import MADE
+        from llama_jax.model.mixtures import MIXTURES
 
-        makes = tuple(kind for kind in kinds if kind in (*FLOATS, *MADE))
+        makes = tuple(kind for kind in kinds if kind in (*FLOATS, *MIXTURES))
         with TemporaryDirectory() as folder:
             if arguments.model is None:
                 gguf = {file.stem: file for file in arguments.gguf}

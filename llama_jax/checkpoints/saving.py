@@ -7,10 +7,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
@@ -22,11 +23,13 @@ from llama_jax.checkpoints.memory import from_params
 from llama_jax.checkpoints.quantising import Quantization, can_be_kept, check_quantize, quantized_kinds
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, reading, shown
+from llama_jax.model.awq import scale_channels
 from llama_jax.model.mixtures import MIXTURES, without_pure
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.model.trees import quantize as quantized_params
+from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer
@@ -39,6 +42,7 @@ FOLDERS = ("safetensors", "orbax")
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
     kind: without_pure(kind).upper() + kind.removeprefix(without_pure(kind)) for kind in get_args(Blocks)
 }
+CALIBRATION = 2048  # tokens
 _log = logging.getLogger(__name__)
 WritingProgress = Callable[[list[WrittenTensor]], Iterable[WrittenTensor]]
 
@@ -110,6 +114,7 @@ def convert(
     format: Format | None = None,
     dtype: Kind | None = None,
     quantize: Quantization | None = None,
+    calibrate: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
@@ -118,17 +123,24 @@ def convert(
 
     An adapter, of PEFT's, in a GGUF or of a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
 
-    From and to "orbax" the model does go through memory. See `save` for the arguments and errors; None for `dtype` keeps
-    each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other formats. For
-    `quantize`, which is for "orbax" alone, see `load`.
+    From and to "orbax", and with `calibrate`, the model does go through memory. See `save` for the arguments and errors;
+    None for `dtype` keeps each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other
+    formats. For `quantize`, which is for "orbax" alone, see `load`.
 
     Args:
+      calibrate: a text, of which 2,048 tokens are read to scale channels before the matrices are quantized, see
+        `model.awq`.
       base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
     if is_adapter(source):
-        if format not in ("safetensors", "gguf") or dtype in get_args(Blocks) or quantize is not None:
+        if (
+            format not in ("safetensors", "gguf")
+            or dtype in get_args(Blocks)
+            or quantize is not None
+            or calibrate is not None
+        ):
             raise CheckpointError(
                 f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
             )
@@ -143,7 +155,22 @@ def convert(
             f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes blocks as dtype='q4_k'"
         )
     check_quantize(quantize)
+    kind = dtype if quantize is None else quantize
+    if calibrate is not None and kind not in MIXTURES:
+        raise CheckpointError(
+            f"calibrate={os.fspath(calibrate)!r} is for fewer bits: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
+        )
     opened = open_checkpoint(source)
+    if calibrate is not None and kind is not None:
+        check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
+        found = load(source, "float32")
+        config, params, tokenizer = found
+        tokens = _calibration(calibrate, config, tokenizer)
+        params = scale_channels(config, params, tokens, kind, progress=cast(Any, progress))
+        params = params if quantize is None else quantized_params(params, cast(Name, quantize))
+        options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+        save(path, config, params, tokenizer, **options)
+        return
     if not isinstance(opened, store.Stored) and format != "orbax":
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
@@ -152,6 +179,18 @@ def convert(
     # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
     found = load(source, jnp.float16 if halves else None, quantize=quantize)
     save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+
+
+def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: Tokenizer | None) -> np.ndarray:
+    """The first tokens of a text, int32[rows, length]."""
+    if tokenizer is None:
+        raise CheckpointError(f"calibrate={os.fspath(text)!r}: the model has no vocabulary to read a text with")
+    with reading(text, CheckpointError), locate(text).open("rb") as file:
+        found = tokenizer.encode(file.read(16 * CALIBRATION).decode("utf-8", "ignore"))[:CALIBRATION]
+    length = min(len(found), 512, config.max_seq_len)
+    if length < 16:
+        raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(found)} tokens; a few hundred are needed")
+    return np.asarray(found[: len(found) // length * length], np.int32).reshape(-1, length)
 
 
 def about_blocks(

@@ -40,6 +40,9 @@ class Convert:
     Q5_K_M, and with -pure all matrices are of one kind, the embedding too."""
     quantize: QUANTIZE = "auto"
     """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
+    calibrate: ModelPath | None = None
+    """A text like those that the model is for: channels are scaled by what it makes of their errors (AWQ), and only then the
+    matrices quantized to --dtype or --quantize. Takes minutes, and floats of the whole model in memory."""
     base: ModelPath | None = None
     """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
     overwrite: bool = False
@@ -64,6 +67,7 @@ class Convert:
                 format=format,
                 dtype=dtype,
                 quantize=None if self.quantize == "auto" else self.quantize,
+                calibrate=self.calibrate,
                 base=self.base,
                 overwrite=self.overwrite,
                 progress=bar,
