@@ -21,6 +21,7 @@ from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.model.mixtures import MIXTURES
 from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, Pure, QuantizedWeight, fitting, made, shardings_of_planes
+from llama_jax.ops.weights.kinds import MADE
 from llama_jax.ops.weights.planes import in_smaller_groups, split_into
 from llama_jax.ops.weights.weight import columns_on_each
 from llama_jax.storage import Location
@@ -37,7 +38,7 @@ def check_quantize(quantize: str | None) -> None:
     if quantize in KINDS:
         raise CheckpointError(
             f"quantize={quantize!r}: blocks of this kind are only kept, from a GGUF that has them; use 'keep',"
-            f" or one of {', '.join(MIXTURES)}"
+            f" or one of {', '.join(MADE)}"
         )
     raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MIXTURES)}, keep")
 
@@ -46,12 +47,12 @@ def check_kept(tensors: Sequence[Described], where: Location) -> None:
     """Raise CheckpointError if no tensor of a model is quantised in a kind that can be kept, or its columns are permuted."""
     if any(isinstance(tensor, Reordered) for tensor in tensors):
         raise CheckpointError(
-            f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MIXTURES)}"
+            f"quantize='keep': {where} has columns in another order than their groups (desc_act); use {', '.join(MADE)}"
         )
     if not any(map(can_be_kept, tensors)):
         kinds = ", ".join(sorted({tensor.kind for tensor in tensors}))
         raise CheckpointError(
-            f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MIXTURES)}"
+            f"quantize='keep': {where} has no quantised tensor of those that are kept ({kinds}); use {', '.join(MADE)}"
         )
 
 
