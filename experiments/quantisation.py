@@ -71,7 +71,7 @@ class Arguments:
     kinds: tuple[str, ...] = ()
     """Of these only; by default all."""
     gguf: tuple[Path, ...] = ()
-    """Files of the bundled model in blocks, kept as they are."""
+    """Files of the model (the bundled one without --model) in blocks, kept as they are."""
     tokens: int = 16_384
     """That each model reads for its divergence, at most."""
     shapes: tuple[str, ...] = ("stories-110m",)
@@ -436,6 +436,7 @@ def main(arguments: Arguments) -> None:
                 }
             else:
                 blocks = by_llama_cpp(arguments.model, arguments.llama_cpp, Path(folder))
+                blocks |= {file.stem: file for file in arguments.gguf}
                 models = {arguments.model.stem: (arguments.model, DATA / "text" / "wikitext-2-test.txt", blocks)}
             for name, (path, text, files) in models.items():
                 print(f"{name}:", flush=True)

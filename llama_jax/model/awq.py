@@ -24,6 +24,7 @@ from llama_jax.ops.layers import project
 from llama_jax.ops.weights import made
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of the mean size of a channel: the factors that are tried
+AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
 ROWS = 512  # inputs of each matrix, on which errors are measured
 Progress = Callable[[Sequence[int]], Iterable[int]]
 
@@ -159,5 +160,8 @@ def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
         form = made(kind, part.shape[-1])
         if form.encode is None or part.shape[-1] % form.block:
             raise ConfigError(f"rows of {part.shape[-1]} numbers are no whole blocks of {kind}, which have {form.block}")
-        found.append(np.asarray(form.decode(*form.encode(part)), np.float32))
+        rows = part.reshape(-1, part.shape[-1])
+        step = max(1, AT_ONCE // rows.shape[-1])
+        runs = [form.decode(*form.encode(rows[i : i + step])) for i in range(0, len(rows), step)]
+        found.append(np.concatenate(runs, dtype=np.float32).reshape(part.shape))
     return np.concatenate(found, axis=1) if ends else found[0]

@@ -16,8 +16,8 @@ from test_native_attention import SIZES, check_attention
 
 import llama_jax
 from llama_jax import ops
-from llama_jax.model.params import row_at
 from llama_jax.model.mixtures import MIXTURES
+from llama_jax.model.params import row_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops import native
 from llama_jax.ops.platform import native_code, planned_for
