@@ -6,7 +6,7 @@ Qwen2.5-Coder-0.5B has keys of up to 216 in layers whose mean is 6, most of them
 given them (`with_outliers`): in each head two or four channels of the last eight pairs, which RoPE turns least, get a bias
 of 108 to 216 ("bias"), or the weights of their keys are made larger and those of their queries smaller, so that the model
 computes the same ("weights"); all keys of a head are brought to a mean size of 6 likewise. WikiText's test split is read in
-pieces of 128 tokens. "rounded" keeps keys as they come, with a factor for each head and position; "spread" is what the
+pieces of 128 tokens. "rounded" keeps keys as they come, with a factor for each head and position; "smoothed" is what the
 library does. Writes ``experiments/results/int8_cache.json`` and the table in ``.md``.
 """
 
@@ -85,7 +85,7 @@ def with_outliers(
     return replace(config, qkv_bias=kind == "bias"), params.replace(blocks=tuple(blocks))
 
 
-def divergences(config: LlamaConfig, params: Llama, ids: np.ndarray, *, spread: bool = True) -> np.ndarray:
+def divergences(config: LlamaConfig, params: Llama, ids: np.ndarray, *, smoothed: bool = True) -> np.ndarray:
     """KL divergence in nats of each token, of the model with an int8 cache from that with a float32 one."""
     import jax
     import jax.numpy as jnp
@@ -106,8 +106,8 @@ def divergences(config: LlamaConfig, params: Llama, ids: np.ndarray, *, spread: 
         return np.concatenate(found)
 
     exact = logprobs(jnp.float32)
-    as_they_come = mock.patch.object(ops, "spread", lambda keys, *queries, **_: (keys, *queries))
-    if spread:
+    as_they_come = mock.patch.object(ops, "smooth_keys", lambda keys, *queries, **_: (keys, *queries))
+    if smoothed:
         return np.sum(np.exp(exact) * (exact - logprobs(jnp.int8)), axis=-1)
     with as_they_come:
         return np.sum(np.exp(exact) * (exact - logprobs(jnp.int8)), axis=-1)
@@ -117,10 +117,10 @@ def as_table(report: dict[str, Any]) -> str:
     """The report in Markdown."""
     lines = ["# A cache of int8 and keys that stand out", ""]
     lines += [f"{report['model']}, {report['tokens']:,} tokens of WikiText: KL from a float32 cache, nats a token.", ""]
-    lines += ["| keys | mean size, largest | rounded: KL | worst | spread: KL | worst |", "|---|---:|---:|---:|---:|---:|"]
+    lines += ["| keys | mean size, largest | rounded: KL | worst | smoothed: KL | worst |", "|---|---:|---:|---:|---:|---:|"]
     for name, row in report["rows"].items():
         cells = [f"{row['mean']:.1f}, {row['largest']:.0f}"]
-        cells += [f"{row[way][what]:.1e}" for way in ("rounded", "spread") for what in ("kl", "worst")]
+        cells += [f"{row[way][what]:.1e}" for way in ("rounded", "smoothed") for what in ("kl", "worst")]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -145,8 +145,8 @@ def main(arguments: Arguments) -> None:
         _, keys = llama_jax.observe(*ours, ids[None], lambda layer: layer.keys)
         sizes = [np.abs(np.asarray(of_layer)) for of_layer in keys]
         row: dict[str, Any] = {"mean": float(np.mean(sizes)), "largest": float(np.max(sizes))}
-        for way in ("rounded", "spread"):
-            found = divergences(*ours, ids, spread=way == "spread")
+        for way in ("rounded", "smoothed"):
+            found = divergences(*ours, ids, smoothed=way == "smoothed")
             row[way] = {"kl": float(found.mean()), "worst": float(found.max())}
         report["rows"][name] = row
         print(name, row, flush=True)

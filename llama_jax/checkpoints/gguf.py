@@ -28,8 +28,8 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.gguf_header import MOST_ENTRIES, is_gguf, open_header
-from llama_jax.model.mixtures import kind_of_part, without_pure
-from llama_jax.ops.weights.kinds import KINDS, made
+from llama_jax.model.mixtures import base_kind, kind_of_part
+from llama_jax.ops.weights.kinds import KINDS, with_fallback
 from llama_jax.ops.weights.planes import join
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -228,7 +228,7 @@ def write_file(
     if own.norm_shift:
         todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
     keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
-    if without_pure(kind) not in FILE_TYPES:
+    if base_kind(kind) not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
 
     def stored_as(piece: WrittenTensor) -> str:
@@ -239,7 +239,7 @@ def write_file(
         if kind in FLOATS:
             return kind
         part = kind_of_part(piece.part, kind.lower(), piece.layer, c.n_layers)
-        return made(part, piece.tensor.shape[-1]).name.upper()
+        return with_fallback(part, piece.tensor.shape[-1]).name.upper()
 
     kinds = [stored_as(piece) for piece in todo]
     for piece, stored in zip(todo, kinds, strict=True):
@@ -254,7 +254,7 @@ def write_file(
 
     writer = GGUFWriter(path, architecture)
     try:
-        writer.add_file_type(KEPT_TYPES[most if keep else without_pure(kind)])
+        writer.add_file_type(KEPT_TYPES[most if keep else base_kind(kind)])
         writer.add_quantization_version(QUANTIZATION_VERSION)
         writer.add_vocab_size(c.vocab_size)
         writer.add_context_length(c.max_seq_len)

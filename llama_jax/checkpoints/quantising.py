@@ -20,7 +20,17 @@ from llama_jax.checkpoints.stored_weights import StoredWeight
 from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
 from llama_jax.errors import CheckpointError
 from llama_jax.model.mixtures import MIXTURES
-from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, Pure, QuantizedWeight, fitting, made, shardings_of_planes
+from llama_jax.ops.weights import (
+    KINDS,
+    JoinedWeight,
+    Kind,
+    Name,
+    Pure,
+    QuantizedWeight,
+    fitting,
+    shardings_of_planes,
+    with_fallback,
+)
 from llama_jax.ops.weights.kinds import MADE
 from llama_jax.ops.weights.planes import in_smaller_groups, split_into
 from llama_jax.ops.weights.weight import columns_on_each
@@ -106,7 +116,7 @@ def fill_weight(
         return fill(array, dtype, sharding, memory)
     kinds = quantize if isinstance(quantize, tuple) else None
     if kinds is not None and len(kinds) == 1:
-        form = made(kinds[0], columns_on_each(array.shape, sharding))
+        form = with_fallback(kinds[0], columns_on_each(array.shape, sharding))
         _check_columns(array, form, sharding)
         return _fill_planes(array, form, dtype, sharding, partial(_encoded, array, form), memory)
     if kinds is not None or len(set(forms)) > 1:

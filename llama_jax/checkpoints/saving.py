@@ -25,7 +25,7 @@ from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, reading, shown
 from llama_jax.model.awq import scale_channels
-from llama_jax.model.mixtures import MIXTURES, without_pure
+from llama_jax.model.mixtures import MIXTURES, base_kind
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
 from llama_jax.model.trees import quantize as quantized_params
@@ -40,7 +40,7 @@ Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0
 Kind = Literal["float32", "bfloat16", "float16", Blocks]
 FOLDERS = ("safetensors", "orbax")
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
-    kind: without_pure(kind).upper() + kind.removeprefix(without_pure(kind)) for kind in get_args(Blocks)
+    kind: base_kind(kind).upper() + kind.removeprefix(base_kind(kind)) for kind in get_args(Blocks)
 }
 CALIBRATION = 2048  # tokens
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from llama_jax.model.forward import forward
 from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
 from llama_jax.model.params import Attention, Block, Llama
 from llama_jax.ops.layers import project
-from llama_jax.ops.weights import made
+from llama_jax.ops.weights import with_fallback
 
 EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of the mean size of a channel: the factors that are tried
 AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
@@ -157,7 +157,7 @@ def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
     parts = np.split(matrix, ends, axis=1) if ends else [matrix]
     found = []
     for part, kind in zip(parts, kinds, strict=True):
-        form = made(kind, part.shape[-1])
+        form = with_fallback(kind, part.shape[-1])
         if form.encode is None or part.shape[-1] % form.block:
             raise ConfigError(f"rows of {part.shape[-1]} numbers are no whole blocks of {kind}, which have {form.block}")
         rows = part.reshape(-1, part.shape[-1])

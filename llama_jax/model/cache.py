@@ -123,7 +123,7 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
 
 
 def is_quantized(cache: KVCache) -> bool:
-    """Whether it is a cache of int8, whose keys are kept as `ops.spread` has them."""
+    """Whether it is a cache of int8, whose keys are kept as `ops.smooth_keys` has them."""
     return isinstance(cache.k[0] if isinstance(cache.k, tuple) else cache.k, Quantized)
 
 

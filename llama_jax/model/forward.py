@@ -130,7 +130,7 @@ def run(
         which = kind if index is None or len(kinds) == 1 else jnp.asarray(kind_of)[index]
         normed = layout.constrain(norm(hidden, block.attention_norm), "normed")
         heads = _project_heads(config, block, normed, step, which)
-        kept = heads if cache is None or not is_quantized(cache) else _spread(config, block, heads)
+        kept = heads if cache is None or not is_quantized(cache) else _smoothed(config, block, heads)
         buffers, view = _view_of(cache, buffers, kept, step, index)
         mixed = mix(which, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
@@ -350,12 +350,12 @@ def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[Rope, ...], kind: int
     return normed if isinstance(kind, int) else jnp.where(_rotates(config)[kind], normed, rotated)
 
 
-def _spread(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
-    """Queries and keys for a cache of int8, see `ops.spread`: their products are the same."""
+def _smoothed(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
+    """Queries and keys for a cache of int8, see `ops.smooth_keys`: their products are the same."""
     bias, rest = None, () if heads.sink_queries is None else (heads.sink_queries,)
     if block.attention.qkv_bias is not None and block.attention.key_norm is None:
         bias = block.attention.qkv_bias[:, -2]
-    keys, *queries = ops.spread(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rotated_dim)
+    keys, *queries = ops.smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rotated_dim)
     return _Heads(queries[0], queries[1] if rest else None, keys, heads.values)
 
 

@@ -25,9 +25,9 @@ from llama_jax.ops.weights import (
     Pure,
     QuantizedWeight,
     fitting,
-    made,
     quantized,
     shardings_of_planes,
+    with_fallback,
 )
 from llama_jax.ops.weights.kinds import KINDS
 from llama_jax.ops.weights.planes import bits_of
@@ -129,7 +129,7 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
         return in_kind(row, leaf, own[0])
 
     def in_kind(row: Row, leaf: Leaf, own: str) -> Leaf:
-        form = made(own, columns_on_each(leaf.shape, leaf.sharding))
+        form = with_fallback(own, columns_on_each(leaf.shape, leaf.sharding))
         if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
             return leaf
         if leaf.shape[-1] % form.block:

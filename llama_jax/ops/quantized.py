@@ -67,7 +67,7 @@ def over_rows(change: Callable[..., jax.Array], *arrays: jax.Array | Quantized) 
     return Quantized(values, scales[..., 0])
 
 
-def spread(
+def smooth_keys(
     keys: jax.Array, *queries: jax.Array, bias: jax.Array | None = None, rotated: int | None = None
 ) -> tuple[jax.Array, ...]:
     """Keys and queries whose products are the same, and whose keys `quantize` rounds better.

@@ -40,7 +40,7 @@ def texts():
     return np.random.default_rng(0).integers(0, 260, (2, 4, 64)).astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", ["int4", "q4_0"])
+@pytest.mark.parametrize("kind", ["int4", pytest.param("q4_0", marks=pytest.mark.slow)])
 def test_the_same_model_is_quantized_better(params, texts, kind):
     read, measured = texts
     scaled = scale_channels(CONFIG, params, read, kind)

@@ -1,4 +1,4 @@
-"""Keys and queries that are spread before they are rounded to 8 bits."""
+"""Keys and queries that are smoothed before they are rounded to 8 bits."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 from llama_jax import ops
 from llama_jax.ops.quantized import dequantize, hadamard, quantize
 
-spread = jax.jit(ops.spread, static_argnames="rotated")
+smoothed = jax.jit(ops.smooth_keys, static_argnames="rotated")
 
 
 @pytest.mark.parametrize("size", [1, 6, 64, 80, 128])
@@ -28,7 +28,7 @@ def test_products_stay_and_rounding_costs_less(rotated):
     keys = random.standard_normal((3, 2, 7, 16), np.float32) + bias[:, None]
     keys = np.concatenate([ops.apply_rotary(keys[..., :rotated], np.cos(angles), np.sin(angles)), keys[..., rotated:]], -1)
     queries, others = random.standard_normal((2, 3, 2, 7, 3, 16), np.float32)
-    found = spread(keys, queries, others, bias=bias, rotated=rotated)
+    found = smoothed(keys, queries, others, bias=bias, rotated=rotated)
     product = lambda keys, queries: np.einsum("bktgh,bksh->bktgs", queries, keys)
     for before, after in zip((queries, others), found[1:], strict=True):
         np.testing.assert_allclose(product(found[0], after), product(keys, before), rtol=1e-4, atol=2e-3)
@@ -39,5 +39,5 @@ def test_products_stay_and_rounding_costs_less(rotated):
 
 def test_a_bias_of_zeros_divides_by_one():
     keys, queries = np.random.default_rng(0).standard_normal((2, 1, 2, 3, 8), np.float32)
-    plain, biased = (spread(keys, queries[..., None, :], bias=bias) for bias in (None, np.zeros((2, 8), np.float32)))
+    plain, biased = (smoothed(keys, queries[..., None, :], bias=bias) for bias in (None, np.zeros((2, 8), np.float32)))
     np.testing.assert_array_equal(plain[0], biased[0])

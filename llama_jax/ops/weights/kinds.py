@@ -42,7 +42,7 @@ FAMILIES = (("int4", "int4_64", "int4_32"), ("int4_asym", "int4_asym_64", "int4_
 FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
-def made(name: str, columns: int) -> Kind:
+def with_fallback(name: str, columns: int) -> Kind:
     """The kind that floats are quantized into: `fitting`, or where its blocks are too long for the rows one of 32."""
     form = fitting(name, columns)
     return form if columns % form.block == 0 else fitting(FALLBACKS.get(name, name), columns)
