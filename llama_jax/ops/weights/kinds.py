@@ -31,7 +31,8 @@ Name = Literal[
 ]
 # A kind alone for all matrices, without the wider ones that `model.mixtures` else gives some.
 Pure = Literal["int4-pure", "nf4-pure", "q4_0-pure", "q4_1-pure", "q5_0-pure", "q5_1-pure", "q4_k-pure", "q5_k-pure"]
-Kept = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"]  # of a model that training reads and does not change
+# Of a model that training reads and does not change, whose layers are stacked.
+Kept = Literal["none", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", "q8_0", "q4_0", "q4_0-pure"]
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*SCALED, *NF4_KINDS, *BLOCKS)}
 MADE: tuple[str, ...] = tuple(name for name in get_args(Name) if KINDS[name].encode is not None)  # of floats
