@@ -25,6 +25,7 @@ tables in ``.md`` and a picture in ``.png``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -388,7 +389,7 @@ def draw(report: dict[str, Any]) -> Figure:
     left.margins(x=0.12)
     left.legend(frameon=False)
     first = next(iter(report["quality"].values()))["kinds"]
-    looks = ((colour, dashes) for dashes in DASHES for colour in COLOURS)
+    looks = itertools.cycle((colour, dashes) for dashes in DASHES for colour in COLOURS)
     for kind, row in first.items():
         if "refused" not in row and row["by_layer"][-1] > 0:
             colour, dashes = next(looks)
