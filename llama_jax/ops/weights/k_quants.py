@@ -22,7 +22,7 @@ class _Trials(NamedTuple):
     levels: int
     first: float
     step: float
-    count: int
+    tries: int
 
 
 Q4_TRIALS = _Trials(15, -1.0, 0.1, 21)
@@ -118,7 +118,7 @@ def _search(x: np.ndarray, trials: _Trials) -> tuple[np.ndarray, np.ndarray, np.
     factor = _ONE / inverse
     error = error_of(integers_of(inverse, minimum), factor, minimum)
     best = inverse, minimum  # with which the integers are made
-    for i in range(trials.count):
+    for i in range(trials.tries):
         # The range is that of the best minimum so far, as llama.cpp's.
         width = np.where(is_flat, _ONE, maximum - minimum)
         inverse = (np.float32(trials.first) + np.float32(trials.step) * np.float32(i) + levels) / width
