@@ -90,8 +90,9 @@ def smooth_keys(
     """
     if bias is not None:
         factors = _outliers_of(bias.astype(jnp.float32), rotated or bias.shape[-1])
-        keys = (keys / factors[:, None]).astype(keys.dtype)
-        queries = tuple((x * factors[:, None, None]).astype(x.dtype) for x in queries)
+        keys = (keys.astype(factors.dtype) / factors[None, :, None]).astype(keys.dtype)
+        factors = factors[None, :, None, None]
+        queries = tuple((x.astype(factors.dtype) * factors).astype(x.dtype) for x in queries)
     every = [keys[..., None, :], *queries]
     turned = project(
         jnp.concatenate(every, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
