@@ -149,7 +149,7 @@ class Estimate:
 
     def _weights(self) -> tuple[str, Name | Pure | Llama | None]:
         """In what the matrices are planned, in words and as `decode_programs` takes it."""
-        if self.quantize not in ("auto", "keep"):
+        if self.quantize != "auto" and self.quantize != "keep":
             return self.quantize, self.quantize
         trained = self.mode == "train" and not self.lora
         if trained or (self.quantize == "auto" and self.dtype != "auto"):
@@ -221,7 +221,7 @@ class Estimate:
         if self.mode == "decode" and self.length > config.max_seq_len:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; give at most that")
 
-    def _programs(self, config: LlamaConfig, mesh: Mesh, weights: Name | Llama | None) -> list[Program]:
+    def _programs(self, config: LlamaConfig, mesh: Mesh, weights: Name | Pure | Llama | None) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
         from llama_jax.model.adapters import Lora

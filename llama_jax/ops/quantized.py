@@ -98,8 +98,8 @@ def smooth_keys(
         jnp.concatenate(every, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
     )
     ends = np.cumsum([x.shape[-2] for x in every])[:-1].tolist()
-    keys, *queries = jnp.split(turned.astype(keys.dtype), ends, axis=-2)
-    return keys[..., 0, :], *queries
+    first, *rest = jnp.split(turned.astype(keys.dtype), ends, axis=-2)
+    return first[..., 0, :], *rest
 
 
 def _outliers_of(bias: jax.Array, rotated: int) -> jax.Array:
