@@ -25,6 +25,7 @@ tables in ``.md`` and a picture in ``.png``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -35,7 +36,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import tyro
@@ -71,7 +72,7 @@ class Arguments:
     kinds: tuple[str, ...] = ()
     """Of these only; by default all."""
     gguf: tuple[Path, ...] = ()
-    """Files of the bundled model in blocks, kept as they are."""
+    """Files of the model (the bundled one without --model) in blocks, kept as they are."""
     tokens: int = 16_384
     """That each model reads for its divergence, at most."""
     shapes: tuple[str, ...] = ("stories-110m",)
@@ -86,14 +87,15 @@ class Arguments:
 
 def kinds_of(arguments: Arguments) -> tuple[str, ...]:
     """Floats, what the library quantises into, and what only files have."""
-    from llama_jax.ops.weights import KINDS
+    from llama_jax.ops.weights import KINDS, Pure
     from llama_jax.ops.weights.kinds import MADE
 
     every = (*FLOATS, *MADE, *(kind for kind, form in KINDS.items() if form.of_gguf and kind not in MADE))
-    unknown = set(arguments.kinds) - set(every)
+    pure = get_args(Pure)
+    unknown = set(arguments.kinds) - {*every, *pure}
     if unknown:
         raise SystemExit(f"--kinds {' '.join(sorted(unknown))}: there are {', '.join(every)}")
-    return tuple(kind for kind in every if not arguments.kinds or kind in arguments.kinds)
+    return tuple(kind for kind in (*every, *pure) if kind in (arguments.kinds or every))
 
 
 def in_kind(params: Llama, kind: str) -> Llama:
@@ -387,7 +389,7 @@ def draw(report: dict[str, Any]) -> Figure:
     left.margins(x=0.12)
     left.legend(frameon=False)
     first = next(iter(report["quality"].values()))["kinds"]
-    looks = ((colour, dashes) for dashes in DASHES for colour in COLOURS)
+    looks = itertools.cycle((colour, dashes) for dashes in DASHES for colour in COLOURS)
     for kind, row in first.items():
         if "refused" not in row and row["by_layer"][-1] > 0:
             colour, dashes = next(looks)
@@ -423,9 +425,9 @@ def main(arguments: Arguments) -> None:
         "settings": settings(arguments) | {"gguf": [file.name for file in arguments.gguf], "output": arguments.output.name},
     }
     if "quality" in arguments.stages:
-        from llama_jax.ops.weights.kinds import MADE
+        from llama_jax.model.mixtures import MIXTURES
 
-        makes = tuple(kind for kind in kinds if kind in (*FLOATS, *MADE))
+        makes = tuple(kind for kind in kinds if kind in (*FLOATS, *MIXTURES))
         with TemporaryDirectory() as folder:
             if arguments.model is None:
                 gguf = {file.stem: file for file in arguments.gguf}
@@ -435,6 +437,7 @@ def main(arguments: Arguments) -> None:
                 }
             else:
                 blocks = by_llama_cpp(arguments.model, arguments.llama_cpp, Path(folder))
+                blocks |= {file.stem: file for file in arguments.gguf}
                 models = {arguments.model.stem: (arguments.model, DATA / "text" / "wikitext-2-test.txt", blocks)}
             for name, (path, text, files) in models.items():
                 print(f"{name}:", flush=True)

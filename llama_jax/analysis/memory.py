@@ -30,7 +30,7 @@ from llama_jax.model.params import Llama
 from llama_jax.model.trees import param_shapes, planned_in_kinds, quantize
 from llama_jax.ops.attention import AttentionBackend
 from llama_jax.ops.platform import planned_for
-from llama_jax.ops.weights import Name
+from llama_jax.ops.weights import Name, Pure
 from llama_jax.ops.weights.planes import bits_of
 from llama_jax.parallel.fit import fitted, laid_out
 from llama_jax.parallel.mesh import MeshSizes
@@ -171,7 +171,7 @@ def train_programs(
     accumulate: int = 1,
     attention: AttentionBackend = "auto",
     lora: Lora | None = None,
-    weights: Name | Llama | None = None,
+    weights: Name | Pure | Llama | None = None,
 ) -> list[Program]:
     """One step of training with AdamW: float32 parameters, the computation in `dtype`.
 
@@ -215,7 +215,7 @@ def train_programs(
     return [Program("train step", jitted, (base, state, tokens), known, layers=config.n_layers)]
 
 
-def _in_kinds(params: Llama, weights: Name | Llama | None) -> Llama:
+def _in_kinds(params: Llama, weights: Name | Pure | Llama | None) -> Llama:
     """Shapes of parameters as they are when their matrices are quantized."""
     if weights is None:
         return params
@@ -261,7 +261,7 @@ def decode_programs(
     *,
     dtype: jax.typing.DTypeLike = jnp.float32,
     quantized: bool = False,
-    weights: Name | Llama | None = None,
+    weights: Name | Pure | Llama | None = None,
     attention: AttentionBackend = "auto",
 ) -> list[Program]:
     """The programs of `generate` for a cache of `capacity` slots: reading prompts, enlarging the cache, decoding.

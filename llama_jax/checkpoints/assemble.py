@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.quantising import Quantization, fill_weight, placed
 from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype, target_dtype
 from llama_jax.errors import CheckpointError, shown
+from llama_jax.model.mixtures import kinds_of_parameter
 from llama_jax.model.params import Llama, Row, shape_of
 from llama_jax.model.trees import build
 from llama_jax.storage import StoredPath
@@ -50,9 +51,15 @@ def assemble(
 
     memory = ArrayMemory()
 
+    def kinds(array: ArrayParts) -> tuple[str, ...] | Literal["keep"] | None:
+        if quantize is None or quantize == "keep":
+            return quantize
+        return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
+
     def read(part: Any, sharding: Any) -> Any:
         places = jax.tree.map(lambda _: None, part) if sharding is None else sharding
-        found = jax.tree.map(lambda array, place: fill_weight(array, target, quantize, place, memory), part, places)
+        fill = lambda array, place: fill_weight(array, target, kinds(array), place, memory)
+        found = jax.tree.map(fill, part, places)
         return placed(found) if sharding is None else found
 
     outside = [field.name for field in fields(Llama) if field.name != "blocks" and getattr(made_of, field.name) is not None]
@@ -118,7 +125,7 @@ def plan(opened: Opened) -> Llama:
             if share.name == "embedding":
                 name = table
             parts.append(part(name, shape_of(share.axes, c), columns, share.rotary))
-        return ArrayParts(row.shape(c), tuple(parts), row.is_matrix, isinstance(where, StoredPath))
+        return ArrayParts(row.shape(c), tuple(parts), row.is_matrix, isinstance(where, StoredPath), row.path, layer)
 
     # Checked by counting before names are made: a configuration may claim a billion layers.
     if c.n_layers > len(opened.tensors):

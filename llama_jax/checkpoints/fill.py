@@ -51,13 +51,15 @@ class Part:
 
 @dataclass(frozen=True)
 class ArrayParts:
-    """What an array is made of: its shape, its parts, whether it is a matrix that may be quantised, and whether its files
-    lie in a store."""
+    """What an array is made of: its shape, its parts, whether it is a matrix that may be quantised, whether its files lie in
+    a store, and which parameter it is, of which layer."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
     is_matrix: bool = False
     stored: bool = False
+    path: str = ""
+    layer: int = 0
 
     def rows(self, start: int, stop: int, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
         """Entries [start, stop) of the leading axis, checked and cast, in `out` if it is given."""

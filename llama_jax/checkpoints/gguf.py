@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,15 @@ from llama_jax.checkpoints.gguf_file import TYPES, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
 from llama_jax.checkpoints.names import names
+from llama_jax.checkpoints.quantising import AT_ONCE
 from llama_jax.checkpoints.tensors import FLOATS, Described, Offset, Opened, Tensor, blocks_of, kind_of
 from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.gguf_header import MOST_ENTRIES, is_gguf, open_header
+from llama_jax.model.mixtures import base_kind, kind_of_part
+from llama_jax.ops.weights.kinds import KINDS, with_fallback
+from llama_jax.ops.weights.planes import join
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
 from llama_jax.tokenizers.load import warn_if_small
@@ -177,13 +181,12 @@ def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
 
 
 # The settings general.file_type and quantization_version, by the kind of the matrices.
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
 KEPT_TYPES = FILE_TYPES | {
-    **{"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "MXFP4": 38},
+    **{"Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "MXFP4": 38},
     **{"IQ1_S": 24, "IQ1_M": 31, "IQ2_XXS": 19, "IQ2_XS": 20, "IQ2_S": 28, "IQ3_XXS": 23, "IQ3_S": 26},
     **{"IQ4_NL": 25, "IQ4_XS": 30, "TQ1_0": 36, "TQ2_0": 37},
 }
-QUANTIZED = ("Q8_0", "Q4_0")  # what is made of floats here
 QUANTIZATION_VERSION = 2
 
 
@@ -204,8 +207,9 @@ def write_file(
 
     Args:
       tokenizer: its vocabulary is stored; None gives a file that only runs from token ids.
-      kind: of the matrices, "F32", "F16", "BF16", "Q8_0" or "Q4_0"; None keeps the blocks of those that are in some, and of
-        the others the type of the embedding. Vectors are float32, which llama.cpp's kernels want.
+      kind: of the matrices, "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K" or "Q6_K", mixed as `model.mixtures` says
+        unless it ends in "-pure"; None keeps the blocks of those that are in some, and of the others the type of the
+        embedding. Vectors are float32, which llama.cpp's kernels want.
 
     Raises:
       CheckpointError: a width that cannot be divided into blocks, or a rope scaling that the format has no place for.
@@ -224,13 +228,18 @@ def write_file(
     if own.norm_shift:
         todo = [replace(p, tensor=Offset(p.tensor, own.norm_shift)) if p.part.endswith("norm") else p for p in todo]
     keep, kind = kind is None, kind or kind_of(todo[0].tensor.dtype)
-    if kind not in FILE_TYPES:
+    if base_kind(kind) not in FILE_TYPES:
         raise CheckpointError(f"{opened.path} is {kind}; GGUF is written as {', '.join(FILE_TYPES)}")
 
     def stored_as(piece: WrittenTensor) -> str:
         if keep and can_be_kept(piece.tensor):
             return piece.tensor.kind
-        return "F32" if len(piece.tensor.shape) == 1 else kind
+        if len(piece.tensor.shape) == 1 or (piece.part == "router" and kind not in FLOATS):
+            return "F32"
+        if kind in FLOATS:
+            return kind
+        part = kind_of_part(piece.part, kind.lower(), piece.layer, c.n_layers)
+        return with_fallback(part, piece.tensor.shape[-1]).name.upper()
 
     kinds = [stored_as(piece) for piece in todo]
     for piece, stored in zip(todo, kinds, strict=True):
@@ -245,7 +254,7 @@ def write_file(
 
     writer = GGUFWriter(path, architecture)
     try:
-        writer.add_file_type(KEPT_TYPES[most])
+        writer.add_file_type(KEPT_TYPES[most if keep else base_kind(kind)])
         writer.add_quantization_version(QUANTIZATION_VERSION)
         writer.add_vocab_size(c.vocab_size)
         writer.add_context_length(c.max_seq_len)
@@ -282,13 +291,21 @@ def write_file(
             blocks = piece.blocks() if keep and stored == piece.tensor.kind else None
             if blocks is not None:
                 writer.write_tensor_data(blocks)
-            elif stored in QUANTIZED:
-                runs = [quants.quantize(rows, GGMLQuantizationType[stored]) for rows in piece.rows(FLOATS["F32"])]
-                writer.write_tensor_data(np.concatenate(runs))
+            elif stored not in FLOATS:
+                form = KINDS[stored.lower()]
+                assert form.encode is not None  # of all kinds in `FILE_TYPES`
+                runs = [join(form.encode(some), form) for rows in piece.rows(FLOATS["F32"]) for some in _few(rows)]
+                writer.write_tensor_data(np.concatenate(runs).reshape(-1))
             else:
                 writer.write_tensor_data(piece.whole(FLOATS[stored]).view(np.uint8))
     finally:
         writer.close()
+
+
+def _few(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Rows in runs that stay in a processor's cache while they are encoded."""
+    step = max(1, AT_ONCE * len(rows) // rows.size)
+    return (rows[first : first + step] for first in range(0, len(rows), step))
 
 
 def _gguf_types(value: Any) -> tuple[Any, Any]:

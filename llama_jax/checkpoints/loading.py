@@ -93,9 +93,10 @@ def load(
         the type of the stored embedding. Where that is quantized too it is float32 on a CPU and bfloat16 on accelerators;
         where it is float16, which no CPU is fast in, float32 on a CPU. What no kind can keep (the other IQ types, columns in
         another order) becomes floats, and a line is logged.
-      quantize: quantize the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
-        (`ops.weights`). "keep" keeps the file's blocks as None without a `dtype` does, and is an error where there are none.
-        `dtype` is with both that of the computation.
+      quantize: quantize the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k" and others
+        (`ops.weights`), with a wider kind for the embedding and the output projection, and with "q4_k" and "q5_k" for some
+        layers (`model.mixtures`), unless "-pure" follows, as in "q4_0-pure". "keep" keeps the file's blocks as None without
+        a `dtype` does, and is an error where there are none. `dtype` is with both that of the computation.
       tokenizer: a vocabulary's file or folder, in place of the one with the weights.
       adapter: a folder of PEFT's or of a run, see `load_adapter`; the parameters then include it
         (`model.adapters.adapted`).

@@ -19,27 +19,38 @@ from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
 from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
 from llama_jax.errors import CheckpointError
-from llama_jax.ops.weights import KINDS, JoinedWeight, Kind, Name, QuantizedWeight, fitting, shardings_of_planes
+from llama_jax.model.mixtures import MIXTURES
+from llama_jax.ops.weights import (
+    KINDS,
+    JoinedWeight,
+    Kind,
+    Name,
+    Pure,
+    QuantizedWeight,
+    fitting,
+    shardings_of_planes,
+    with_fallback,
+)
 from llama_jax.ops.weights.kinds import MADE
 from llama_jax.ops.weights.planes import in_smaller_groups, split_into
 from llama_jax.ops.weights.weight import columns_on_each
 from llama_jax.storage import Location
 
-Quantization = Literal[Name, "keep"]
+Quantization = Literal[Name, Pure, "keep"]
 _log = logging.getLogger("llama_jax.checkpoints")
 AT_ONCE = 1 << 16  # numbers that are encoded at a time: 256 KB, which a core's second cache holds several times
 
 
 def check_quantize(quantize: str | None) -> None:
     """Raise CheckpointError for a kind in which a model cannot be read."""
-    if quantize is None or quantize == "keep" or quantize in MADE:
+    if quantize is None or quantize == "keep" or quantize in MIXTURES:
         return
     if quantize in KINDS:
         raise CheckpointError(
             f"quantize={quantize!r}: blocks of this kind are only kept, from a GGUF that has them; use 'keep',"
             f" or one of {', '.join(MADE)}"
         )
-    raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MADE)}, keep")
+    raise CheckpointError(f"quantize={quantize!r} is not one of {', '.join(MIXTURES)}, keep")
 
 
 def check_kept(tensors: Sequence[Described], where: Location) -> None:
@@ -82,14 +93,18 @@ def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
 
 
 def fill_weight(
-    array: ArrayParts, dtype: np.dtype, quantize: Quantization | None, sharding: Any, memory: ArrayMemory
+    array: ArrayParts,
+    dtype: np.dtype,
+    quantize: tuple[str, ...] | Literal["keep"] | None,
+    sharding: Any,
+    memory: ArrayMemory,
 ) -> Any:
     """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: one by `fill`, or a quantised weight.
 
     Args:
       dtype: of the computation, and of parameters that are not quantised.
-      quantize: a kind, into which numbers are rounded to nearest; or "keep": quantised tensors as they are in the files, in
-        several parts if queries, keys and values are of different kinds; floats for other tensors.
+      quantize: the kind into which numbers are rounded, or that of each part; or "keep": quantised tensors as they are in
+        the files, floats for other tensors. In several parts if queries, keys and values are of different kinds.
 
     Raises:
       CheckpointError: rows that are not made of whole blocks, or what `fill` raises.
@@ -99,18 +114,18 @@ def fill_weight(
         if array.stored and reads_others(array.shape, sharding):
             return fill_by_rows(array, dtype, sharding)
         return fill(array, dtype, sharding, memory)
-    if quantize is not None and quantize != "keep":
-        form = fitting(quantize, columns_on_each(array.shape, sharding))
+    kinds = quantize if isinstance(quantize, tuple) else None
+    if kinds is not None and len(kinds) == 1:
+        form = with_fallback(kinds[0], columns_on_each(array.shape, sharding))
         _check_columns(array, form, sharding)
         return _fill_planes(array, form, dtype, sharding, partial(_encoded, array, form), memory)
-    if len(set(forms)) > 1:
+    if kinds is not None or len(set(forms)) > 1:
         parts = [replace(part, columns=None) for part in array.parts]
         shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
-        alone = [
-            ArrayParts(shape, (part,), is_matrix=True, stored=array.stored)
-            for shape, part in zip(shapes, parts, strict=True)
-        ]
-        return JoinedWeight(tuple(fill_weight(one, dtype, quantize, sharding, memory) for one in alone))
+        alone = [replace(array, shape=shape, parts=(part,)) for shape, part in zip(shapes, parts, strict=True)]
+        each = [quantize] * len(parts) if kinds is None else [(kind,) for kind in kinds]
+        filled = [fill_weight(one, dtype, own, sharding, memory) for one, own in zip(alone, each, strict=True)]
+        return JoinedWeight(tuple(filled))
     assert forms[0] is not None
     form = fitting(forms[0].name, columns_on_each(array.shape, sharding))
     _check_columns(array, form, sharding)

@@ -7,10 +7,11 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
@@ -22,20 +23,26 @@ from llama_jax.checkpoints.memory import from_params
 from llama_jax.checkpoints.quantising import Quantization, can_be_kept, check_quantize, quantized_kinds
 from llama_jax.checkpoints.tensors import FLOATS, Opened
 from llama_jax.config import LlamaConfig
-from llama_jax.errors import CheckpointError, shown
+from llama_jax.errors import CheckpointError, reading, shown
+from llama_jax.model.awq import scale_channels
+from llama_jax.model.mixtures import MIXTURES, base_kind
 from llama_jax.model.params import Llama
 from llama_jax.model.trees import dequantize
-from llama_jax.ops.weights import KINDS as PLANES
-from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
+from llama_jax.model.trees import quantize as quantized_params
+from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location, StoredPath, locate
 from llama_jax.tokenizers import Tokenizer
 from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
-Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
+Blocks = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]  # made for a GGUF
+Kind = Literal["float32", "bfloat16", "float16", Blocks]
 FOLDERS = ("safetensors", "orbax")
-KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"} | {
+    kind: base_kind(kind).upper() + kind.removeprefix(base_kind(kind)) for kind in get_args(Blocks)
+}
+CALIBRATION = 2048  # tokens
 _log = logging.getLogger(__name__)
 WritingProgress = Callable[[list[WrittenTensor]], Iterable[WrittenTensor]]
 
@@ -61,9 +68,9 @@ def save(
         and "llama2c" (legacy ``.bin``, which run.c reads).
       format: None chooses by the name: "gguf" for ``.gguf``, "llama2c" for ``.bin``, else "safetensors".
       tokenizer: written into a GGUF, or beside the weights (for "llama2c" into the file's folder, where no other may be).
-      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. "q8_0" and "q4_0" are for
-        GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and types hold the
-        dequantised numbers.
+      dtype: of the written tensors; None keeps that of the parameters, and in a GGUF their blocks. Blocks ("q8_0",
+        "q4_k") are for GGUF alone, "llama2c" is float32. "orbax" keeps quantised parameters as they are; other formats and
+        types hold the dequantised numbers.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
       about: what else lies beside the weights (`load(path).about`). A line is logged that names what the format has no place
@@ -107,6 +114,7 @@ def convert(
     format: Format | None = None,
     dtype: Kind | None = None,
     quantize: Quantization | None = None,
+    calibrate: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
@@ -115,17 +123,24 @@ def convert(
 
     An adapter, of PEFT's, in a GGUF or of a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
 
-    From and to "orbax" the model does go through memory. See `save` for the arguments and errors; None for `dtype` keeps
-    each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other formats. For
-    `quantize`, which is for "orbax" alone, see `load`.
+    From and to "orbax", and with `calibrate`, the model does go through memory. See `save` for the arguments and errors;
+    None for `dtype` keeps each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other
+    formats. For `quantize`, which is for "orbax" alone, see `load`.
 
     Args:
+      calibrate: a text, of which 2,048 tokens are read to scale channels before the matrices are quantized, see
+        `model.awq`.
       base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
     if is_adapter(source):
-        if format not in ("safetensors", "gguf") or dtype in ("q8_0", "q4_0") or quantize is not None:
+        if (
+            format not in ("safetensors", "gguf")
+            or dtype in get_args(Blocks)
+            or quantize is not None
+            or calibrate is not None
+        ):
             raise CheckpointError(
                 f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
             )
@@ -137,10 +152,25 @@ def convert(
         raise CheckpointError(f"base={os.fspath(base)!r} is for an adapter, and {source} is a model; leave it out")
     if quantize is not None and (format != "orbax" or dtype is not None):
         raise CheckpointError(
-            f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes dtype='q8_0' or 'q4_0'"
+            f"quantize={quantize!r} is for format='orbax' without a dtype; a GGUF takes blocks as dtype='q4_k'"
         )
     check_quantize(quantize)
+    kind = dtype if quantize is None else quantize
+    if calibrate is not None and kind not in MIXTURES:
+        raise CheckpointError(
+            f"calibrate={os.fspath(calibrate)!r} is for fewer bits: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
+        )
     opened = open_checkpoint(source)
+    if calibrate is not None and kind is not None:
+        check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
+        found = load(source, "float32")
+        config, params, tokenizer = found
+        tokens = _calibration(calibrate, config, tokenizer)
+        params = scale_channels(config, params, tokens, kind, progress=cast(Any, progress))
+        params = params if quantize is None else quantized_params(params, cast(Name, quantize))
+        options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+        save(path, config, params, tokenizer, **options)
+        return
     if not isinstance(opened, store.Stored) and format != "orbax":
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
@@ -149,6 +179,18 @@ def convert(
     # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
     found = load(source, jnp.float16 if halves else None, quantize=quantize)
     save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
+
+
+def _calibration(text: str | os.PathLike[str], config: LlamaConfig, tokenizer: Tokenizer | None) -> np.ndarray:
+    """The first tokens of a text, int32[rows, length]."""
+    if tokenizer is None:
+        raise CheckpointError(f"calibrate={os.fspath(text)!r}: the model has no vocabulary to read a text with")
+    with reading(text, CheckpointError), locate(text).open("rb") as file:
+        found = tokenizer.encode(file.read(16 * CALIBRATION).decode("utf-8", "ignore"))[:CALIBRATION]
+    length = min(len(found), 512, config.max_seq_len)
+    if length < 16:
+        raise CheckpointError(f"calibrate={os.fspath(text)!r} has {len(found)} tokens; a few hundred are needed")
+    return np.asarray(found[: len(found) // length * length], np.int32).reshape(-1, length)
 
 
 def about_blocks(
@@ -167,7 +209,7 @@ def about_blocks(
     kept = quantized_kinds(tensors, lambda tensor: rounded is None and is_kept(tensor))
     others = quantized_kinds(tensors, lambda tensor: rounded is not None or not is_kept(tensor))
     lines = [f"{kept} kept as they are"] if kept else []
-    again = f"float32 and quantized anew as {rounded}" if rounded in PLANES else rounded or "float32"
+    again = f"float32 and quantized anew as {rounded}" if rounded in MIXTURES else rounded or "float32"
     lines += [f"{others} dequantized to {again}"] if others else []
     return [f"{os.fspath(source)}: {', '.join(lines)}"] if lines else []
 
@@ -247,7 +289,7 @@ def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> 
         raise CheckpointError(f"{name} is named like a file, and {format} is a folder; give another name, or another format")
     if format not in FOLDERS and name.endswith(os.sep):
         raise CheckpointError(f"{name} is named like a folder, and {format} is a file; give its name")
-    if dtype in ("q8_0", "q4_0") and format != "gguf":
+    if dtype in get_args(Blocks) and format != "gguf":
         raise CheckpointError(f"dtype={dtype!r} is a type of GGUF; choose format='gguf', or another dtype")
     if format == "llama2c" and dtype not in (None, "float32"):
         raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")

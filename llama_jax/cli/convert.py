@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from llama_jax.cli.options import QUANTIZE
+from llama_jax.cli.options import BLOCKS, QUANTIZE
 from llama_jax.cli.paths import ModelPath, bytes_at
 from llama_jax.cli.stopping import ending_in_order
 
@@ -34,11 +34,15 @@ class Convert:
     format: FORMATS = "auto"
     """What to write; auto is what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
     llama2c is the legacy .bin, float32."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", BLOCKS] = "auto"
     """Type of what is written; auto keeps that of the source: from GGUF to GGUF or orbax its blocks too, which become
-    float32 in any other format. q8_0 and q4_0 are for gguf alone."""
+    float32 in any other format. Those that begin with q are for gguf alone: q4_k and q5_k are llama.cpp's Q4_K_M and
+    Q5_K_M, and with -pure all matrices are of one kind, the embedding too."""
     quantize: QUANTIZE = "auto"
     """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
+    calibrate: ModelPath | None = None
+    """A text like those that the model is for: channels are scaled by what it makes of their errors (AWQ), and only then the
+    matrices quantized to --dtype or --quantize. Takes minutes, and floats of the whole model in memory."""
     base: ModelPath | None = None
     """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
     overwrite: bool = False
@@ -63,6 +67,7 @@ class Convert:
                 format=format,
                 dtype=dtype,
                 quantize=None if self.quantize == "auto" else self.quantize,
+                calibrate=self.calibrate,
                 base=self.base,
                 overwrite=self.overwrite,
                 progress=bar,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llama_jax.analysis.roofline import DeviceExchange, Roofline
     from llama_jax.config import LlamaConfig
     from llama_jax.model.params import Llama
-    from llama_jax.ops.weights import Name
+    from llama_jax.ops.weights import Name, Pure
     from llama_jax.parallel.mesh import MeshSizes
 
 
@@ -147,7 +147,7 @@ class Estimate:
     def _dtype(self) -> Literal["float32", "bfloat16"]:
         return "float32" if self.dtype == "auto" else self.dtype
 
-    def _weights(self) -> tuple[str, Name | Llama | None]:
+    def _weights(self) -> tuple[str, Name | Pure | Llama | None]:
         """In what the matrices are planned, in words and as `decode_programs` takes it."""
         if self.quantize != "auto" and self.quantize != "keep":
             return self.quantize, self.quantize
@@ -221,7 +221,7 @@ class Estimate:
         if self.mode == "decode" and self.length > config.max_seq_len:
             raise ConfigError(f"length={self.length} exceeds the model's context of {config.max_seq_len}; give at most that")
 
-    def _programs(self, config: LlamaConfig, mesh: Mesh, weights: Name | Llama | None) -> list[Program]:
+    def _programs(self, config: LlamaConfig, mesh: Mesh, weights: Name | Pure | Llama | None) -> list[Program]:
         from llama_jax.analysis.memory import decode_programs, train_programs
         from llama_jax.inference.generate import SMALLEST_CACHE
         from llama_jax.model.adapters import Lora

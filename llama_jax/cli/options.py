@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
-QUANTIZE = Literal["auto", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "keep"]
+BLOCKS = Literal["q8_0", "q6_k", "q5_k", "q5_k-pure", "q4_k", "q4_k-pure", "q4_0", "q4_0-pure"]
+QUANTIZE = Literal["auto", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", BLOCKS, "keep"]
 ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 
 
@@ -61,7 +62,8 @@ class LoadOptions:
     float16, float32 on a CPU."""
     quantize: QUANTIZE = "auto"
     """Quantize the matrices: int8 and fp8 with a scale for each row, int4 with one for each 128 numbers, nf4 as in QLoRA,
-    q8_0 and q4_0 as in GGUF. auto is as --dtype says; keep leaves a quantized file as it is and computes in --dtype."""
+    the others as in GGUF, q4_k and q5_k mixed as in llama.cpp's Q4_K_M and Q5_K_M. The embedding and the output projection
+    get 6 or 8 bits, unless -pure. auto is as --dtype says; keep leaves a quantized file as it is and computes in --dtype."""
     rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""
     """Replace the model's rope scaling: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also lengthens the
     context; none removes it."""

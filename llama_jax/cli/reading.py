@@ -65,7 +65,7 @@ class TextOptions:
     stored embedding. Where that is quantized, float32 on a CPU and bfloat16 on accelerators; where it is float16, float32 on
     a CPU."""
     quantize: QUANTIZE = "auto"
-    """Quantize the matrices, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0. keep: those of the files in --dtype."""
+    """Quantize the matrices, to see what it costs, as for generate. keep: those of the files in --dtype."""
     adapter: ModelPath | None = None
     """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
     rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""

@@ -53,7 +53,7 @@ class Verify:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
     quantize: QUANTIZE = "auto"
-    """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files.
+    """Keep the matrices of PATH in fewer bits, as for generate; keep: those of its files.
     The reference is not quantised; without one it is PATH itself."""
     adapter: ModelPath | None = None
     """A LoRA adapter for PATH: a folder of PEFT's, or of a run that trains one. It is not added to a reference, which should
@@ -118,7 +118,7 @@ class Verify:
         if self.quantize == "keep":
             check_kept(list(opened.tensors.values()), opened.path)
         elif self.quantize != "auto":
-            quantize(param_shapes(opened.config), self.quantize)
+            quantize(param_shapes(opened.config, stacked=False), self.quantize)
 
     def _quantized(self, config: LlamaConfig) -> tuple[str, float] | None:
         """What the weights are rounded by while they are read."""

@@ -122,6 +122,11 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
     return over_buffers(extend, cache)
 
 
+def is_quantized(cache: KVCache) -> bool:
+    """Whether it is a cache of int8, whose keys are kept as `ops.smooth_keys` has them."""
+    return isinstance(cache.k[0] if isinstance(cache.k, tuple) else cache.k, Quantized)
+
+
 def over_buffers(change: Callable[[jax.Array], jax.Array], cache: KVCache) -> KVCache:
     """The same cache with `change` of every buffer; for int8 also of the factors, as [..., S, 1]."""
 

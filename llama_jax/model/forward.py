@@ -13,7 +13,7 @@ from jax import lax
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
-from llama_jax.model.cache import KVCache, key_positions, slots_of, write
+from llama_jax.model.cache import KVCache, is_quantized, key_positions, slots_of, write
 from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
 from llama_jax.model.options import Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama
@@ -130,8 +130,9 @@ def run(
         which = kind if index is None or len(kinds) == 1 else jnp.asarray(kind_of)[index]
         normed = layout.constrain(norm(hidden, block.attention_norm), "normed")
         heads = _project_heads(config, block, normed, step, which)
-        buffers, view = _view_of(cache, buffers, heads, step, index)
-        mixed = mix(which, heads, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
+        kept = heads if cache is None or not is_quantized(cache) else _smoothed(config, block, heads)
+        buffers, view = _view_of(cache, buffers, kept, step, index)
+        mixed = mix(which, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
         normed = layout.constrain(norm(after, block.ffn_norm), "normed")
         after = after + added(_feed_forward(config, block, normed, layout), block.ffn_post_norm)
@@ -347,6 +348,15 @@ def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[Rope, ...], kind: int
         return rotated
     normed = ops.rms_norm(rotated, jnp.ones(config.head_dim), config.norm_eps)
     return normed if isinstance(kind, int) else jnp.where(_rotates(config)[kind], normed, rotated)
+
+
+def _smoothed(config: LlamaConfig, block: Block, heads: _Heads) -> _Heads:
+    """Queries and keys for a cache of int8, see `ops.smooth_keys`: their products are the same."""
+    bias, rest = None, () if heads.sink_queries is None else (heads.sink_queries,)
+    if block.attention.qkv_bias is not None and block.attention.key_norm is None:
+        bias = block.attention.qkv_bias[:, -2]
+    keys, *queries = ops.smooth_keys(heads.keys, heads.queries, *rest, bias=bias, rotated=config.rotated_dim)
+    return _Heads(queries[0], queries[1] if rest else None, keys, heads.values)
 
 
 def _query_scale(config: LlamaConfig, step: _Step, kind: int | jax.Array) -> jax.Array | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -14,18 +15,21 @@ import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
+from llama_jax.model.mixtures import MIXTURES, differs_by_layer, kinds_of_parameter
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
 from llama_jax.ops.weights import (
     ChangedWeight,
     JoinedWeight,
     Kind,
     Name,
+    Pure,
     QuantizedWeight,
     fitting,
     quantized,
     shardings_of_planes,
+    with_fallback,
 )
-from llama_jax.ops.weights.kinds import KINDS, MADE
+from llama_jax.ops.weights.kinds import KINDS
 from llama_jax.ops.weights.planes import bits_of
 from llama_jax.ops.weights.weight import columns_on_each
 
@@ -90,8 +94,11 @@ def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32,
     return build(config, shape, stacked=stacked)
 
 
-def quantize(params: Llama, kind: Name) -> Llama:
-    """The parameters with their matrices in fewer bits, rounded to nearest: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0".
+def quantize(params: Llama, kind: Name | Pure) -> Llama:
+    """The parameters with their matrices in fewer bits: "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "q4_k", ...
+
+    With less than 6 bits the embedding and the output projection get a wider kind, and "q4_k" and "q5_k" give some layers 6
+    bits, see `mixtures`; "q4_0-pure" is one kind for all.
 
     A file is better quantised while it is read (`checkpoints.load`), without ever holding the dense model. A tree of
     `jax.ShapeDtypeStruct` leaves, with or without shardings, becomes that of the quantised parameters, of any kind.
@@ -100,8 +107,11 @@ def quantize(params: Llama, kind: Name) -> Llama:
       ConfigError: a kind that cannot be made here, or rows that do not consist of whole blocks.
     """
     planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-    if kind not in (KINDS if planned else MADE):
-        raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MADE)}")
+    if kind not in (*MIXTURES, *(KINDS if planned else ())):
+        raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MIXTURES)}")
+    layers = len(params.blocks) if isinstance(params.blocks, tuple) else None
+    if layers is None and differs_by_layer(kind):
+        raise ConfigError(f"quantize={kind!r} differs from layer to layer, and these layers are stacked; use '{kind}-pure'")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
         row = row_at(path)
@@ -109,13 +119,23 @@ def quantize(params: Llama, kind: Name) -> Llama:
             return leaf
         if isinstance(leaf, ChangedWeight):
             return leaf.replace(base=of_leaf(path, leaf.base))
-        form = fitting(kind, columns_on_each(leaf.shape, leaf.sharding))
+        layer = next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), 0)
+        own = kinds_of_parameter(row.path, kind, layer, layers or 1)
+        if len(own) > 1:
+            leaf = leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight) else leaf
+            return JoinedWeight(
+                tuple(in_kind(row, part, each) for part, each in zip(_parts(leaf, len(own)), own, strict=True))
+            )
+        return in_kind(row, leaf, own[0])
+
+    def in_kind(row: Row, leaf: Leaf, own: str) -> Leaf:
+        form = with_fallback(own, columns_on_each(leaf.shape, leaf.sharding))
         if isinstance(leaf, QuantizedWeight) and leaf.kind == form.name:
             return leaf
         if leaf.shape[-1] % form.block:
-            raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {kind} needs multiples of {form.block}")
+            raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {own} needs multiples of {form.block}")
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantized(leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight) else leaf, kind)
+            return quantized(leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight) else leaf, own)
         return _planned(leaf, form)
 
     is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight)
@@ -131,14 +151,21 @@ def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
 
     def of_leaf(leaf: jax.ShapeDtypeStruct, own: tuple[str | None, ...]) -> Any:
         if len(set(own)) > 1:
-            *before, width, features, columns = leaf.shape
-            widths = (width - len(own) + 1, *[1] * (len(own) - 1))
-            shapes = [(*before, each, features, columns) for each in widths]
-            parts = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for shape in shapes]
+            parts = _parts(leaf, len(own))
             return JoinedWeight(tuple(of_leaf(part, (kind,)) for part, kind in zip(parts, own, strict=True)))
         return leaf if own[0] is None else _planned(leaf, fitting(own[0], columns_on_each(leaf.shape, leaf.sharding)))
 
     return jax.tree.map(of_leaf, params, kinds)
+
+
+def _parts(leaf: Any, count: int) -> list[Any]:
+    """An array or its shape [..., G + 2, H, D] as that of queries, and the rest one by one."""
+    *before, width, features, columns = leaf.shape
+    ends = (0, *range(width - count + 1, width + 1))
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return [leaf[..., first:end, :, :] for first, end in itertools.pairwise(ends)]
+    shapes = [(*before, end - first, features, columns) for first, end in itertools.pairwise(ends)]
+    return [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for shape in shapes]
 
 
 def _planned(leaf: jax.ShapeDtypeStruct, form: Kind) -> QuantizedWeight:

@@ -10,6 +10,7 @@ from llama_jax.ops.cross_entropy import LogitOptions, cross_entropy
 from llama_jax.ops.layers import feed_forward, look_up, project, rms_norm
 from llama_jax.ops.logprobs import token_logprobs
 from llama_jax.ops.moe import ExpertSharding, Routing, experts
+from llama_jax.ops.quantized import smooth_keys
 from llama_jax.ops.rotary import apply_rotary, inverse_frequencies, rotary_table
 from llama_jax.ops.rotary_order import half_from_interleaved
 
@@ -33,5 +34,6 @@ __all__ = [
     "project",
     "rms_norm",
     "rotary_table",
+    "smooth_keys",
     "token_logprobs",
 ]

@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+
+from llama_jax.ops.layers import project
 
 MOST = 127  # -128 is left out, so that a row and its negative have the same factor
 
@@ -62,3 +65,56 @@ def over_rows(change: Callable[..., jax.Array], *arrays: jax.Array | Quantized) 
         return change(*arrays)
     values, scales = change(*(x.values for x in quantized)), change(*(x.scales[..., None] for x in quantized))
     return Quantized(values, scales[..., 0])
+
+
+def smooth_keys(
+    keys: jax.Array, *queries: jax.Array, bias: jax.Array | None = None, rotated: int | None = None
+) -> tuple[jax.Array, ...]:
+    """Keys and queries whose products are the same, and whose keys `quantize` rounds better.
+
+    A row of 8 bits is as coarse as its largest number. In models with a bias of keys (Qwen2.5) a few channels have keys that
+    are 30 times as large as the others'. They are divided by the square root of how far their bias stands out, which is
+    known without any data (SmoothQuant: Xiao et al. 2022, equation 4, with the bias for the largest activation); a pair of
+    rotated channels alike, so that it does not matter that RoPE mixes them. A Hadamard matrix then spreads over all channels
+    what is left, and outliers that come from the weights (QuaRot: Ashkboos et al. 2024, section 4.2). Nothing is kept beside
+    the cache, and keys are read as before.
+
+    Args:
+      keys: [B, K, T, H], after RoPE.
+      queries: [B, K, T, G, H] each.
+      bias: [K, H], that of the keys before RoPE.
+      rotated: features that RoPE turns, of which i and i + rotated / 2 are a pair; H by default.
+
+    Returns:
+      The keys, and the queries.
+    """
+    if bias is not None:
+        factors = _outliers_of(bias.astype(jnp.float32), rotated or bias.shape[-1])
+        keys = (keys.astype(factors.dtype) / factors[None, :, None]).astype(keys.dtype)
+        factors = factors[None, :, None, None]
+        queries = tuple((x.astype(factors.dtype) * factors).astype(x.dtype) for x in queries)
+    every = [keys[..., None, :], *queries]
+    turned = project(
+        jnp.concatenate(every, axis=-2), jnp.asarray(hadamard(keys.shape[-1]), keys.dtype), out_dtype=jnp.float32
+    )
+    ends = np.cumsum([x.shape[-2] for x in every])[:-1].tolist()
+    first, *rest = jnp.split(turned.astype(keys.dtype), ends, axis=-2)
+    return first[..., 0, :], *rest
+
+
+def _outliers_of(bias: jax.Array, rotated: int) -> jax.Array:
+    """The square root of how many times the mean of its head a channel's bias is, at least 1: [K, H]."""
+    first, second, rest = jnp.split(bias, [rotated // 2, rotated], axis=-1)
+    pair = jnp.hypot(first, second)
+    sizes = jnp.concatenate([pair, pair, jnp.abs(rest)], axis=-1)
+    mean = jnp.mean(sizes, axis=-1, keepdims=True)
+    return jnp.sqrt(jnp.maximum(sizes / jnp.where(mean == 0, 1, mean), 1))
+
+
+def hadamard(size: int) -> np.ndarray:
+    """A symmetric orthogonal matrix float32[size, size], whose entries are as even as can be: Sylvester's matrix, for a size
+    that is no power of two along the diagonal."""
+    block = np.ones((1, 1), np.float32)
+    while size % (2 * len(block)) == 0:
+        block = np.block([[block, block], [block, -block]])
+    return np.kron(np.eye(size // len(block), dtype=np.float32), block / np.float32(np.sqrt(len(block))))

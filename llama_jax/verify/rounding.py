@@ -10,7 +10,8 @@ import numpy as np
 from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
-from llama_jax.ops.weights import fitting
+from llama_jax.model.mixtures import base_kind
+from llama_jax.ops.weights import with_fallback
 from llama_jax.verify.trace import Origin
 
 # Root mean square of the rounding error of normally distributed weights, relative to their own, by how they are stored:
@@ -129,7 +130,7 @@ def rounding_of(kind: str, columns: int) -> float:
     """
     if kind == "keep":
         return ROUNDING["Q8_0"]
-    form = fitting(kind, columns)
+    form = with_fallback(base_kind(kind), columns)
     assert form.encode is not None  # `checkpoints.quantising.check_quantize` refuses the others
     weights = np.random.default_rng(0).standard_normal((16, columns), np.float32)
     error = np.asarray(form.decode(*form.encode(weights)), np.float32) - weights

@@ -122,8 +122,9 @@ def test_quantised_weights_count_as_they_lie_in_memory(kind):
     assert 0 < memory.temporaries < 5 * parameter_count(config)
     half = decode_programs(config, make_mesh(parse_mesh("tensor=2")), 2, 128, dtype="bfloat16", weights=kind)[2]
     norms = 2 * (2 * config.n_layers + 1) * config.dim
-    # Factors for whole rows are on every device where a matrix is cut along its rows' numbers.
-    assert (held - norms) / 2 + norms <= half.known.parameters <= 1.02 * held / 2 + norms
+    # Factors for whole rows are on every device where a matrix is cut along its rows' numbers; `out`, of which a device has
+    # 128 columns, is in blocks of 32 instead of 256, of more bits.
+    assert (held - norms) / 2 + norms <= half.known.parameters <= 1.03 * held / 2 + norms
 
 
 def test_weights_that_a_program_does_not_read_are_alive_all_the_same():

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import sharp
 from hypothesis import given
 from hypothesis import strategies as st
+from int8_cache import with_outliers
 
 import llama_jax
 from llama_jax import ops
@@ -153,6 +155,26 @@ def test_int8(model, tokens, stacked):
     assert buffer.scales.dtype == jnp.float32
     error = np.linalg.norm(states[jnp.int8] - states[jnp.float32]) / np.linalg.norm(states[jnp.float32])
     assert 0 < error < 0.02  # a random model of two layers; what it does to a trained one is measured in tests/inference
+
+
+@pytest.mark.parametrize("kind", ["bias", "weights"])
+def test_int8_of_keys_that_stand_out(tokens, kind, monkeypatch):
+    """Rounded as they come the others of a head would be lost beside them; in a ring with sinks likewise."""
+    config = llama_jax.LlamaConfig(96, 64, 2, 2, 1, 64, 64, 1e-5, 1e4, True, head_dim=64)
+    config, params = with_outliers(config, sharp(config, jax.random.key(0)), np.asarray(tokens[0]), kind, 2)
+
+    def states(dtype, **window):
+        jax.clear_caches()
+        return read_in_pieces(config, params, tokens, init_cache(config, 2, LENGTH, dtype, **window), [14, 1, 1, 14])[0]
+
+    def errors(**window):
+        exact = states(jnp.float32, **window)
+        return np.linalg.norm(states(jnp.int8, **window) - exact) / np.linalg.norm(exact)
+
+    found, in_a_ring = errors(), errors(window=WINDOW, sinks=SINKS)
+    monkeypatch.setattr(ops, "smooth_keys", lambda keys, *queries, **_: (keys, *queries))
+    assert 0 < found < errors() / 2
+    assert 0 < in_a_ring < errors(window=WINDOW, sinks=SINKS) / 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from test_native_attention import SIZES, check_attention
 
 import llama_jax
 from llama_jax import ops
+from llama_jax.model.mixtures import MIXTURES
 from llama_jax.model.params import row_at
 from llama_jax.model.trees import bytes_in_memory, count, kinds_in_memory, quantize
 from llama_jax.ops import native
@@ -538,7 +539,7 @@ def made(model):
 
 def model_in(kind: str, params):
     """The model with its matrices in a kind; of a kind that nothing is quantised into, blocks of random bytes."""
-    if KINDS[kind].encode is not None:
+    if kind in MIXTURES:
         return quantize(params, kind)
 
     def blocks(path, leaf):
@@ -555,7 +556,7 @@ def model_in(kind: str, params):
 @pytest.mark.parametrize(("kind", "most"), [("int8", 1.01), ("int4", 0.54), ("q8_0", 1.07), ("q4_0", 0.57), ("q4_k", 0.57)])
 def test_bytes_for_each_weight(kind, most, made):
     """Of all numbers of a model, norms included, as they lie in memory."""
-    found = made(kind)
+    found = made(kind if kind in ("int8", "q8_0") else f"{kind}-pure")
     held = bytes_in_memory(found) / count(found)
     assert held < most
     assert kinds_in_memory(found) == kind

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from llama_jax.ops.weights.k_quants import encode_q4_k, encode_q5_k, encode_q6_k
 from llama_jax.ops.weights.planes import (
     Array,
     Kind,
@@ -182,7 +183,8 @@ _FIFTH, _BITS_OF_K = Plane("high", _BYTE, 4, 32), Plane("high", _BYTE, 32, 256)
 _PAIRS_OF_K = Plane("values", _BYTE, 64, 256)
 _K = (_D256, _DMIN, Plane("scales", _BYTE, 12, 256))
 _Q8_0 = (_D32, Plane("values", _SIGNED, 32, 32))
-_Q4_0 = (_D32, _NIBBLES)
+_Q4_0, _Q4_1 = (_D32, _NIBBLES), (_D32, _M32, _NIBBLES)
+_Q5_0, _Q5_1 = (_D32, _FIFTH, _NIBBLES), (_D32, _M32, _FIFTH, _NIBBLES)
 _Q3_K = (_BITS_OF_K, _PAIRS_OF_K, Plane("scales", _BYTE, 12, 256), _D256)
 _Q6_K = (Plane("low", _BYTE, 128, 256), Plane("high", _BYTE, 64, 256), Plane("scales", _SIGNED, 16, 256), _D256)
 _IQ4_XS = (_D256, Plane("high", np.uint16, 1, 256), Plane("low", _BYTE, 4, 256), _NIBBLES_OF_K)
@@ -190,15 +192,15 @@ _IQ4_XS = (_D256, Plane("high", np.uint16, 1, 256), Plane("low", _BYTE, 4, 256),
 BLOCKS = (
     Kind("q8_0", 32, _Q8_0, _decode_q8_0, _encode_by("Q8_0", _Q8_0, 34), of_gguf=True),
     Kind("q4_0", 32, _Q4_0, _decode_q4_0, _encode_by("Q4_0", _Q4_0, 18), of_gguf=True),
-    Kind("q4_1", 32, (_D32, _M32, _NIBBLES), _decode_q4_1, of_gguf=True),
-    Kind("q5_0", 32, (_D32, _FIFTH, _NIBBLES), _decode_q5_0, of_gguf=True),
-    Kind("q5_1", 32, (_D32, _M32, _FIFTH, _NIBBLES), _decode_q5_1, of_gguf=True),
+    Kind("q4_1", 32, _Q4_1, _decode_q4_1, _encode_by("Q4_1", _Q4_1, 20), of_gguf=True),
+    Kind("q5_0", 32, _Q5_0, _decode_q5_0, _encode_by("Q5_0", _Q5_0, 22), of_gguf=True),
+    Kind("q5_1", 32, _Q5_1, _decode_q5_1, _encode_by("Q5_1", _Q5_1, 24), of_gguf=True),
     Kind("iq4_nl", 32, (_D32, _NIBBLES), _decode_iq4_nl, of_gguf=True),
     Kind("mxfp4", 32, (Plane("e", _BYTE, 1, 32), _NIBBLES), _decode_mxfp4, of_gguf=True),
     Kind("q2_k", 256, (Plane("scales", _BYTE, 16, 256), _PAIRS_OF_K, _D256, _DMIN), _decode_q2_k, of_gguf=True),
     Kind("q3_k", 256, _Q3_K, _decode_q3_k, of_gguf=True),
-    Kind("q4_k", 256, (*_K, _NIBBLES_OF_K), _decode_q4_k, of_gguf=True),
-    Kind("q5_k", 256, (*_K, _BITS_OF_K, _NIBBLES_OF_K), _decode_q5_k, of_gguf=True),
-    Kind("q6_k", 256, _Q6_K, _decode_q6_k, of_gguf=True),
+    Kind("q4_k", 256, (*_K, _NIBBLES_OF_K), _decode_q4_k, encode_q4_k, of_gguf=True),
+    Kind("q5_k", 256, (*_K, _BITS_OF_K, _NIBBLES_OF_K), _decode_q5_k, encode_q5_k, of_gguf=True),
+    Kind("q6_k", 256, _Q6_K, _decode_q6_k, encode_q6_k, of_gguf=True),
     Kind("iq4_xs", 256, _IQ4_XS, _decode_iq4_xs, of_gguf=True),
 )

@@ -29,12 +29,24 @@ Name = Literal[
     "iq4_xs",
     "mxfp4",
 ]
-Kept = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0"]  # of a model that training reads and does not change
+# A kind alone for all matrices, without the wider ones that `model.mixtures` else gives some.
+Pure = Literal["int4-pure", "nf4-pure", "q4_0-pure", "q4_1-pure", "q5_0-pure", "q5_1-pure", "q4_k-pure", "q5_k-pure"]
+# Of a model that training reads and does not change, whose layers are stacked.
+Kept = Literal["none", "int8", "int4", "int4-pure", "fp8", "nf4", "nf4-pure", "q8_0", "q4_0", "q4_0-pure"]
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*SCALED, *NF4_KINDS, *BLOCKS)}
 MADE: tuple[str, ...] = tuple(name for name in get_args(Name) if KINDS[name].encode is not None)  # of floats
 # Kinds that are alike but for their groups, by the largest first.
 FAMILIES = (("int4", "int4_64", "int4_32"), ("int4_asym", "int4_asym_64", "int4_asym_32"), ("fp8_128", "fp8_64", "fp8_32"))
+
+# What llama.cpp makes of rows that are no whole blocks of 256 (`llama-quant.cpp`, `tensor_type_fallback`).
+FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+
+def with_fallback(name: str, columns: int) -> Kind:
+    """The kind that floats are quantized into: `fitting`, or where its blocks are too long for the rows one of 32."""
+    form = fitting(name, columns)
+    return form if columns % form.block == 0 else fitting(FALLBACKS.get(name, name), columns)
 
 
 def fitting(name: str, columns: int) -> Kind:

@@ -19,7 +19,7 @@ from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.layers import PRODUCT, project
 from llama_jax.ops.platform import is_divided, lowering_device_kind, lowering_platform
-from llama_jax.ops.weights.kinds import KINDS, fitting
+from llama_jax.ops.weights.kinds import KINDS, with_fallback
 from llama_jax.ops.weights.order import TILES, arranged, in_runs, take
 from llama_jax.ops.weights.planes import FP8, INT4, Kind, Plane, halves, unpacked
 
@@ -134,7 +134,7 @@ def quantized(matrix: Any, kind: str) -> QuantizedWeight:
     Args:
       kind: one that has an `encode`, of whose block D is a multiple; of one with several groups the largest is taken.
     """
-    form = fitting(kind, columns_on_each(matrix.shape, getattr(matrix, "sharding", None)))
+    form = with_fallback(kind, columns_on_each(matrix.shape, getattr(matrix, "sharding", None)))
     assert form.encode is not None
     places = shardings_of_planes(form, getattr(matrix, "sharding", None), matrix.ndim)
     found = form.encode(np.asarray(matrix, np.float32))

@@ -1,0 +1,167 @@
+"""Scaling the channels of a model before it is quantized, by what its own activations make of the errors.
+
+AWQ (Lin et al. 2023, section 3.2): where inputs of a matrix are large, errors of its weights count more. The weights of such
+channels are multiplied by a factor, and what comes before is divided by it, so that the model computes the same, while the
+rounding errors of these channels become smaller by about that factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from llama_jax.config import LlamaConfig
+from llama_jax.errors import ConfigError
+from llama_jax.model.forward import forward
+from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
+from llama_jax.model.params import Attention, Block, Llama
+from llama_jax.ops.layers import project
+from llama_jax.ops.weights import with_fallback
+
+EXPONENTS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75)  # of the mean size of a channel: the factors that are tried
+AT_ONCE = 1 << 16  # numbers that are quantized at a time, in a processor's cache
+ROWS = 512  # inputs of each matrix, on which errors are measured
+Progress = Callable[[Sequence[int]], Iterable[int]]
+
+
+class _Recorded(struct.PyTreeNode):
+    """A matrix that notes some rows of what it is multiplied by."""
+
+    matrix: Any
+    inputs: list[np.ndarray] = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.matrix.dtype
+
+    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        jax.debug.callback(self._note, rows[:: -(-len(rows) // ROWS)].astype(jnp.float32))
+        return project(x, self.matrix, out_dtype=out_dtype)
+
+    def _note(self, rows: Any) -> None:
+        self.inputs.append(np.asarray(rows))
+
+
+def scale_channels(
+    config: LlamaConfig, params: Llama, tokens: np.ndarray, kind: str, *, progress: Progress | None = None
+) -> Llama:
+    """The same model with channels scaled for a kind, into which its matrices are then quantized as any others.
+
+    Args:
+      params: floats, with a block for each layer.
+      tokens: int32[B, T], a text like those that the model is for; a thousand tokens are enough.
+      kind: see `trees.quantize`.
+      progress: wraps the sequence of layers.
+
+    Raises:
+      ConfigError: a model with experts, or parameters that are stacked or quantized; a kind that cannot be made.
+    """
+    if kind not in MIXTURES:
+        raise ConfigError(f"kind={kind!r} is not one of {', '.join(MIXTURES)}")
+    if config.experts:
+        raise ConfigError(f"a model with experts={config.experts} has no channels that are scaled for one matrix alone")
+    if not isinstance(params.blocks, tuple) or any(hasattr(leaf, "planes") for leaf in _leaves(params)):
+        raise ConfigError("channels are scaled of floats with a block for each layer: load with a dtype, or unstack")
+    recorded, blocks = [_recorded(block) for block in params.blocks], []
+    forward(config, params.replace(blocks=tuple(recorded)), jnp.asarray(tokens))
+    jax.effects_barrier()
+    layers = range(config.n_layers)
+    for i in progress(layers) if progress else layers:
+        quantized = lambda path, matrix, i=i: _quantized(matrix, kinds_of_parameter(path, kind, i, config.n_layers))
+        blocks.append(_scaled(config, params.blocks[i], recorded[i], quantized))
+    return params.replace(blocks=tuple(blocks))
+
+
+def _leaves(params: Llama) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=lambda leaf: hasattr(leaf, "project"))
+
+
+def _recorded(block: Block) -> Block:
+    attention, ffn = block.attention, block.feed_forward
+    note = lambda matrix: _Recorded(matrix, [])
+    return block.replace(
+        attention=attention.replace(qkv=note(attention.qkv), out=note(attention.out)),
+        feed_forward=ffn.replace(gate=note(ffn.gate), down=note(ffn.down)),
+    )
+
+
+def _scaled(config: LlamaConfig, block: Block, recorded: Block, quantized: Callable[[str, np.ndarray], np.ndarray]) -> Block:
+    """A layer, its matrices from the last to the first: those before `out` and `down` get other rows."""
+    attention, ffn = block.attention, block.feed_forward
+    heads = (config.n_kv_heads, config.queries_per_kv_head, config.head_dim)
+    inputs = recorded.attention.out.inputs[0]
+    # The queries of a group share their values, and so the factors.
+    shared = lambda sizes: np.broadcast_to(sizes.reshape(heads).mean(1, keepdims=True), heads).reshape(-1)
+    factors = _best(inputs, {"blocks.attention.out": attention.out}, quantized, shared)
+    attention = _attention_with(attention, factors.reshape(heads)[:, 0])
+    factors = _best(recorded.feed_forward.down.inputs[0], {"blocks.feed_forward.down": ffn.down}, quantized)
+    ffn = ffn.replace(up=ffn.up / factors[:, None], down=ffn.down * factors)
+    offset, norms = config.norm_offset, {}
+    if block.attention_norm is not None:
+        factors = _best(recorded.attention.qkv.inputs[0], {"blocks.attention.qkv": attention.qkv}, quantized)
+        attention = attention.replace(qkv=attention.qkv * factors)
+        norms["attention_norm"] = (block.attention_norm + offset) / factors - offset
+    if block.ffn_norm is not None:
+        both = {"blocks.feed_forward.gate": ffn.gate, "blocks.feed_forward.up": ffn.up}
+        factors = _best(recorded.feed_forward.gate.inputs[0], both, quantized)
+        ffn = ffn.replace(gate=ffn.gate * factors, up=ffn.up * factors)
+        norms["ffn_norm"] = (block.ffn_norm + offset) / factors - offset
+    return block.replace(attention=attention, feed_forward=ffn, **norms)
+
+
+def _attention_with(attention: Attention, factors: np.ndarray) -> Attention:
+    """Values divided by factors [K, H], and `out` multiplied by them."""
+    groups = attention.qkv.shape[1] - 2
+    of_rows = np.ones(attention.qkv.shape[:-1], np.float32)
+    of_rows[:, -1] = factors
+    of_out = np.repeat(factors[:, None], groups, 1).reshape(-1)
+    bias = None if attention.qkv_bias is None else attention.qkv_bias / of_rows
+    return attention.replace(qkv=attention.qkv / of_rows[..., None], qkv_bias=bias, out=attention.out * of_out)
+
+
+def _best(
+    inputs: np.ndarray,
+    matrices: dict[str, Any],
+    quantized: Callable[[str, np.ndarray], np.ndarray],
+    shared: Callable[[np.ndarray], np.ndarray] = lambda sizes: sizes,
+) -> np.ndarray:
+    """The factors for the columns of matrices, by path, with which they are least wrong on their inputs: float32[D]."""
+    sizes = np.maximum(shared(np.abs(inputs).mean(0)), 1e-6)
+    arrays = {path: np.asarray(matrix, np.float32) for path, matrix in matrices.items()}
+    best, least = np.ones_like(sizes), np.inf
+    for exponent in EXPONENTS:
+        factors = sizes**exponent
+        factors = (factors / np.sqrt(factors.max() * factors.min())).astype(np.float32)
+        error = 0.0
+        for path, matrix in arrays.items():
+            wrong = quantized(path, matrix * factors) / factors - matrix
+            error += float(np.square(inputs @ wrong.reshape(-1, len(factors)).T).sum())
+        if error < least:
+            best, least = factors, error
+    return best
+
+
+def _quantized(matrix: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
+    """The numbers that a matrix is quantized to, its parts [K, width, H, D] side by side in kinds of their own."""
+    ends = [matrix.shape[1] - i for i in range(len(kinds) - 1, 0, -1)] if len(kinds) > 1 else []
+    parts = np.split(matrix, ends, axis=1) if ends else [matrix]
+    found = []
+    for part, kind in zip(parts, kinds, strict=True):
+        form = with_fallback(kind, part.shape[-1])
+        if form.encode is None or part.shape[-1] % form.block:
+            raise ConfigError(f"rows of {part.shape[-1]} numbers are no whole blocks of {kind}, which have {form.block}")
+        rows = part.reshape(-1, part.shape[-1])
+        step = max(1, AT_ONCE // rows.shape[-1])
+        runs = [form.decode(*form.encode(rows[i : i + step])) for i in range(0, len(rows), step)]
+        found.append(np.concatenate(runs, dtype=np.float32).reshape(part.shape))
+    return np.concatenate(found, axis=1) if ends else found[0]
