@@ -250,7 +250,7 @@ def write_file(
         settings = {f"{architecture}.{key}": value for key, value in own.settings(c).items()}
         vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
         for key, value in (rope | settings | vocabulary).items():
-            writer.add_key_value(key, value, *_gguf_types(value))
+            writer.add_key_value(key, _raw(value), *_gguf_types(value))
 
         for name, factors in rope_tensors.items():
             writer.add_tensor_info(name, factors.shape, factors.dtype, factors.nbytes)
@@ -277,6 +277,13 @@ def write_file(
                 writer.write_tensor_data(piece.whole(FLOATS[stored]).view(np.uint8))
     finally:
         writer.close()
+
+
+def _raw(value: Any) -> Any:
+    """The bytes of texts as they were read (`Header.string`)."""
+    if isinstance(value, list):
+        return [_raw(each) for each in value]
+    return value.encode(errors="surrogateescape") if isinstance(value, str) else value
 
 
 def _gguf_types(value: Any) -> tuple[Any, Any]:

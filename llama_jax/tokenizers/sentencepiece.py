@@ -22,6 +22,7 @@ from llama_jax.tokenizers.base import (
 from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
 
 
 class EntryKind(IntEnum):
@@ -61,6 +62,7 @@ class SentencePieceTokenizer(EncodesParts):
         settings: Settings = Settings(),
         entries: Sequence[Entry] | None = None,
         swallowing: Iterable[int] = (),
+        aliases: Sequence[int] = (),
     ) -> None:
         """Read the serialised model (the content of a ``.model`` file) that was found at `where`.
 
@@ -68,6 +70,7 @@ class SentencePieceTokenizer(EncodesParts):
           entries: what the tokens are, where that is not what the model says. User-defined ones are found in a text before
             the model encodes what is between them.
           swallowing: tokens that take away the white space after them.
+          aliases: the ids that the model's pieces after `entries` stand for.
 
         Raises:
           TokenizerError: a damaged model, or added tokens that do not follow its pieces.
@@ -83,13 +86,15 @@ class SentencePieceTokenizer(EncodesParts):
                 self._processor.LoadFromSerializedProto(model + write_pieces(added))
             if self._processor.GetPieceSize() < 1:
                 raise RuntimeError("it has no pieces")
-            self.vocab_size: int = self._processor.GetPieceSize()
+            self.vocab_size: int = self._processor.GetPieceSize() - len(aliases)
             self._entries = self._read_entries(added) if entries is None else list(entries)
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
         self._bytes = [_bytes_of(entry) for entry in self._entries]
         self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN)
         self._user_defined = {} if entries is None else self._named(EntryKind.USER_DEFINED)
         self._swallowing = frozenset(swallowing)
+        self._aliases = list(aliases)
+        self._own_model = entries is None  # whose kinds are those of the entries
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
@@ -105,7 +110,7 @@ class SentencePieceTokenizer(EncodesParts):
                 if ids and ids[-1] in self._swallowing:
                     part = part.lstrip(" \t\n\v\f\r")
                 check_text(part)
-                ids += self._processor.EncodeAsIds(part)
+                ids += self._without_aliases(self._processor.EncodeAsIds(part))
             else:
                 ids.append(part)
         return ids
@@ -121,7 +126,11 @@ class SentencePieceTokenizer(EncodesParts):
             return super().encode_batch(texts)
         for text in texts:
             check_text(text)
-        return self._processor.EncodeAsIds(list(texts), num_threads=1)
+        return [self._without_aliases(ids) for ids in self._processor.EncodeAsIds(list(texts), num_threads=1)]
+
+    def _without_aliases(self, ids: list[int]) -> list[int]:
+        size = self.vocab_size
+        return [i if i < size else self._aliases[i - size] for i in ids] if self._aliases else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, without a leading space: to continue a prompt, decode both together."""
@@ -134,8 +143,24 @@ class SentencePieceTokenizer(EncodesParts):
 
     def save(self, folder: Path) -> None:
         """Write the model as ``tokenizer.model``, added tokens included, and the settings beside it."""
-        (folder / "tokenizer.model").write_bytes(self._processor.serialized_model_proto())
+        content = self._processor.serialized_model_proto() if self._own_model else self._strict_model()
+        (folder / "tokenizer.model").write_bytes(content)
         write_settings(folder, self, "LlamaTokenizer")
+
+    def _strict_model(self) -> bytes:
+        """A model with the entries as the format has them: one unknown token, and all 256 bytes or none."""
+        unknown = [*range(self.vocab_size), *self._aliases][self._processor.unk_id()]
+        all_bytes = {entry.text for entry in self._entries}.issuperset(BYTES)
+        kinds = {kind: kind for kind in EntryKind}
+        kinds |= {EntryKind.UNKNOWN: EntryKind.CONTROL, EntryKind.UNUSED: EntryKind.NORMAL}
+        pieces = []
+        for i, (text, score, kind) in enumerate(self._entries):
+            kind = EntryKind.UNKNOWN if i == unknown else kinds[kind]
+            if text in BYTES:
+                kind = EntryKind.BYTE if all_bytes else EntryKind.CONTROL
+            pieces.append(Entry(valid_text(text, i), score, kind))
+        bos, eos = (self._entries[i].text if i >= 0 else "" for i in (self.bos_id, self.eos_id))
+        return write_model(pieces, bos=bos, eos=eos, space_prefix=self.space_prefix)
 
     def pieces(self) -> list[Entry]:
         """All entries of the vocabulary by id."""
@@ -160,6 +185,12 @@ class SentencePieceTokenizer(EncodesParts):
         return {entry.text: i for i, entry in enumerate(self._entries) if entry.kind in kinds}
 
 
+def valid_text(text: str, token: int) -> str:
+    """The text of a token, in UTF-8 where its bytes are none; such a token is in no text."""
+    valid = text.encode(errors="surrogateescape").decode(errors="replace")
+    return text if valid == text else f"{valid}[{token}]"
+
+
 def _bytes_of(entry: Entry) -> bytes:
     if entry.kind == EntryKind.CONTROL:
         return b""
@@ -167,7 +198,9 @@ def _bytes_of(entry: Entry) -> bytes:
         return " \N{DOUBLE QUESTION MARK} ".encode()  # what SentencePiece itself decodes it to
     if entry.kind == EntryKind.BYTE:
         return bytes([int(entry.text[1:-1], 16)])  # "<0x0A>"
-    return (entry.text if entry.kind == EntryKind.USER_DEFINED else entry.text.replace(SPACE, " ")).encode()
+    return (entry.text if entry.kind == EntryKind.USER_DEFINED else entry.text.replace(SPACE, " ")).encode(
+        errors="surrogateescape"
+    )
 
 
 def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:
@@ -228,4 +261,4 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 
 def _text(field: int, value: str) -> bytes:
-    return _bytes(field, value.encode())
+    return _bytes(field, value.encode(errors="surrogateescape"))

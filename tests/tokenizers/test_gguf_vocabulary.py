@@ -110,7 +110,6 @@ def test_what_cannot_be_read_is_named(fields, change, message):
     ("change", "message"),
     [
         (lambda f: f["tokenizer.ggml.token_type"].__setitem__(9, 17), "token_type=17 must be one of"),
-        (lambda f: f["tokenizer.ggml.tokens"].__setitem__(9, "\udcff"), "holds no whole SentencePiece vocabulary"),
         (lambda f: f.update({"tokenizer.chat_template": 3}), "chat_template=3 must be a text"),
     ],
 )
@@ -261,6 +260,45 @@ def test_two_tokens_of_one_text(fields):
     tokenizer = from_metadata(with_tokens(fields, ("▁once", EntryKind.NORMAL), ("<unk>", EntryKind.UNKNOWN)), "x.gguf")
     assert tokenizer.encode("once", bos=False) == [tokenizer.vocab_size - 2] != once
     assert to_metadata(tokenizer)["tokenizer.ggml.tokens"][-2:] == ["▁once", "<unk>"]
+
+
+def test_bytes_are_found_by_their_texts(fields, tmp_path):
+    encode = lambda tokenizer, text: tokenizer.encode(text, bos=False)
+    line, clef = 3 + 0x0A, [3 + byte for byte in "𝄞".encode()]
+    plain = encode(from_metadata(fields, "x.gguf"), "once\n𝄞")
+    assert plain[-5:] == [line, *clef]
+    ended = from_metadata(fields | {"tokenizer.ggml.eos_token_id": line}, "x.gguf")
+    assert ended.eos_id == line
+    assert encode(ended, "once\n𝄞") == plain
+    (folder := tmp_path / "saved").mkdir()
+    ended.save(folder)
+    assert encode(load_tokenizer(folder), "once\n𝄞") == plain
+    fields["tokenizer.ggml.tokens"][line] = "<gone>"
+    assert encode(from_metadata(fields, "x.gguf"), "once\n𝄞") == [*plain[:-5], 0, *clef]  # the unknown token
+
+
+@pytest.mark.parametrize("kind", [EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.UNUSED])
+def test_merges_lead_to_tokens_of_any_kind(fields, kind):
+    tokens = fields["tokenizer.ggml.tokens"]
+    plain = from_metadata(fields, "x.gguf").encode("once upon a", bos=False)
+    assert [tokens[i] for i in plain] == ["▁once", "▁upon", "▁a"]
+    for token in plain:
+        fields["tokenizer.ggml.token_type"][token] = int(kind)
+    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
+    fields["tokenizer.ggml.unknown_token_id"] = plain[0]
+    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
+
+
+def test_tokens_that_are_no_utf_8(fields, tmp_path):
+    """As files are read, such bytes are lone surrogates."""
+    plain = from_metadata(fields, "x.gguf").encode("once upon")
+    fields = with_tokens(fields, ("\udce3\udc81", EntryKind.NORMAL))
+    tokenizer = from_metadata(fields, "x.gguf")
+    assert tokenizer.encode("once upon") == plain
+    assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b"\xe3\x81"
+    assert load_tokenizer(vocabularies.write_gguf(tmp_path / "x.gguf", to_metadata(tokenizer))).encode("once upon") == plain
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path / "tokenizer.model").encode("once upon") == plain
 
 
 def test_fields_that_are_left_out(fields):
