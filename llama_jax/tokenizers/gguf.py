@@ -14,7 +14,7 @@ from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import ENDS, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
-from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, write_model
+from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
 from llama_jax.tokenizers.settings import Settings
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
 
@@ -241,7 +241,8 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
     if name not in PRE_TOKENIZERS:
         raise TokenizerError(f"{reader.where}: tokenizer.ggml.pre={shown(name)} is not known; {REMEDY}")
     pre = PRE_TOKENIZERS[name]
-    tokens = reader.tokens()
+    texts = reader.tokens()
+    tokens = texts if is_utf_8("".join(texts)) else [valid_text(text, i) for i, text in enumerate(texts)]
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise TokenizerError(f"{reader.where}: tokenizer.ggml.tokens has a token twice; copy the file again")
@@ -250,14 +251,21 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
     if name in ALWAYS_BOS:
         settings = replace(settings, add_bos=True)
     swallowing = reader.swallowing(tokens, kinds)
-    # A byte that no token is becomes nothing, but what is on both sides of it does not merge.
-    missing = [character for character in CHARACTER_BYTES if pre.spells_bytes and character not in ids]
-    beyond = {character: len(tokens) + i for i, character in enumerate(missing)}
+    pairs = _pairs(reader, required=name not in NO_MERGES)
+    # What merges make and no token is becomes the tokens of its bytes, as in llama.cpp. So does a byte that no token is: it
+    # becomes nothing, but what is on both sides of it does not merge.
+    made = {text for left, right in pairs for text in (left, right, left + right) if text not in ids}
+    missing = sorted(made.union(CHARACTER_BYTES if pre.spells_bytes else ()).difference(ids))
+    byte_name = one_byte if pre.spells_bytes else list(BYTES).__getitem__
+    found_as = {text: i for i, text in enumerate(texts)}
+    spelled = [[found_as[name] for name in map(byte_name, text.encode()) if name in found_as] for text in missing]
+    odd = {i: b"" for i, token in enumerate(texts) if token != tokens[i]}
+    beyond = {text: len(tokens) + i for i, text in enumerate(missing)}
     with library_errors(f"{reader.where} holds no whole BPE vocabulary"):
         library = Library(
             models.BPE(
                 vocab=ids | beyond,
-                merges=_pairs(reader, required=name not in NO_MERGES),
+                merges=pairs,
                 ignore_merges=pre.ignore_merges,
                 byte_fallback=not pre.spells_bytes,
             )
@@ -289,13 +297,14 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
         library.post_processor = processors.TemplateProcessing(
             single=[*begin, "$A", *end], special_tokens=[(token, ids[token]) for token in {*begin, *end}]
         )
-    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, len(tokens))
+    user_defined = {tokens[i]: i for i, kind in enumerate(kinds) if kind == EntryKind.USER_DEFINED}
+    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, user_defined, spelled, odd)
     found.stop_ids = settings.stop_ids
     return found
 
 
 def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
-    """The merges; of equal ones the first counts."""
+    """The merges of texts; of equal ones the first counts."""
     if not required and "tokenizer.ggml.merges" not in reader.fields:
         return []
     found: dict[tuple[str, str], None] = {}
@@ -304,7 +313,18 @@ def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
         if middle < 0:
             raise reader.error("merges", merge, "two tokens with a space between them")
         found[merge[:middle], merge[middle + 1 :]] = None
-    return list(found)
+    if is_utf_8("".join(map("".join, found))):
+        return list(found)
+    return [pair for pair in found if is_utf_8("".join(pair))]
+
+
+def is_utf_8(text: str) -> bool:
+    """Whether it has no lone surrogates, as which other bytes are read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from llama_jax.tokenizers.base import (
     decode_bytes,
     ending_ids,
     library_errors,
+    order_matters,
     special_pattern,
+    split_longest,
 )
 from llama_jax.tokenizers.settings import Settings, write_settings
 
@@ -90,13 +92,18 @@ class HuggingFaceTokenizer(EncodesParts):
         where: str,
         settings: Settings = Settings(),
         special_tokens: Mapping[str, int] | None = None,
-        vocab_size: int | None = None,
+        user_defined: Mapping[str, int] | None = None,
+        spelled: Sequence[Sequence[int]] = (),
+        odd: Mapping[int, bytes] | None = None,
     ) -> None:
         """Take over a tokenizer of the library, found at `where`: this changes it.
 
         Args:
           special_tokens: their ids by their names; by default those that the library and the settings call so.
-          vocab_size: V, where the library's vocabulary is larger: what is beyond becomes nothing in a text.
+          user_defined: tokens of which the longest is taken first, wherever in a text it is; the library goes from left to
+            right.
+          spelled: the ids that those of the library beyond V stand for.
+          odd: bytes of tokens whose texts in the library do not say them.
 
         Raises:
           TokenizerError: a decoder of another family.
@@ -116,17 +123,19 @@ class HuggingFaceTokenizer(EncodesParts):
             library.no_truncation()
             library.no_padding()
             whole = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-            self.vocab_size = whole if vocab_size is None else vocab_size
-            self._beyond = whole > self.vocab_size
+            self.vocab_size = whole - len(spelled)
+            self._beyond = spelled
             self.bos_id = _id_of(library, settings.bos_token, USUAL_BOS, special)
             self.eos_id = _id_of(library, settings.eos_token, USUAL_EOS, special)
             self.add_bos, self.add_eos = _adds(library, settings, self.bos_id, self.eos_id)
         self._library = library
         self._where = where
-        self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
+        self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()} | dict(odd or {})
         self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
         self._pattern = special_pattern([*self.special_tokens, MARK])
+        hidden = any(self._pattern.search(name) for name in user_defined or ())
+        self._user_defined = user_defined if user_defined and (hidden or order_matters(user_defined)) else {}
         self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
         self.stop_ids = ending_ids(self.bos_id if self.add_bos else -1, self.eos_id, self.special_tokens, settings.stop_ids)
         self.chat_template = settings.chat_template
@@ -178,14 +187,26 @@ class HuggingFaceTokenizer(EncodesParts):
         own = self._own_normalizer
         whole = json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
         if self._beyond:
-            vocabulary = whole["model"]["vocab"]
-            whole["model"]["vocab"] = {token: i for token, i in vocabulary.items() if i < self.vocab_size}
+            model = whole["model"]
+            model["vocab"] = vocabulary = {token: i for token, i in model["vocab"].items() if i < self.vocab_size}
+            model["merges"] = [[a, b] for a, b in model["merges"] if {a, b, a + b} <= vocabulary.keys()]
         return whole
 
     def _within(self, ids: list[int]) -> list[int]:
-        return [i for i in ids if i < self.vocab_size] if self._beyond else ids
+        if not self._beyond:
+            return ids
+        size = self.vocab_size
+        return [each for i in ids for each in ((i,) if i < size else self._beyond[i - size])]
 
     def _as_text(self, text: str) -> str:
+        """The text as the library is given it: special tokens in it are text."""
+        if not self._user_defined:
+            return self._masked(text)
+        names = {i: name for name, i in self._user_defined.items()}
+        parts = split_longest(text, self._user_defined)
+        return MARK.join(self._masked(part) if isinstance(part, str) else names[part] for part in parts)
+
+    def _masked(self, text: str) -> str:
         if not any(first in text for first in self._first):  # known ten times sooner than by the pattern
             return text
         return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)

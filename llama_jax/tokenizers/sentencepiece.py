@@ -17,6 +17,8 @@ from llama_jax.tokenizers.base import (
     decode_bytes,
     ending_ids,
     library_errors,
+    order_matters,
+    split_longest,
     split_special,
 )
 from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
@@ -92,6 +94,7 @@ class SentencePieceTokenizer(EncodesParts):
         self._bytes = [_bytes_of(entry) for entry in self._entries]
         self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN)
         self._user_defined = {} if entries is None else self._named(EntryKind.USER_DEFINED)
+        self._split = split_longest if order_matters(self._user_defined) else split_special
         self._swallowing = frozenset(swallowing)
         self._aliases = list(aliases)
         self._own_model = entries is None  # whose kinds are those of the entries
@@ -118,7 +121,7 @@ class SentencePieceTokenizer(EncodesParts):
     def _divided(self, parts: Sequence[Part]) -> Iterator[Part]:
         """The parts with user-defined tokens found."""
         for part in parts:
-            yield from split_special(part, self._user_defined) if isinstance(part, str) and self._user_defined else [part]
+            yield from self._split(part, self._user_defined) if isinstance(part, str) and self._user_defined else [part]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, by this thread alone."""

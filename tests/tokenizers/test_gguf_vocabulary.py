@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
-from llama_jax.tokenizers.base import ENDS
+from llama_jax.tokenizers.base import ENDS, order_matters, split_longest, split_special
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import from_json
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
@@ -90,7 +90,6 @@ def test_bos_and_eos_are_special_whatever_their_type(fields):
         ({"model": "gpt2", "pre": "mine"}, "pre='mine' is not known; pass the .* .--tokenizer tokenizer.json.$"),
         ({"model": "gpt2", "pre": "llama-bpe"}, "merges=None must be a list"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": ["abc"]}, "merges='abc' must be two tokens"),
-        ({"model": "gpt2", "pre": "llama-bpe", "merges": ["zz yy"]}, "holds no whole BPE vocabulary"),
         ({"tokens": None}, "tokens=None must be a list"),
         ({"tokens": ["a", 1]}, "tokens=1 must be a list of str"),
         ({"scores": [0.5]}, "scores has 1 entries for"),
@@ -299,6 +298,39 @@ def test_tokens_that_are_no_utf_8(fields, tmp_path):
     assert load_tokenizer(vocabularies.write_gguf(tmp_path / "x.gguf", to_metadata(tokenizer))).encode("once upon") == plain
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path / "tokenizer.model").encode("once upon") == plain
+
+
+def test_merges_to_what_is_no_token(pairs, tmp_path):
+    fields = to_metadata(pairs["ranks"][0])
+    tokens, plain = fields["tokenizer.ggml.tokens"], pairs["ranks"][0].encode(" upon a time", bos=False)
+    assert [tokens[i] for i in plain] == ["Ġupon", "Ġa", "Ġtime"]
+    for text in ("", "<gone>", "\udce3\udc81"):
+        tokens[plain[1]] = text
+        tokenizer = from_metadata(fields, "x.gguf")
+        # Its characters' tokens; that of the space is two bytes, of which none is a token.
+        assert tokenizer.encode(" upon a time", bos=False) == [plain[0], tokens.index("a"), plain[2]]
+        assert tokenizer.vocab_size == len(tokens)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.description()))
+        assert load_tokenizer(tmp_path).encode(" upon", bos=False) == plain[:1]
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
+def test_of_user_defined_tokens_that_overlap_the_longest_is_taken(pairs, kind):
+    added = [("<ab", EntryKind.USER_DEFINED), ("b><c>", EntryKind.USER_DEFINED), ("<|x|>\n", EntryKind.USER_DEFINED)]
+    fields = with_tokens(to_metadata(pairs[kind][0]), *added, ("<|x|>", EntryKind.CONTROL))
+    tokenizer, size = from_metadata(fields, "x.gguf"), len(fields["tokenizer.ggml.tokens"])
+    encode = lambda text: tokenizer.encode(text, bos=False)
+    assert encode("once<ab><c>") == [*encode("once<a"), size - 3]
+    assert encode("<ab>")[0] == size - 4
+    assert encode("once<|x|>\n") == [*encode("once"), size - 2]
+    assert tokenizer.encode_batch(["<ab><c>", "<ab"]) == [[*encode("<a"), size - 3], [size - 4]]
+
+
+@given(names=st.sets(st.text("ab", min_size=1, max_size=4), max_size=4), text=st.text("ab", max_size=12))
+def test_order_matters_where_texts_are_cut_otherwise(names, text):
+    tokens = {name: i for i, name in enumerate(sorted(names))}
+    if not order_matters(names) and len({len(name) for name in names}) == len(names):
+        assert split_longest(text, tokens) == split_special(text, tokens)
 
 
 def test_fields_that_are_left_out(fields):

@@ -184,6 +184,17 @@ def test_odd_sentencepiece(fields, tokens, kinds, tmp_path):
     check_ids(path, ["see the\ncat カ\u0378", *vocabularies.slices(50), *vocabularies.random_texts(100)])
 
 
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe"])
+def test_odd_bpe(pre, tmp_path):
+    fields = fields_of("gpt-2") | {"tokenizer.ggml.pre": pre}
+    for text, new in (("Ġthe", "<gone>"), ("Ġcat", ""), ("ing", "\udce3\udc81"), ("Ġof", "<ab"), ("Ġto", "b><c>")):
+        token = fields["tokenizer.ggml.tokens"].index(text)
+        fields["tokenizer.ggml.tokens"][token] = new
+        fields["tokenizer.ggml.token_type"][token] = int(USER if "b" in new else NORMAL)
+    path = vocabularies.write_gguf(tmp_path / "x.gguf", fields)
+    check_ids(path, ["see them the cat, singing <ab><c>", *vocabularies.slices(50), *vocabularies.random_texts(100)])
+
+
 def check_ids(path, texts):
     """Ids alone are llama.cpp's."""
     tokenizer, peer = load_tokenizer(path), opened(path)
