@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,13 +30,15 @@ from llama_jax.ops.weights import KINDS as PLANES
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location, StoredPath, locate
-from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers import Tokenizer, load_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
 from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
 Kind = Literal["float32", "bfloat16", "float16", "q8_0", "q4_0"]
 FOLDERS = ("safetensors", "orbax")
 KINDS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
+_log = logging.getLogger(__name__)
 WritingProgress = Callable[[list[WrittenTensor]], Iterable[WrittenTensor]]
 
 
@@ -69,11 +73,7 @@ def save(
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
-            " give the model's own"
-        )
+    _check_vocabulary(tokenizer, config)
     _check_leaves(params)
     params = unfit(config, params)
     if format != "orbax":
@@ -92,6 +92,7 @@ def convert(
     format: Format | None = None,
     dtype: Kind | None = None,
     quantize: Quantization | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
@@ -105,6 +106,7 @@ def convert(
     "orbax" alone, see `load`.
 
     Args:
+      tokenizer: a vocabulary's file or folder, written in place of the source's.
       base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
     """
     format = format_of(path) if format is None else format
@@ -113,6 +115,10 @@ def convert(
         if format not in ("safetensors", "gguf") or dtype in ("q8_0", "q4_0") or quantize is not None:
             raise CheckpointError(
                 f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
+            )
+        if tokenizer is not None:
+            raise CheckpointError(
+                f"tokenizer={os.fspath(tokenizer)!r} is for a model, and {source} is an adapter; leave it out"
             )
         if (format == "gguf") != (Path(path).suffix.lower() == ".gguf"):
             raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf, and for PEFT a folder")
@@ -126,12 +132,17 @@ def convert(
         )
     check_quantize(quantize)
     opened = open_checkpoint(source)
+    if tokenizer is not None:
+        given = load_tokenizer(tokenizer)
+        _check_vocabulary(given, opened.config)
+        warn_if_small(given, opened.config.vocab_size, tokenizer)
+        opened = replace(opened, tokenizer=lambda: given)
     if not isinstance(opened, store.Stored) and format != "orbax":
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
-    config, params, tokenizer = load(source, quantize=quantize)
-    save(path, config, params, tokenizer, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
+    found = load(source, quantize=quantize, tokenizer=tokenizer)
+    save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
 
 
 def about_blocks(
@@ -210,6 +221,8 @@ def _write(
         for each in written:
             remove(each)
         raise
+    if format == "gguf" and tokenizer is None:
+        _log.warning("%s has no vocabulary, so that llama.cpp does not open it; set one as tokenizer (--tokenizer)", path)
 
 
 def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:
@@ -228,6 +241,14 @@ def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> 
         raise CheckpointError(f"dtype={dtype!r} is a type of GGUF; choose format='gguf', or another dtype")
     if format == "llama2c" and dtype not in (None, "float32"):
         raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, config: LlamaConfig) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
+            " give the model's own"
+        )
 
 
 def _check_leaves(params: Llama) -> None:

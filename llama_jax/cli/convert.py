@@ -39,6 +39,8 @@ class Convert:
     other format. q8_0 and q4_0 are for gguf alone."""
     quantize: QUANTIZE = "none"
     """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
+    tokenizer: ModelPath | None = None
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the source's."""
     base: ModelPath | None = None
     """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
     overwrite: bool = False
@@ -63,6 +65,7 @@ class Convert:
                 format=format,
                 dtype=dtype,
                 quantize=None if self.quantize == "none" else self.quantize,
+                tokenizer=self.tokenizer,
                 base=self.base,
                 overwrite=self.overwrite,
                 progress=bar,

@@ -18,7 +18,7 @@ from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, Sentence
 from llama_jax.tokenizers.settings import Settings
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
 
-REMEDY = "pass the model's own tokenizer.json (--tokenizer tokenizer.json)"
+REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
 LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # in a text, before it is cut
 NEVER = "\ufdd0<unk>\ufdd1"  # in no text
 PADDING = "[PAD{}]"  # what llama.cpp's converter calls an id without a token
