@@ -73,6 +73,8 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
 
     with library_errors(f"{where} is not a whole tokenizer.json"):
         library = tokenizers.Tokenizer.from_buffer(content)
+        _add_tokens(library, settings)
+        _set_prefix(library, settings.add_prefix_space)
         ids = library.get_vocab(with_added_tokens=True).values()
     # Gaps are few in use. The library goes through all of them when it writes, and dies where memory does not last.
     if max(ids, default=0) > 2 * len(ids) + MOST_UNUSED:
@@ -228,6 +230,38 @@ def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int)
     text, put = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
     begin = next(i for i in range(len(put) + 1) if put[i : i + len(text)] == text)
     return bos in put[:begin], eos in put[begin + len(text) :]
+
+
+def _add_tokens(library: tokenizers.Tokenizer, settings: Settings) -> None:
+    """Add the tokens that only the files beside it have, in transformers' order; those that are there stay as they are."""
+    from tokenizers import AddedToken
+
+    library.add_tokens(
+        [
+            AddedToken(
+                token.text,
+                special=token.special,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+                normalized=token.normalized,
+            )
+            for token in settings.added_tokens
+        ]
+        + [AddedToken(text, special=True, normalized=False) for text in settings.extra_tokens]
+    )
+
+
+def _set_prefix(library: tokenizers.Tokenizer, add: bool | None) -> None:
+    """Begin texts with a space or not, where the settings say so of a vocabulary with U+2581."""
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    if add is None or isinstance(library.decoder, decoders.ByteLevel):
+        return
+    library.normalizer = normalizers.Sequence([])
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if add else "never", split=False)
+    strip = [decoders.Strip(" ", 1, 0)] if add else []
+    library.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
 
 
 def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, int]]:

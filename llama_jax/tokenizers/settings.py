@@ -21,6 +21,10 @@ class AddedToken(NamedTuple):
     text: str
     id: int
     special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Settings:
       add_bos, add_eos: whether a text begins with the one and ends with the other.
       chat_template: the chat format in Jinja.
       added_tokens: tokens that follow the vocabulary's own.
+      extra_tokens: texts of further special tokens, which a ``tokenizer.json`` need not have.
+      add_prefix_space: whether a text begins with a space, which Llama's class of transformers decides by this alone.
     """
 
     bos_token: str | None = None
@@ -42,6 +48,8 @@ class Settings:
     add_eos: bool | None = None
     chat_template: str | None = None
     added_tokens: tuple[AddedToken, ...] = ()
+    extra_tokens: tuple[str, ...] = ()
+    add_prefix_space: bool | None = None
 
 
 def read_settings(folder: Location) -> Settings:
@@ -61,6 +69,7 @@ def read_settings(folder: Location) -> Settings:
     where = str(folder)
     own = folder / "chat_template.jinja"
     template = read_text(own, TokenizerError) if own.is_file() else _template(where, config.get("chat_template"))
+    is_llamas = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
     return Settings(
         bos_token=_token_text(where, "bos_token", names.get("bos_token")),
         eos_token=_token_text(where, "eos_token", names.get("eos_token")),
@@ -69,6 +78,8 @@ def read_settings(folder: Location) -> Settings:
         add_eos=_flag(where, "add_eos_token", config.get("add_eos_token")),
         chat_template=template,
         added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
+        extra_tokens=_extra_tokens(where, names),
+        add_prefix_space=_flag(where, "add_prefix_space", config.get("add_prefix_space")) if is_llamas else None,
     )
 
 
@@ -128,12 +139,26 @@ def _template(where: str, value: Any) -> str | None:
     raise _wrong(where, "chat_template", value, "a text")
 
 
+def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
+    """The special tokens without a role, by their older name too; in an object the keys are roles of other models."""
+    found: list[str] = []
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        value = names.get(name) or []
+        if not isinstance(value, list | dict):
+            raise _wrong(where, name, value, "texts")
+        texts = [_token_text(where, name, each) for each in (value.values() if isinstance(value, dict) else value)]
+        found += [text for text in texts if text]
+    return tuple(dict.fromkeys(found))
+
+
 def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[AddedToken, ...]:
     """{"32000": {"content": "<|im_start|>", "special": true}}, or in older folders {"<|im_start|>": 32000}."""
     try:
         older = {_id(number): AddedToken(text, _id(number), True) for text, number in by_text.items()}
         newer = {
-            _id(number): AddedToken(str(token["content"]), _id(number), bool(token.get("special")))
+            _id(number): AddedToken(
+                str(token["content"]), _id(number), *(bool(token.get(name)) for name in AddedToken._fields[2:])
+            )
             for number, token in (by_id or {}).items()
         }
     except (AttributeError, KeyError, TypeError, ValueError):
