@@ -140,15 +140,13 @@ def _template(where: str, value: Any) -> str | None:
 
 
 def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
-    """The special tokens without a role, by their older name too; in an object the keys are roles of other models."""
-    found: list[str] = []
-    for name in ("extra_special_tokens", "additional_special_tokens"):
-        value = names.get(name) or []
-        if not isinstance(value, list | dict):
-            raise _wrong(where, name, value, "texts")
-        texts = [_token_text(where, name, each) for each in (value.values() if isinstance(value, dict) else value)]
-        found += [text for text in texts if text]
-    return tuple(dict.fromkeys(found))
+    """The special tokens without a role, else those under the older name; in an object the keys are roles of other models."""
+    name = "extra_special_tokens" if "extra_special_tokens" in names else "additional_special_tokens"
+    value = names.get(name) or []
+    if not isinstance(value, list | dict):
+        raise _wrong(where, name, value, "texts")
+    texts = [_token_text(where, name, each) for each in (value.values() if isinstance(value, dict) else value)]
+    return tuple(dict.fromkeys(filter(None, texts)))
 
 
 def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[AddedToken, ...]:

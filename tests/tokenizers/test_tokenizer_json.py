@@ -207,7 +207,8 @@ def with_files(folder, kind, **config):
 
 @pytest.mark.parametrize("kind", ["bytes", "never"])
 def test_tokens_that_only_the_files_beside_it_have(kind, tmp_path):
-    size = with_files(tmp_path, kind, extra_special_tokens={"image_token": "<image>"}, additional_special_tokens=["<a>"])
+    extra = {"image_token": "<image>", "a_token": {"content": "<a>"}}
+    size = with_files(tmp_path, kind, extra_special_tokens=extra, additional_special_tokens=["<older>"])
     tokenizer = load_tokenizer(tmp_path)
     encode = lambda text: tokenizer.encode(text, bos=False, special=True)
     assert encode("in<NEW>in") == [*encode("in"), size, *encode("in")]
@@ -225,8 +226,9 @@ def test_tokens_that_only_the_files_beside_it_have(kind, tmp_path):
 
 def test_older_files_of_added_tokens(tmp_path):
     size = from_json(vocabularies.bytes_json(), "here").vocab_size
-    vocabularies.write(tmp_path, "bytes", added_tokens={"<NEW>": size})
-    assert load_tokenizer(tmp_path).encode("<NEW>", bos=False, special=True) == [size]
+    config = {"additional_special_tokens": ["<older>"]}
+    vocabularies.write(tmp_path, "bytes", added_tokens={"<NEW>": size}, tokenizer_config=config)
+    assert load_tokenizer(tmp_path).encode("<NEW><older>", bos=False, special=True) == [size, size + 1]
 
 
 @pytest.mark.parametrize("value", [3, ["<a>", 3], {"role": ["<a>"]}])
