@@ -140,7 +140,7 @@ def _template(where: str, value: Any) -> str | None:
 
 
 def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
-    """The special tokens without a role, else those under the older name; in an object the keys are roles of other models."""
+    """The special tokens without a role, else those under the older name; in an object the keys are roles."""
     name = "extra_special_tokens" if "extra_special_tokens" in names else "additional_special_tokens"
     value = names.get(name) or []
     if not isinstance(value, list | dict):
