@@ -167,7 +167,7 @@ def write_gguf(path: Path, config: LlamaConfig, tensors: dict[str, np.ndarray], 
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
     for key, value in more.items():
-        writer.add_float32(key, value) if isinstance(value, float) else writer.add_string(key, value)
+        {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
     for name, a in renamed(config, tensors, GGUF).items():
         stored = GGMLQuantizationType["F32" if a.ndim == 1 else kind]
         writer.add_tensor(name, quants.quantize(a, stored), raw_dtype=stored)

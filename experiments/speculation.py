@@ -12,7 +12,8 @@ Cases:
   chats    a real instruct model (--model) answers, greedy, by prompt lookup: questions, and requests whose answers copy what
            is in them.
 
-Speed-up is the ratio of the medians of the time after the first token, failed drafts included.
+Speed-up is the ratio of the medians of the time after the first token, failed drafts included. The price of a pass is its
+time, with so many drafts each time, over that of a step without drafts.
 Tokens that differ are compared by how near the tie was: the gap of the two log-probabilities under the model.
 """
 
@@ -43,7 +44,7 @@ from llama_jax.inference.speculation.pace import Pace
 from llama_jax.inference.speculation.run import drafted_pieces
 from llama_jax.model.options import Compute, Layout
 from llama_jax.model.window import CacheOptions
-from llama_jax.tokenizers import encode_chat
+from llama_jax.tokenizers import encode_chat, reply_ends
 
 Case = Literal["stories", "copied", "draft", "chats"]
 Row = dict[str, Any]
@@ -58,11 +59,18 @@ OPENINGS = (
     "Ben found a shiny stone near the river.",
 )
 
-QUESTIONS = ("Why is the sky blue?", "Write a short poem about a llama.")
+QUESTIONS = ("Why is the sky blue?", "Write a short poem about a llama.", "How do I make bread at home?")
+STORY = (
+    "Anna lived with her two llamas in a small stone house above the lake. Every morning she carried a basket of hay up the"
+    " hill, and every evening she counted the animals of her neighbors before they went to sleep. One day in autumn the"
+    " younger llama was gone. Anna looked in the barn, behind the old mill and along the shore, but nobody had seen it. When"
+    " it grew dark she heard a bell from the other side of the water. The llama had crossed the bridge alone, and it stood"
+    " in the garden of the school, where the children were feeding it apples."
+)
 COPIES = (
-    "Repeat this text, with 'lion' in place of 'cat': The cat sat on the mat. The cat was fat. The fat cat sat on the rat.",
-    "Correct the spelling, and change nothing else: Their was an old man who lived in a small house by the sea, and evry"
-    " morning he went too the beach to look for shells.",
+    f"Repeat this text word for word:\n\n{STORY}",
+    f"Rewrite this text with 'Mary' in place of 'Anna', and change nothing else:\n\n{STORY}",
+    f"Correct the spelling, and change nothing else:\n\n{STORY.replace('every', 'evry').replace('their', 'there')}",
 )
 
 
@@ -134,8 +142,10 @@ class Timed:
 def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Arguments, **options: Any) -> Row:
     """A row of the table."""
     run = partial(Timed.of, model, prompts, max_new_tokens=arguments.new_tokens, **options)
-    for number in Pace.of(draft.tokens).numbers:  # every program is compiled before anything is timed
-        rehearse(model, prompts, draft, number, max_new_tokens=arguments.new_tokens, **options)
+    passes_of = partial(seconds_of_pass, model, prompts, draft, max_new_tokens=arguments.new_tokens, **options)
+    numbers = Pace.of(draft.tokens).numbers
+    rehearsed = [[passes_of(number) for number in numbers] for _ in range(3)][1:]  # the first compiles every program
+    prices = np.median([[seconds / row[0] for seconds in row] for row in rehearsed], axis=0)
     plain, drafted = [], []
     for _ in range(arguments.repetitions):
         plain.append(run(None))
@@ -152,6 +162,7 @@ def compare(name: str, model: Any, prompts: Any, draft: Drafter, arguments: Argu
         "speedup": round(seconds[0] / seconds[1], 3),
         "tokens_per_pass": round(made / passes, 2),
         "accepted": round(accepted / offered, 3) if offered else None,
+        "price_of_pass": {number: round(float(price), 2) for number, price in zip(numbers, prices, strict=True)},
         "same_rows": f"{len(prompts) - len(gaps)} of {len(prompts)}",
         "gaps_where_not": gaps,
         "seconds": {"plain": [x.seconds for x in plain], "drafted": [x.seconds for x in drafted]},
@@ -170,16 +181,25 @@ class Always(Pace):
         return self.number
 
 
-def rehearse(
-    model: Any, prompts: Any, draft: Drafter, number: int, max_new_tokens: int, sampling: Sampling = Sampling()
-) -> None:
-    """Generate with so many drafts a pass, which compiles what that needs."""
+def seconds_of_pass(
+    model: Any,
+    prompts: Any,
+    draft: Drafter,
+    number: int,
+    max_new_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_tokens: Sequence[int] = (),
+) -> float:
+    """Generate with so many drafts a pass; seconds of one."""
     config, params = model
     options, known = CacheOptions(), Pace.of(draft.tokens)
     pace = Always(known.numbers, known.seconds, lengths=known.lengths, number=number)
-    prepared = prepare(config, prompts, max_new_tokens, sampling, (), options)
-    for _ in drafted_pieces(Run(config, params, Compute(), Layout()), draft, prepared, options, 64, pace):
-        pass
+    prepared = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, options)
+    pieces = drafted_pieces(Run(config, params, Compute(), Layout()), draft, prepared, options, 64, pace)
+    next(pieces)
+    started = time.perf_counter()
+    passes = sum(piece.counts.passes for piece in pieces if isinstance(piece, DraftedPiece))
+    return (time.perf_counter() - started) / int(np.max(passes))
 
 
 def gaps_of(one: Timed, other: Timed) -> list[dict[str, Any]]:
@@ -227,7 +247,7 @@ def draft(arguments: Arguments) -> Iterator[Row]:
     for acceptance in arguments.acceptances:
         wrong = np.random.default_rng(1).random(tokens.shape) >= acceptance
         answers = jnp.array(np.where(wrong, (tokens + 1) % target[0].vocab_size, tokens))
-        drafter = Rehearsed(DraftModel(*small), answers, 4)
+        drafter = Rehearsed(DraftModel(*small, tokens=4), answers, 4)
         yield compare(f"draft 15M for 110M, acceptance {acceptance}", target, prompts, drafter, arguments)
 
 
@@ -238,21 +258,23 @@ def chats(arguments: Arguments) -> Iterator[Row]:
     config, params, tokenizer = llama_jax.load(arguments.model, "float32", quantize=quantize)
     for name, requests in (("questions", QUESTIONS), ("copies", COPIES)):
         for text in requests:
-            prompts = [encode_chat(tokenizer, [{"role": "user", "content": text}])]
-            yield compare(f"chats, {name}: {text[:20]}", (config, params), prompts, PromptLookup(), arguments)
+            prompts, ends = [encode_chat(tokenizer, [{"role": "user", "content": text}])], reply_ends(tokenizer)
+            what = f"chats, {name}: {text[:20]}"
+            yield compare(what, (config, params), prompts, PromptLookup(), arguments, stop_tokens=ends)
 
 
 def line(row: Row) -> str:
     accepted = "-" if row["accepted"] is None else f"{row['accepted']:.2f}"
+    prices = ", ".join(f"{price:.2f}" for number, price in row["price_of_pass"].items() if number)
     return (
         f"| {row['case']} | {row['batch']} | {row['plain_tokens_per_second']:,.1f} | {row['drafted_tokens_per_second']:,.1f}"
-        f" | {row['speedup']:.2f} | {row['tokens_per_pass']:.2f} | {accepted} | {row['same_rows']} |"
+        f" | {row['speedup']:.2f} | {row['tokens_per_pass']:.2f} | {accepted} | {prices} | {row['same_rows']} |"
     )
 
 
 def main(arguments: Arguments) -> None:
-    print("| case | batch | plain, tokens/s | drafted | speed-up | tokens per pass | accepted | same rows |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| case | batch | plain, tokens/s | drafted | speed-up | tokens/pass | accepted | price of a pass | same rows |")
+    print("|---|---|---|---|---|---|---|---|---|")
     cases = {"stories": stories, "copied": copied, "draft": draft, "chats": chats}
     report: dict[str, Any] = {
         "machine": machine(),

@@ -235,6 +235,8 @@ def remedy_for(error: BaseException) -> str:
         return "; the disk is full, or files have a largest size here (ulimit -f): make room there, or write elsewhere"
     if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
         return "; files have a largest size here (ulimit -f, or the file system): write elsewhere"
+    if number == errno.EBADF:
+        return "; it is closed"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "; give a folder that you may write to"
     if number == errno.ENOTDIR or (isinstance(error, FileExistsError) and error.strerror == os.strerror(errno.EEXIST)):

@@ -3,8 +3,10 @@ import pickle
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from llama_jax import LlamaConfig, RopeScaling, parameter_count, preset
+from llama_jax import LayerConfig, LlamaConfig, RopeScaling, parameter_count, preset
 from llama_jax.config import PRESETS, ffn_hidden_dim
 from llama_jax.errors import ConfigError
 
@@ -226,3 +228,10 @@ def test_head_dim_follows_another_dim_where_it_followed_the_old_one():
 def test_unknown_preset_lists_those_there_are():
     with pytest.raises(ConfigError, match=r"unknown preset 'llama-9b'.*llama-2-7b"):
         preset("llama-9b")
+
+
+@given(st.lists(st.sampled_from([LayerConfig(), LayerConfig(8), LayerConfig(rope="none")]), min_size=1, max_size=9))
+def test_every_layer_is_the_one_that_was_given(layers):
+    config = replace(preset("stories-260k"), n_layers=len(layers), layers=tuple(layers))
+    for same in (config, replace(config, max_seq_len=64), replace(replace(config, rope_theta=5.0), rope_theta=6.0)):
+        assert [same.layer(i) for i in range(len(layers))] == layers

@@ -14,6 +14,7 @@ import measuring
 import numpy as np
 import pytest
 import quantisation
+import real_context_extension
 import real_finetuning
 import scaling
 import shakespeare
@@ -138,6 +139,47 @@ def test_rows_of_the_context_extension(text):
     )
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+def test_rows_whose_positions_skip(text):
+    """Consecutive tokens, with one jump of the positions, which end within the longer context."""
+    book, _ = context_extension.read_book(text, context_extension.SIZES["test"], byte_tokenizer())
+    made = list(real_context_extension.skipping_rows(book, 3, 64, 1000, 4, 0))
+    jumps = [np.diff(row)[np.diff(row) > 1] for batch in made for row in batch.positions]
+    assert len(made) == 4
+    assert all(len(jump) <= 1 for jump in jumps)
+    assert max(jump.max(initial=1) for jump in jumps) > 500
+    assert 800 < max(batch.positions.max() for batch in made) < 1000
+    assert all(batch.positions[:, 0].max() == 0 for batch in made)
+    flat = "".join(map(chr, book.tokens))
+    assert all("".join(map(chr, row)) in flat for batch in made for row in batch.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.rotating
+def test_context_extension_of_a_model(text, tmp_path, capsys):
+    longer = tmp_path / "longer.txt"
+    longer.write_text(text.read_text() * 4)
+    output = tmp_path / "found.json"
+    arguments = real_context_extension.Arguments(bundled(), longer, 2, 1, 64, workdir=tmp_path / "runs", output=output)
+    real_context_extension.main(replace(arguments, most=0.0))  # there is no time for anything
+    assert json.loads(output.read_text())["found"] == []
+    real_context_extension.main(arguments)
+    found = {(one["way"], one["stage"]): one["by_part"] for one in json.loads(output.read_text())["found"]}
+    assert len(found) == 8
+    assert all(np.isfinite(losses).all() for losses in found.values())
+    within, none = found["within L", "zero-shot"], found["none", "zero-shot"]
+    np.testing.assert_allclose(within[:8], none[:8], rtol=1e-2)
+    assert within[8:] != none[8:]
+    assert found["none", "continued"] != none
+    assert "| yarn | after continued training |" in output.with_suffix(".md").read_text()
+    assert output.with_suffix(".png").stat().st_size > 10_000
+    before = capsys.readouterr().out
+    real_context_extension.main(arguments)  # of what is finished nothing runs again
+    assert "none, zero-shot:" in before
+    assert "none, zero-shot:" not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is of another run; remove it"):
+        real_context_extension.main(replace(arguments, steps=3))
 
 
 def test_the_verdicts_are_those_of_the_numbers():

@@ -19,6 +19,7 @@ from llama_jax.checkpoints import huggingface
 from llama_jax.checkpoints.huggingface_config import config_from_dict
 from llama_jax.checkpoints.memory import from_params
 from llama_jax.checkpoints.pickled import read_pickled
+from llama_jax.errors import GenerationError
 from llama_jax.inference.sampling import penalise, threshold
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
@@ -202,6 +203,34 @@ def test_greedy_generation_equals_transformers():
     want = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)
     got = llama_jax.generate(config, params_of(config, tensors), [prompt], max_new_tokens=30)[0].tokens
     assert got == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("length", [10, 40], ids=["decoded across it", "prompt beyond it"])
+def test_a_dynamic_scaling_generates_beyond_the_context_in_the_file(length, tmp_path):
+    """Whose `max_position_embeddings` is where the scaling begins: the same tokens and log-probabilities as there."""
+    import torch
+
+    scaling = RopeScaling("dynamic", 4.0, original_max_seq_len=16)
+    config = replace(make_goldens.KINDS["gqa"], head_dim=16, rope_theta=500.0, rope_scaling=scaling, max_seq_len=64)
+    model = make_goldens.transformers_model(config, make_goldens.random_tensors(config))
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["max_position_embeddings"] == 16
+    assert "llama_jax" not in written  # a note of ours
+    found, params, _ = llama_jax.load(tmp_path)
+    assert found == config
+    [prompt] = make_goldens.tokens(config, batch=1, length=length).tolist()
+    new = 64 - length
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True}
+    ids = torch.tensor([prompt])
+    settings |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}  # else token 0 would be padding
+    want = model.generate(ids, max_new_tokens=new, **settings)
+    [got] = llama_jax.generate(found, params, [prompt], max_new_tokens=new)
+    assert got.tokens == want.sequences[0, length:].tolist()
+    theirs = torch.stack(want.logits)[:, 0].log_softmax(-1).max(-1).values
+    np.testing.assert_allclose(got.logprobs, theirs.numpy(), atol=2e-4, rtol=0)
+    with pytest.raises(GenerationError, match="exceed the model's context of 64"):
+        llama_jax.generate(found, params, [prompt], max_new_tokens=new + 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -26,15 +26,15 @@ IDS = {
 }
 CHAT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>user\nWhat is the capital of Japan?<|im_end|>\n<|im_start|>assistant\n"
 )
 GREEDY = (
     ", the city of Nova Haven was a thriving metropolis, with towering skyscrapers and bustling streets. But as the years"
     " went by, the city began to lose its original essence. The once-blue skies of"
 )
 GREEDY_TOKENS = 40  # the smallest difference of the first two logits on the way is 0.048
-ANSWER = "The capital of France is Paris."
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+ANSWER = "The capital of Japan is Tokyo."
+QUESTION = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture(scope="module")
@@ -116,4 +116,4 @@ def test_a_folder_and_back(model, smollm2, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again.params, params)
     assert [again.tokenizer.encode(text) for text in IDS] == list(IDS.values())
     assert encode_chat(again.tokenizer, QUESTION) == encode_chat(tokenizer, QUESTION)
-    assert set(tokenizer.stop_ids) <= set(again.tokenizer.stop_ids)  # a folder's BOS ends a reply, too
+    assert tokenizer.stop_ids == again.tokenizer.stop_ids

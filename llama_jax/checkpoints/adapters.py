@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +98,7 @@ def base_of(path: str | os.PathLike[str]) -> str | None:
     return found if isinstance(found, str) and found else None
 
 
+@taking_the_newest
 def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
     """The configuration of an adapter's base, which training runs keep; None for other adapters.
 
@@ -105,6 +107,19 @@ def base_config(path: str | os.PathLike[str]) -> LlamaConfig | None:
     """
     with reading(path, CheckpointError), _step_in(locate(path)) as step:
         return None if step is None else read_config(step / ABOUT)
+
+
+def with_attend(config: LlamaConfig, adapters: Sequence[str | os.PathLike[str]]) -> LlamaConfig:
+    """The configuration of a base under adapters: with the attention of their own that runs trained them with.
+
+    Raises:
+      CheckpointError: a damaged file, or adapters that were trained with different ones.
+    """
+    names = {path: trained.attend for path in adapters if (trained := base_config(path)) is not None}
+    different = sorted({str(name) for name in names.values()})
+    if len(different) > 1:
+        raise CheckpointError(f"adapters trained with different attentions ({', '.join(different)}); pass one of them")
+    return replace(config, attend=next(iter(names.values()))) if names else config
 
 
 @contextmanager
@@ -140,8 +155,11 @@ def save_adapter(
       overwrite: replace a folder that holds an adapter, or a model, and nothing else.
 
     Raises:
-      CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp does not support.
+      CheckpointError: something is at `path`, numbers that are not finite, or magnitudes, which llama.cpp does not support;
+        a base with an attention of its own, which no such file names.
     """
+    if config.attend is not None:
+        raise CheckpointError(f"attend={config.attend!r} has no place in an adapter's files; load the run as the adapter")
     if config.kind == "phi3":
         raise CheckpointError("adapters of a phi3, whose projections other libraries hold in one matrix, cannot be written")
     if Path(path).suffix.lower() == ".gguf":

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from llama_jax.checkpoints.beside import about_from_fields, about_to_fields
 from llama_jax.checkpoints.gguf_families import ARCHITECTURES, REFUSED, architecture_of
 from llama_jax.checkpoints.gguf_file import TYPES, read_file
 from llama_jax.checkpoints.gguf_rope import settings_and_tensors, short_decimal, with_scaling
@@ -79,6 +80,7 @@ def open_file(path: Location) -> Opened:
         names=NAMES,
         interleaved=architecture.interleaved,
         tokenizer=partial(_tokenizer, fields, path, config.vocab_size),
+        about=lambda: about_from_fields(_with_texts(fields, path)),
     )
 
 
@@ -105,7 +107,11 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
     for key in REFUSED:
         if key not in own.reads and maybe(key, 0) != 0:
             raise ConfigError(f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported")
+    if maybe("attention.causal", True) is not True:
+        raise ConfigError(f"{architecture}.attention.causal=False is not supported: such a model reads ahead")
     table = tensors.get(NAMES["embedding"])
+    if not tensors:
+        raise ConfigError("a vocabulary without weights; give a model, and this as its tokenizer (--tokenizer)")
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
     dim, n_heads, n_layers = need("embedding_length"), need("attention.head_count"), need("block_count")
@@ -155,14 +161,19 @@ def _parts(path: Location) -> list[Location]:
 def _tokenizer(fields: Mapping[str, Any], path: Location, vocab_size: int) -> Tokenizer | None:
     if fields.get("tokenizer.ggml.model", "no_vocab") in ("no_vocab", "none"):
         return find_tokenizer(path.parent, vocab_size)
-    if not isinstance(path, StoredPath):  # whose texts were passed over, since reading a model does not need them
-        with open_header(_parts(path)[0], CheckpointError) as header:
-            fields = header.fields()
     from llama_jax.tokenizers.gguf import from_metadata
 
-    found = from_metadata(fields, str(path))
+    found = from_metadata(_with_texts(fields, path), str(path))
     warn_if_small(found, vocab_size, path)
     return found
+
+
+def _with_texts(fields: Mapping[str, Any], path: Location) -> Mapping[str, Any]:
+    """All fields of a file, of which texts were passed over at first, since reading a model does not need them."""
+    if isinstance(path, StoredPath):
+        return fields
+    with open_header(_parts(path)[0], CheckpointError) as header:
+        return header.fields()
 
 
 # The settings general.file_type and quantization_version, by the kind of the matrices.
@@ -249,7 +260,8 @@ def write_file(
         writer.add_layer_norm_rms_eps(c.norm_eps)
         settings = {f"{architecture}.{key}": value for key, value in own.settings(c).items()}
         vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
-        for key, value in (rope | settings | vocabulary).items():
+        about = about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
+        for key, value in (about | rope | settings | vocabulary).items():
             writer.add_key_value(key, _raw(value), *_gguf_types(value))
 
         for name, factors in rope_tensors.items():
@@ -292,4 +304,5 @@ def _gguf_types(value: Any) -> tuple[Any, Any]:
 
     if isinstance(value, list):
         return Type.ARRAY, {bool: Type.BOOL, int: Type.INT32, float: Type.FLOAT32, str: Type.STRING}[type(value[0])]
-    return {bool: Type.BOOL, int: Type.UINT32, float: Type.FLOAT32, str: Type.STRING}[type(value)], None
+    whole = Type.INT32 if type(value) is int and value < 0 else Type.UINT32
+    return {bool: Type.BOOL, int: whole, float: Type.FLOAT32, str: Type.STRING}[type(value)], None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from llama_jax.checkpoints.beside import read_about, token_ids, write_about
 from llama_jax.checkpoints.huggingface_config import read_config, read_scheme, write_config
 from llama_jax.checkpoints.huggingface_families import FAMILIES
 from llama_jax.checkpoints.layout import WrittenTensor, fused, pieces, unfused
@@ -78,6 +79,7 @@ def open_folder(folder: Location) -> Opened:
             names=names_of(config),
             interleaved=is_interleaved(config),
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
+            about=partial(read_about, folder),
         )
     raise CheckpointError(
         f"{folder} has a config.json but none of the weights it should have: {', '.join(SAFETENSORS + PICKLED)}"
@@ -229,8 +231,8 @@ def write_folder(
     ids: dict[str, Any] = {"pad_token_id": None}  # not what transformers takes where nothing is said
     if tokenizer is not None:
         tokenizer.save(folder)
-        named = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-        ids |= {name: token for name, token in named.items() if token >= 0}
+        ids |= token_ids(tokenizer)
+    write_about(folder, opened.about())
     write_config(folder, opened.config, dtype=DTYPES[kinds[0]], **ids)
 
 

@@ -75,6 +75,7 @@ ROPE = {
 OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
 # What else it may say, since it changes nothing.
 HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
+ATTEND = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -127,6 +128,8 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     found = family.rope(found)
     theta, scaling = _rope(found)
     more = family.fields(found | {"theta": theta, "scaled": scaling is not None})
+    # A dynamic scaling is for lengths beyond the context in the file, which is the one that it begins at.
+    extended = scaling.extended_max_seq_len if scaling is not None and scaling.kind == "dynamic" else None
     note = found.get(NOTE)
     n_heads = found["num_attention_heads"]
     n_kv_heads = found.get("num_key_value_heads")
@@ -138,11 +141,12 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
         n_kv_heads=n_heads if n_kv_heads is None else n_kv_heads,
         head_dim=found.get("head_dim") or 0,
         hidden_dim=more.pop("hidden_dim", found["intermediate_size"]),
-        max_seq_len=found.get("max_position_embeddings", 2048),
+        max_seq_len=extended or found.get("max_position_embeddings", 2048),
         norm_eps=found.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=found.get("tie_word_embeddings", False),
+        attend=found.get(ATTEND),
         **more,
     )
     return config if note is None else with_note(config, note)
@@ -185,7 +189,7 @@ def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if missing:
         raise ConfigError(f"rope scaling {kind!r} has no {missing[0]}")
     settings = {ROPE_NAMES.get(name, name): scaling[name] for name in ROPE[kind] if name in scaling}
-    if kind == "dynamic":  # the model's whole context is what it was first trained at
+    if kind == "dynamic":  # the context in the file is what the model was first trained at
         settings["original_max_seq_len"] = context
     return theta, RopeScaling(cast(RopeScalingKind, kind), settings.pop("factor"), **settings)
 
@@ -247,4 +251,5 @@ def _in_their_words(config: LlamaConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
+        **({} if config.attend is None else {ATTEND: config.attend}),
     } | family.settings(config, parameters)

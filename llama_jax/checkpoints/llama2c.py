@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from llama_jax.checkpoints import meta
+from llama_jax.checkpoints.beside import read_about
 from llama_jax.checkpoints.layout import WrittenTensor, pieces
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import is_torch, read_pickled, tensors_of
@@ -133,6 +134,7 @@ def _opened(what: str, path: Location, config: LlamaConfig, tensors: Mapping[str
         names=names,
         interleaved=True,
         tokenizer=partial(find_tokenizer, path.parent, config.vocab_size),
+        about=partial(read_about, path.parent, card=False),
     )
 
 

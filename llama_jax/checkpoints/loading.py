@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.checkpoints import gguf, huggingface, llama2c, meta, peft, store
-from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter
+from llama_jax.checkpoints.adapters import attached, attached_table, load_adapter, with_attend
 from llama_jax.checkpoints.assemble import Progress, assemble, plan
+from llama_jax.checkpoints.beside import About
 from llama_jax.checkpoints.bundled import bundled
 from llama_jax.checkpoints.fitting import fit_opened
 from llama_jax.checkpoints.newest import taking_the_newest
@@ -40,11 +41,18 @@ class Checkpoint:
 
     Attributes:
       read_tokenizer: gives the vocabulary; see `tokenizer`.
+      read_about: gives what else lies beside the weights; see `about`.
     """
 
     config: LlamaConfig
     params: Llama
     read_tokenizer: Callable[[], Tokenizer | None]
+    read_about: Callable[[], About] = About
+
+    @cached_property
+    def about(self) -> About:
+        """What else lies beside the weights, for `save`: how to sample, the model's name and licence."""
+        return self.read_about()
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -82,8 +90,9 @@ def load(
         stories model that comes with the package (`checkpoints.bundled`).
       dtype: of the parameters, which are then floats whatever the file holds. None keeps the file's own: quantized tensors
         of a GGUF, a Hugging Face folder or an orbax checkpoint stay in their blocks, and the rest and the computation have
-        the type of the stored embedding, or where that is quantized too float32 on a CPU and bfloat16 on accelerators. What
-        no kind can keep (the other IQ types, columns in another order) becomes floats, and a line is logged.
+        the type of the stored embedding. Where that is quantized too it is float32 on a CPU and bfloat16 on accelerators;
+        where it is float16, which no CPU is fast in, float32 on a CPU. What no kind can keep (the other IQ types, columns in
+        another order) becomes floats, and a line is logged.
       quantize: quantize the matrices while they are read: "int8", "int4", "fp8", "nf4", "q8_0" or "q4_0"
         (`ops.weights`). "keep" keeps the file's blocks as None without a `dtype` does, and is an error where there are none.
         `dtype` is with both that of the computation.
@@ -131,19 +140,20 @@ def load(
         quantize = "keep"
     beside = None if adapter is None else load_adapter(adapter, config)
     table = [load_adapter(each, config) for each in adapters]
+    config = with_attend(config, adapters if adapter is None else [adapter])
     if mesh is not None:
         from llama_jax.parallel.serving import fit_on_mesh, param_shardings  # imports what training needs too
 
         shardings = param_shardings(config, mesh, fitted=not isinstance(opened, store.Stored))
         config = fitted(config, mesh)
-    read_tokenizer = opened.tokenizer
+    read_tokenizer, read_about = opened.tokenizer, opened.about
     if tokenizer is not None:
         given = load_tokenizer(tokenizer)
         warn_if_small(given, opened.config.vocab_size, tokenizer)
         read_tokenizer = lambda: given
     elif isinstance(opened, store.Stored):  # a run may remove the step later
-        inside = opened.tokenizer()
-        read_tokenizer = lambda: inside
+        inside, beside_it = opened.tokenizer(), opened.about()
+        read_tokenizer, read_about = lambda: inside, lambda: beside_it
     if isinstance(opened, store.Stored):
         params = store.load_params(opened, dtype, shardings=shardings)
         if quantize != "keep":
@@ -157,7 +167,7 @@ def load(
         params = attached(opened.config, params, beside, mesh)
     if table:
         params = attached_table(opened.config, params, table, mesh)
-    return Checkpoint(config, params, read_tokenizer)
+    return Checkpoint(config, params, read_tokenizer, read_about)
 
 
 @taking_the_newest

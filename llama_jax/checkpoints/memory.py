@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from llama_jax.checkpoints.beside import About
 from llama_jax.checkpoints.huggingface import names_of
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import Opened, kind_of
@@ -106,7 +107,7 @@ class HeldBytes:
         return join(rows.planes, rows.form).reshape(stop - start, *self.shape[1:])
 
 
-def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None) -> Opened:
+def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:
     """The parameters under Hugging Face's names, as if they had been opened."""
     stacked = jax.tree.map(np.asarray, params.blocks) if isinstance(params.blocks, Block) else None
     tensors: dict[str, Held | HeldBlocks] = {}
@@ -130,4 +131,5 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None)
             continue
         for i in range(config.n_layers):
             put(row, params.blocks[i] if isinstance(params.blocks, tuple) else jax.tree.map(lambda a, i=i: a[i], stacked), i)
-    return Opened("parameters in memory", Path("parameters"), config, tensors, names, False, lambda: tokenizer)
+    where = Path("parameters")
+    return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from llama_jax.checkpoints.beside import read_about
 from llama_jax.checkpoints.names import names, shares_of
 from llama_jax.checkpoints.pickled import read_tensors
 from llama_jax.checkpoints.tensors import Joined, Opened, Tensor
@@ -68,6 +69,7 @@ def open_folder(folder: Location) -> Opened:
         names=NAMES,
         interleaved=True,
         tokenizer=partial(find_tokenizer, folder, config.vocab_size),
+        about=partial(read_about, folder),
     )
 
 

@@ -52,8 +52,8 @@ def with_note(found: LlamaConfig, note: Any) -> LlamaConfig:
         whole = False
     if not whole:
         raise ConfigError(f"{NOTE}={shown(note, 80)} is not a note of this library; remove it")
-    # Of a dynamic scaling others know one context, which is the original one.
-    same_context = found.max_seq_len == (scaling.original_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
+    # Of a dynamic scaling others name the original context alone.
+    same_context = found.max_seq_len == (scaling.extended_max_seq_len if scaling.kind == "dynamic" else noted.max_seq_len)
     if not same_context or not same_rotation(found, noted):
         raise ConfigError(f"{NOTE}={shown(note, 200)} contradicts the rope settings beside it; remove it, or correct them")
     return noted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from llama_jax.checkpoints import gguf, huggingface, llama2c, store
 from llama_jax.checkpoints.adapters import base_config, base_of, is_adapter, load_adapter, save_adapter
 from llama_jax.checkpoints.appearing import appearing, check_room
-from llama_jax.checkpoints.beside import files_beside, write_beside
+from llama_jax.checkpoints.beside import About, files_beside, lost, lost_line, settings_of, write_about, write_beside
 from llama_jax.checkpoints.layout import WrittenTensor
 from llama_jax.checkpoints.loading import load, open_checkpoint
 from llama_jax.checkpoints.memory import from_params
@@ -52,6 +52,7 @@ def save(
     dtype: Kind | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
+    about: About = About(),
 ) -> None:
     """Write a model: the whole of it appears under `path` at once, or nothing does.
 
@@ -67,6 +68,8 @@ def save(
         dequantised numbers.
       overwrite: replace a file, or a folder that holds a model and nothing else.
       progress: wraps the list of tensors, as `tqdm.tqdm` does, to see them go by ("orbax" writes all at once).
+      about: what else lies beside the weights (`load(path).about`). A line is logged that names what the format has no place
+        for, of this and of the tokenizer.
 
     Raises:
       CheckpointError: something is at `path`; or the format cannot hold this model (its message says what).
@@ -77,12 +80,22 @@ def save(
     _check_leaves(params)
     params = unfit(config, params)
     if format != "orbax":
-        _write(locate(path), from_params(config, params, tokenizer), format, dtype, overwrite, progress)
+        _write(locate(path), from_params(config, params, tokenizer, about), format, dtype, overwrite, progress)
         return
     with appearing(Path(path), folder=True, overwrite=overwrite) as target:
         store.save(target, config, _checked(params if dtype is None else dequantize(params), dtype), Path(path))
         if tokenizer is not None:
             tokenizer.save(target)
+        write_about(target, about)
+        _log_lost(path, settings_of(tokenizer, about), target)
+
+
+def _log_lost(path: object, before: Mapping[str, Any], written: Location) -> None:
+    """Log a line that names what a model that was written does not hold of what lies beside the weights."""
+    if before:
+        again = open_checkpoint(written)
+        if missing := lost(before, settings_of(again.tokenizer(), again.about())):
+            _log.warning(lost_line(path, missing))
 
 
 def convert(
@@ -102,8 +115,8 @@ def convert(
     An adapter, of PEFT's, in a GGUF or of a run, is written as an adapter: for PEFT, or as "gguf" for llama.cpp.
 
     From and to "orbax" the model does go through memory. See `save` for the arguments and errors; None for `dtype` keeps
-    each tensor's own, and from GGUF to GGUF its blocks, which become float32 in other formats. For `quantize`, which is for
-    "orbax" alone, see `load`.
+    each tensor's own, and from GGUF to GGUF or orbax its blocks, which become float32 in other formats. For
+    `quantize`, which is for "orbax" alone, see `load`.
 
     Args:
       tokenizer: a vocabulary's file or folder, written in place of the source's.
@@ -141,8 +154,10 @@ def convert(
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
         return
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
-    found = load(source, quantize=quantize, tokenizer=tokenizer)
-    save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress)
+    halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16" and quantize is None
+    # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
+    found = load(source, jnp.float16 if halves else None, quantize=quantize, tokenizer=tokenizer)
+    save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
 
 
 def about_blocks(
@@ -201,11 +216,16 @@ def _write(
     progress: WritingProgress | None,
     sources: Iterable[Location] = (),
 ) -> None:
+    if opened.config.attend is not None and format != "safetensors":
+        raise CheckpointError(
+            f"attend={opened.config.attend!r} has no place in {format}, whose readers have attentions of their own; write"
+            " safetensors or orbax"
+        )
     kind = None if dtype is None else KINDS[dtype]
     tokenizer = opened.tokenizer()
     beside = {}
     if format == "llama2c" and tokenizer is not None and isinstance(path, Path):
-        beside = files_beside(tokenizer, path, opened.config.vocab_size)
+        beside = files_beside(tokenizer, path, opened.config.vocab_size, opened.about())
     written: list[Path] = []
     try:
         with appearing(path, folder=format in FOLDERS, overwrite=overwrite, sources=sources) as target:
@@ -217,6 +237,7 @@ def _write(
                 llama2c.write_file(target, opened, progress=progress)
                 # Before the weights have their name: without a vocabulary they are half a model.
                 write_beside(beside, written)
+            _log_lost(path, settings_of(tokenizer, opened.about()), target)
     except BaseException:
         for each in written:
             remove(each)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llama_jax.checkpoints import stored_weights
+from llama_jax.checkpoints.beside import About, read_about
 from llama_jax.checkpoints.chunks import ArrayRows, ChunkedArray, read_index
 from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, Part
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
@@ -89,6 +90,7 @@ class Stored:
     found: Mapping[str, StoredArray]
     kinds: stored_weights.Kinds
     fetched: FetchedStep | None = None
+    about: Callable[[], About] = About
 
 
 def recognises(folder: Location) -> bool:
@@ -125,6 +127,7 @@ def open_folder(folder: Path) -> Stored:
         stacked=stacked,
         found=found,
         kinds=kinds,
+        about=partial(read_about, about),
     )
     return replace(stored, tensors=_tensors(_shape(stored), found, np.dtype(dtype)))
 

@@ -151,10 +151,11 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            # Takes the lowest number that is free. Writing to stdout then fails, as everywhere: what is lost was asked for.
+            os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _of_stdout(error: Exception) -> str | None:

@@ -35,9 +35,9 @@ class Convert:
     """What to write; auto is what the destination's name says: gguf, llama2c where it ends in .bin, else safetensors.
     llama2c is the legacy .bin, float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0"] = "auto"
-    """Type of what is written; auto keeps that of the source: from GGUF to GGUF its blocks too, which become float32 in any
-    other format. q8_0 and q4_0 are for gguf alone."""
-    quantize: QUANTIZE = "none"
+    """Type of what is written; auto keeps that of the source: from GGUF to GGUF or orbax its blocks too, which become
+    float32 in any other format. q8_0 and q4_0 are for gguf alone."""
+    quantize: QUANTIZE = "auto"
     """For orbax alone: write the matrices in fewer bits; what is quantized in the files stays as it is without this."""
     tokenizer: ModelPath | None = None
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the source's."""
@@ -54,7 +54,7 @@ class Convert:
         started = time.perf_counter()
         dtype: Kind | None = None if self.dtype == "auto" else self.dtype
         format = None if self.format == "auto" else self.format
-        quantize = None if self.quantize in ("none", "keep") else self.quantize
+        quantize = None if self.quantize in ("auto", "keep") else self.quantize
         for line in about_blocks(self.source, self.destination, format, dtype or quantize):
             print(line, file=sys.stderr)
         bar = partial(tqdm, desc="writing", unit=" tensors", leave=False, disable=None)
@@ -64,7 +64,7 @@ class Convert:
                 self.destination,
                 format=format,
                 dtype=dtype,
-                quantize=None if self.quantize == "none" else self.quantize,
+                quantize=None if self.quantize == "auto" else self.quantize,
                 tokenizer=self.tokenizer,
                 base=self.base,
                 overwrite=self.overwrite,

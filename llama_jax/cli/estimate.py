@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from llama_jax.cli.estimate_tables import as_json, as_table, bound_table, exchange_table, programs_table
-from llama_jax.cli.options import ATTENTION
+from llama_jax.cli.options import ATTENTION, QUANTIZE
 from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import ConfigError, MeshError
 
@@ -51,7 +51,7 @@ class Estimate:
     is float32, with the quantized matrices of the files as they are, but for a model that is trained itself."""
     cache: Literal["auto", "int8"] = "auto"
     """When decoding, the type of the key/value cache: auto is --dtype, int8 has a scale for each head and position."""
-    quantize: Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "keep"] = "none"
+    quantize: QUANTIZE = "auto"
     """When decoding, and with --lora: quantize the matrices. keep plans for those of the files, also beside --dtype."""
     lora: int = 0
     """When training, the rank of LoRA adapters of all matrices; the model itself is frozen, in --dtype. No least
@@ -149,10 +149,10 @@ class Estimate:
 
     def _weights(self) -> tuple[str, Name | Llama | None]:
         """In what the matrices are planned, in words and as `decode_programs` takes it."""
-        if self.quantize != "none" and self.quantize != "keep":
+        if self.quantize not in ("auto", "keep"):
             return self.quantize, self.quantize
         trained = self.mode == "train" and not self.lora
-        if trained or (self.quantize == "none" and self.dtype != "auto"):
+        if trained or (self.quantize == "auto" and self.dtype != "auto"):
             return "none", None
         words, kinds = kinds_in_files(self.model, stacked=self.mode == "train")
         if self.quantize == "keep" and kinds is None:
@@ -202,7 +202,7 @@ class Estimate:
             raise ConfigError(f"--remat {self.remat} is for --mode train: decoding has no backward pass; leave it out")
         if self.mode == "train" and self.cache != "auto":
             raise ConfigError(f"--cache {self.cache} is for --mode decode: training keeps no cache; leave it out")
-        if self.mode == "train" and self.quantize != "none" and not self.lora:
+        if self.mode == "train" and self.quantize != "auto" and not self.lora:
             raise ConfigError(
                 f"--quantize {self.quantize} is for --mode decode or --lora: training changes its weights; leave it out"
             )

@@ -152,6 +152,7 @@ class Eval(TextOptions, RememberOptions):
         from llama_jax.cli.eval_answers import ExampleOptions, page_of_preferences
         from llama_jax.model.adapters import base_of
         from llama_jax.model.options import Compute
+        from llama_jax.runs.evaluate import check_batch
         from llama_jax.runs.preferring import log_answers, prefer
 
         config, length, batch = subject.config, self._length(subject.config), self.batch or 1
@@ -159,6 +160,7 @@ class Eval(TextOptions, RememberOptions):
         shortest = min([config] if against is None else [config, against], key=lambda one: one.max_seq_len).max_seq_len
         if not 1 <= length <= shortest:
             raise UserError(f"length={length} must be at least 1 and within the context of {shortest}")
+        check_batch(batch, length)
         reading = ExampleOptions(self.format, self.too_long, self.max_documents)
         pairs, counts = reading.preferences(self.data, subject.tokenizer, length)
         params = self.load(subject)

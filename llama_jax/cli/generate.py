@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,10 +16,10 @@ from llama_jax.cli.draft import draft_statistics, draft_summary, parse_draft
 from llama_jax.cli.options import ModelOptions
 from llama_jax.cli.prompts import check_stops, read_prompts
 from llama_jax.config.numbers import require_positive_int
-from llama_jax.errors import GenerationError
+from llama_jax.errors import GenerationError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import jax.numpy as jnp
 
@@ -98,7 +99,7 @@ class Generate(ModelOptions):
         if not (several or self.json):
             _print(prompts[0])
         clock, batch, counts = Clock(compiling), self.batch or BATCH, list[Any]()
-        with observed() as attention:
+        with observed() as attention, _errors_below(prompts[0] if not (several or self.json) else ""):
             for first in range(0, len(rows), batch):
                 part = slice(first, first + batch)
                 seeds = [(seed + first + i) % 2**32 for i in range(len(rows[part]))]
@@ -258,3 +259,13 @@ def _summary(s: dict) -> str:
         f" · decode {s['new_tokens']} tokens, {s['decode_tokens_per_second']:.1f}/s{draft}"
         f" · weights {s['weights']}, {s['weight_bytes'] / megabyte:.1f} MB · cache {s['cache_bytes'] / megabyte:.1f} MB"
     )
+
+
+@contextmanager
+def _errors_below(printed: str) -> Iterator[None]:
+    """An error's message begins a line of its own after what was printed of a text."""
+    try:
+        yield
+    except UserError:
+        _print("\n" if printed else "")
+        raise

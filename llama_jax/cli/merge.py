@@ -40,6 +40,7 @@ class Merge:
         from tqdm import tqdm
 
         from llama_jax.checkpoints import load, load_adapter, open_checkpoint, save
+        from llama_jax.checkpoints.adapters import with_attend
         from llama_jax.checkpoints.appearing import check_room
         from llama_jax.checkpoints.quantising import quantized_kinds
         from llama_jax.checkpoints.saving import FOLDERS, format_of
@@ -64,6 +65,7 @@ class Merge:
         with ending_in_order("stopped; nothing was written"):
             # In float32 if it is written in fewer bits than it has, so that it is rounded only once.
             config, params, tokenizer = load(self.base, None if exact else "float32", progress=loading_bar)
+            config = with_attend(config, [self.adapter])
             merged = merge(params, adapter.params, adapter.lora)
             save(
                 self.destination,

@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from llama_jax.tokenizers import Tokenizer
 
 DTYPES = Literal["auto", "float32", "bfloat16", "float16"]
-QUANTIZE = Literal["none", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "keep"]
+QUANTIZE = Literal["auto", "int8", "int4", "fp8", "nf4", "q8_0", "q4_0", "keep"]
 ATTENTION = Literal["auto", "reference", "rows", "blockwise", "cudnn", "splash"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RememberOptions:
     cache: Literal["auto", "int8"] = "auto"
-    """Type of the key/value cache: auto is that of the weights; int8 adds a scale of 4 bytes for each head and position."""
+    """Type of the key/value cache: auto is that of the computation; int8 adds a scale of 4 bytes for each head and
+    position."""
     window: int | None = None
     """Each token attends to this many tokens only: the cache stops growing, and the text may outgrow the context."""
     sinks: int = 0
@@ -56,10 +57,11 @@ class LoadOptions:
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of weights and cache, which are then floats. auto keeps quantized weights as the file has them; for the rest it
-    is the type of the stored embedding, or where that is quantized float32 on a CPU and bfloat16 on accelerators."""
-    quantize: QUANTIZE = "none"
+    is the type of the stored embedding. Where that is quantized, float32 on a CPU and bfloat16 on accelerators; where it is
+    float16, float32 on a CPU."""
+    quantize: QUANTIZE = "auto"
     """Quantize the matrices: int8 and fp8 with a scale for each row, int4 with one for each 128 numbers, nf4 as in QLoRA,
-    q8_0 and q4_0 as in GGUF. keep leaves a quantized file as it is and computes in --dtype."""
+    q8_0 and q4_0 as in GGUF. auto is as --dtype says; keep leaves a quantized file as it is and computes in --dtype."""
     rope: Annotated[str, tyro.conf.arg(metavar="KIND:FACTOR")] = ""
     """Replace the model's rope scaling: KIND:FACTOR and further fields, as in yarn:4,beta_fast=16, which also lengthens the
     context; none removes it."""
@@ -101,17 +103,20 @@ class LoadOptions:
         import jax.numpy as jnp
 
         import llama_jax
+        from llama_jax.checkpoints.adapters import with_attend
         from llama_jax.checkpoints.bundled import NAME, bundled
         from llama_jax.cli.runtime import loading_bar
+        from llama_jax.model.checks import check_attend
 
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         path = bundled() if self.model is None else self.model
-        if self.rope:  # that it cannot be is said before minutes go into loading
-            with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
+        # What cannot be is said before minutes go into loading.
+        opened = with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
+        check_attend(with_attend(opened, adapters if adapter is None else [adapter]), llama_jax.Compute())
         config, params, tokenizer = llama_jax.load(
             path,
             dtype,
-            quantize=None if self.quantize == "none" else self.quantize,
+            quantize=None if self.quantize == "auto" else self.quantize,
             tokenizer=self.tokenizer,
             adapter=adapter,
             adapters=adapters,
@@ -198,7 +203,8 @@ class SamplingOptions:
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions(LoadOptions):
     draft: Annotated[str, tyro.conf.arg(metavar="prompt|PATH")] = ""
-    """Speculative decoding: draft several tokens, which the model verifies at once. The text is the same, often sooner.
+    """Speculative decoding: draft several tokens, which the model verifies at once. The text is the same (but for
+    near ties of 16-bit and quantized weights), often sooner.
     prompt looks for the last words earlier in the text; PATH is a smaller model with the same vocabulary. prompt:8 or PATH:4
     limits the tokens of a draft; fewer are drafted, or none, where that is faster."""
 

@@ -6,11 +6,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from llama_jax.errors import GenerationError, shown
 
 STDIN = "-"
+LARGEST = 256 << 20  # bytes of prompts; ten million tokens have 40
 EXAMPLE = "give some text to continue, such as 'Once upon a time'"
 
 
@@ -41,7 +42,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         if file.suffix.lower() == ".jsonl":
             return [line.prompt for line in _without_adapters(_of_lines(content, where), where)]
     elif file is not None or prompt == STDIN:
-        where, content = "stdin", sys.stdin.buffer.read()
+        where, content = "stdin", _bounded("stdin", sys.stdin.buffer)
     else:
         assert prompt is not None
         try:
@@ -90,9 +91,18 @@ def _without_adapters(lines: list[PromptLine], where: str) -> list[PromptLine]:
 
 def _content(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        with file.open("rb") as opened:
+            return _bounded(str(file), opened)
     except OSError as error:
         raise GenerationError(f"{file} cannot be read ({error.strerror}); give a file of text, or {STDIN}") from None
+
+
+def _bounded(where: str, file: BinaryIO) -> bytes:
+    """The content of a file that may have no end."""
+    content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise GenerationError(f"{where} has more than {LARGEST >> 20} MiB of prompts; give a shorter file, or several")
+    return content
 
 
 def _text(content: bytes, where: str) -> str:

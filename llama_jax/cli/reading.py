@@ -62,8 +62,9 @@ class TextOptions:
     """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json or a GGUF; by default the one with the weights."""
     dtype: DTYPES = "auto"
     """Type of weights and arithmetic; auto keeps quantized weights as the file has them, and is for the rest the type of the
-    stored embedding, or where that is quantized float32 on a CPU and bfloat16 on accelerators."""
-    quantize: QUANTIZE = "none"
+    stored embedding. Where that is quantized, float32 on a CPU and bfloat16 on accelerators; where it is float16, float32 on
+    a CPU."""
+    quantize: QUANTIZE = "auto"
     """Quantize the matrices, to see what it costs: int8, int4, fp8, nf4, q8_0, q4_0. keep: those of the files in --dtype."""
     adapter: ModelPath | None = None
     """A LoRA adapter for the model: a folder of PEFT's, or of a run that trains one."""
@@ -117,14 +118,19 @@ class TextOptions:
 
     def open(self, path: Location) -> Subject:
         """The model at a path without its weights, with the given rope scaling and vocabulary."""
+        from llama_jax.checkpoints.adapters import with_attend
         from llama_jax.checkpoints.loading import open_checkpoint
         from llama_jax.cli.runtime import CompileClock, start_backend, use_compilation_cache
+        from llama_jax.model.checks import check_attend
+        from llama_jax.model.options import Compute
 
         use_compilation_cache()
         compiling = CompileClock()
         start_backend()
         opened = open_checkpoint(path)
-        return Subject(path, with_rope(opened.config, self.rope), self.vocabulary(path, opened), compiling)
+        config = with_attend(opened.config, () if self.adapter is None else [self.adapter])
+        check_attend(config, Compute())
+        return Subject(path, with_rope(config, self.rope), self.vocabulary(path, opened), compiling)
 
     def load(self, subject: Subject) -> Llama:
         """The weights."""
@@ -132,7 +138,7 @@ class TextOptions:
         from llama_jax.cli.runtime import loading_bar
 
         dtype = None if self.dtype == "auto" else self.dtype
-        quantize = None if self.quantize == "none" else self.quantize
+        quantize = None if self.quantize == "auto" else self.quantize
         found = load(
             subject.path, dtype, quantize=quantize, tokenizer=self.tokenizer, adapter=self.adapter, progress=loading_bar
         )

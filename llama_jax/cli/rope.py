@@ -53,7 +53,7 @@ def with_rope(config: LlamaConfig, text: str) -> LlamaConfig:
     if "original_max_seq_len" in fields:
         given.setdefault("original_max_seq_len", original)
     scaling = RopeScaling(cast("RopeScalingKind", kind), _value(text, number), **given)  # a key of the table
-    context = int((scaling.original_max_seq_len or original) * scaling.factor)
+    context = scaling.extended_max_seq_len or int(original * scaling.factor)
     return replace(config, rope_scaling=scaling, max_seq_len=context)
 
 

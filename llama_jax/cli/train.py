@@ -138,7 +138,7 @@ class Train:
                 processes=joined,
                 log=Log(quiet=joined.index > 0),
             )
-        if result.stopped == "SIGINT" and result.step < recipe.steps:
+        if result.stopped == "SIGINT":
             sys.exit(130)  # so that a script which runs this goes no further either
 
     def _recipe(self) -> Recipe:

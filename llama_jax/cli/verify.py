@@ -52,7 +52,7 @@ class Verify:
     """Most tokens to read; by default 64. Without a vocabulary they are random."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights and the arithmetic of PATH; the reference keeps its own."""
-    quantize: QUANTIZE = "none"
+    quantize: QUANTIZE = "auto"
     """Keep the matrices of PATH in fewer bits: int8, int4, fp8, nf4, q8_0, q4_0, or keep: those of its files.
     The reference is not quantised; without one it is PATH itself."""
     adapter: ModelPath | None = None
@@ -92,7 +92,7 @@ class Verify:
             check_room(self.write_oracle, config, len(tokens))
 
         # One model after the other, so that memory holds only one.
-        quantize = None if self.quantize == "none" else self.quantize
+        quantize = None if self.quantize == "auto" else self.quantize
         if self.against is not None:
             reference = run_transformers(self.against, tokens)
         elif reference is None and quantize is not None:
@@ -117,14 +117,14 @@ class Verify:
 
         if self.quantize == "keep":
             check_kept(list(opened.tensors.values()), opened.path)
-        elif self.quantize != "none":
+        elif self.quantize != "auto":
             quantize(param_shapes(opened.config), self.quantize)
 
     def _quantized(self, config: LlamaConfig) -> tuple[str, float] | None:
         """What the weights are rounded by while they are read."""
         from llama_jax.verify.rounding import rounding_of
 
-        if self.quantize == "none":
+        if self.quantize == "auto":
             return None
         return self.quantize, rounding_of(self.quantize, max(config.dim, config.hidden_dim))
 
@@ -146,9 +146,9 @@ class Verify:
             for name, value in (("text", self.text), ("tokens", self.tokens), ("write-oracle", self.write_oracle)):
                 if value is not None:
                     raise UserError(f"--{name} cannot go with --oracle, whose tokens and numbers are given; leave it out")
-        if self.oracle is None and self.against is None and self.per_layer and self.quantize == "none":
+        if self.oracle is None and self.against is None and self.per_layer and self.quantize == "auto":
             raise UserError("--per-layer compares with a reference; give one with --against or --oracle")
-        if self.write_oracle is not None and self.quantize != "none":
+        if self.write_oracle is not None and self.quantize != "auto":
             raise UserError("--write-oracle stores what a model gives as it is; leave --quantize out")
         if self.tokens is not None and self.tokens < 2:
             raise UserError(f"tokens={self.tokens} must be at least 2")

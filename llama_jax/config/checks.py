@@ -53,6 +53,8 @@ def check_sizes(config: Any) -> None:
         if getattr(config, name) is not None:
             require_number(name, getattr(config, name), above=0.0)
     require_number("norm_offset", config.norm_offset)
+    if not isinstance(config.attend, str | None):
+        raise ConfigError(f"attend={shown(config.attend)} must be a function's name or None; the function goes to Compute")
     if not isinstance(config.layers, tuple) or not all(isinstance(layer, LayerConfig) for layer in config.layers):
         raise ConfigError(f"layers={shown(config.layers)} must be a tuple of LayerConfig")
     if config.layers and config.window is not None:

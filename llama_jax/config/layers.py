@@ -73,6 +73,12 @@ class QueryScaling:
 
 
 def period(layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """The shortest beginning of the layers of which they are a repetition, the last one perhaps cut off."""
+    """The shortest beginning of the layers of which they are a repetition, the last one perhaps cut off.
+
+    Of the result it is the result itself: (a, b, a, a) repeats (a, b, a), but that would then be taken for (a, b).
+    """
     n = len(layers)
-    return next(layers[:p] for p in range(1, n + 1) if all(layers[i] == layers[i % p] for i in range(n)))
+    for p in range(1, n):
+        if all(layers[i] == layers[i % p] for i in range(n)) and len(period(layers[:p])) == p:
+            return layers[:p]
+    return layers

@@ -50,6 +50,8 @@ class LlamaConfig:
       embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling: factors of the embedding, of what
         attention and feed-forward add, of the scores (1 / sqrt(head_dim) unless given), and the divisor of the logits
         (Granite 3; Gemma's embedding by sqrt(dim)).
+      attend: the name, MODULE:FUNCTION, of the attention of its own with which the model was trained, which no file holds: a
+        forward pass without one (`Compute.attend`) is refused. None for the library's attention.
       experts: E feed-forwards in place of one; a router chooses `experts_per_token` of them for each token (Mixtral: Jiang
         et al. 2024, section 2); 0 for a single one.
       normalize_expert_weights: the weights of the chosen experts sum to one; else they are their shares of the softmax over
@@ -92,6 +94,7 @@ class LlamaConfig:
     residual_multiplier: float = 1.0
     attention_multiplier: float | None = None
     logits_scaling: float = 1.0
+    attend: str | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self)

@@ -105,6 +105,12 @@ class RopeScaling:
             raise ConfigError("original_max_seq_len=1 must be at least 2: longrope divides by its logarithm")
 
     @property
+    def extended_max_seq_len(self) -> int | None:
+        """The context with the scaling; None for a kind that does not say what the original one was."""
+        original = self.original_max_seq_len
+        return None if original is None else int(original * self.factor)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The fields that the kind reads, by name."""
         return {"factor": self.factor} | {name: getattr(self, name) for name in ROPE_FIELDS[self.kind]}

@@ -25,6 +25,7 @@ from llama_jax.model.cache import KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
+from llama_jax.ops.platform import device_elsewhere
 
 LARGEST_PREFILL = 512  # longer prompts are read in pieces, so that the scores are at most [512, S]
 SMALLEST_CACHE = 256  # a step with a smaller cache costs the same
@@ -60,9 +61,10 @@ def generate(
     compute: Compute = Compute(),
     draft: Drafter | None = None,
 ) -> list[Generation]:
-    """Continue each prompt. In float32 a row of a batch gets the same tokens as it would alone.
+    """Continue each prompt. With float32 weights a row of a batch gets the same tokens as it would alone.
 
-    In 16-bit types a near tie may be decided differently: XLA sums products of different sizes in different orders.
+    With 16-bit and quantized weights a near tie may be decided differently: XLA sums products of different sizes in
+    different orders, and a CPU rounds activations to 8 bits where weights are in blocks.
 
     Args:
       config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
@@ -124,14 +126,18 @@ def stream(
     """
     check_turns(turns)
     tokens, lengths, request = prepare(config, prompts, max_new_tokens, sampling, stop_tokens, cache)
-    layout = Layout()
-    if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):  # the generation runs where the model lies
-        layout = layout_of(params)
+    layout, table = Layout(), params.embedding
+    if isinstance(getattr(table, "sharding", None), NamedSharding) or device_elsewhere(table) is not None:
+        layout = layout_of(params)  # the generation runs where the model lies
         check_rows(layout, len(prompts))
     run = Run(config, params, compute, layout)
     if draft is not None:
         return drafting(run, draft, (tokens, lengths, request), cache, int(turns))
     return run.stream(tokens, lengths, request, cache, int(turns))
+
+
+# What a generation is given is meant to be transferred, whatever a caller's `jax.transfer_guard` says of other transfers.
+transferring = functools.partial(jax.transfer_guard_host_to_device, "allow")
 
 
 @dataclass(frozen=True)
@@ -168,12 +174,13 @@ class Run:
             yield piece
 
     def start(self, reading: Reading, tokens: np.ndarray, lengths: np.ndarray, request: Request) -> tuple[State, jax.Array]:
-        return _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
+        with transferring():
+            return _start(self.config, self.params, *reading, tokens, lengths, request, self.layout)
 
     def decode(self, state: State, turns: int, most: int) -> tuple[State, jax.Array]:
         (device, *_) = state.token.devices()
         decode_there = _decode_for(device.platform)
-        with ops.native_anyway(self.natively):
+        with ops.native_anyway(self.natively), transferring():
             return decode_there(self.config, self.params, state, np.int32(turns), most, self.compute, self.layout)
 
     def enlarge(self, cache: KVCache, capacity: int) -> KVCache:
@@ -191,7 +198,8 @@ class Run:
                 reading = reading._replace(cache=self.enlarge(reading.cache, bucket(begin + piece, piece)))
             places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths)
             part = tokens[:, begin : begin + piece]
-            reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)
+            with transferring():
+                reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)
         return reading
 
 
@@ -229,7 +237,7 @@ def unpack(packed: jax.Array) -> tuple[Piece, np.ndarray, int]:
     Raises:
       GenerationError: the model's logits were not numbers.
     """
-    array = np.asarray(packed)
+    array = jax.device_get(packed)
     *parts, _ = np.split(array, [(array.shape[1] - 2) // 3 * i for i in (1, 2, 3)], axis=1)
     done, taken = array[:, -2].astype(bool), int(array[0, -1])
     columns = taken * CHUNK or 1  # the first piece has no turn

@@ -22,6 +22,7 @@ from llama_jax.model.options import Layout
 from llama_jax.model.params import Block, Llama
 from llama_jax.ops.attention import Division, Seen, View, attend
 from llama_jax.ops.moe import ExpertSharding
+from llama_jax.ops.platform import device_elsewhere
 
 Axes = tuple[str, ...]  # of a mesh, which together shard one axis of an array
 
@@ -78,10 +79,14 @@ class _DividedAttention:
 
 
 def layout_of(params: Llama) -> Layout:
-    """The layout of a generation with these parameters; no constraints where they are on a single device."""
+    """The layout of a generation with these parameters; no constraints where they are on a single device.
+
+    Where that is of another platform than the default device, as a CPU beside a GPU, programs are traced under its mesh.
+    """
     sharding = getattr(params.embedding, "sharding", None)
     if not isinstance(sharding, NamedSharding):
-        return Layout()
+        device = device_elsewhere(params.embedding)
+        return Layout(mesh=None if device is None else _abstract(Mesh([device], ("device",))))
     if sharding.mesh.size == 1:
         return Layout(mesh=_abstract(sharding.mesh))
     stacked = isinstance(params.blocks, Block)

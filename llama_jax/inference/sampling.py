@@ -196,7 +196,7 @@ def _largest_threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -
     """
 
     def try_bit(i: jax.Array, found: jax.Array) -> jax.Array:
-        candidate = found | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        candidate = found | (jnp.uint32(1 << 31) >> lax.convert_element_type(i, jnp.uint32))
         total = jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=-1)
         return jnp.where(total >= target, candidate, found)
 

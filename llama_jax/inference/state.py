@@ -139,7 +139,8 @@ def start(
 ) -> tuple[State, Piece]:
     """The state after whole prompts, int32[B, T] with `lengths` int32[B], and the first token of every row."""
     batch, width = tokens.shape
-    real = jnp.arange(width) < lengths[:, None]
+    columns, ends = jnp.arange(width), lengths[:, None]
+    real = columns[None] < ends
     vocab = head_of(config, params).shape[0]
     # Padding is scattered to an index after the last column, which drops it, because there is no unused id for it.
     columns = jnp.where(real, tokens, vocab)
@@ -213,7 +214,7 @@ def choose(
     # vmap over rows instead of indexing by pairs, so that each device only reads its own rows.
     logprobs = jax.vmap(lambda logits, token: logits[token])(logits, token) - jax.nn.logsumexp(logits, axis=-1)
     seen = jax.vmap(lambda seen, token: seen.at[token].set(True))(state.seen, token)
-    count = state.count + ~state.done
+    count = state.count + (~state.done).astype(jnp.int32)
     stopped = jnp.any(token[:, None] == state.request.stop, axis=-1)
     state = state.replace(
         token=token,

@@ -175,7 +175,7 @@ def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array |
     mesh, count = mesh_in_force(), new.shape[2]
     if count == 1 or (count <= 16 and layer is None):
         # One scatter, of each row, head and token: of updates by whole rows a TPU makes a loop over the rows.
-        slots = slots[:, None] + jnp.arange(count, dtype=slots.dtype) if slots.ndim == 1 else slots
+        slots = slots[:, None] + jnp.arange(count, dtype=slots.dtype)[None] if slots.ndim == 1 else slots
         plainly: Any = dict(unique_indices=True, indices_are_sorted=count == 1, mode="promise_in_bounds")
         if math.prod(mesh.values()) == 1:
             rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[1])[:, None]

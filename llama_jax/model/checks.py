@@ -13,7 +13,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.cache import KVCache
-from llama_jax.model.options import Attend, Places
+from llama_jax.model.options import Attend, Compute, Places
 from llama_jax.model.params import BLOCKS, TABLE, Block, Llama, Row, rows
 from llama_jax.ops.attention import Seen, View
 
@@ -136,6 +136,15 @@ def check_tokens(config: LlamaConfig, tokens: jax.Array | np.ndarray, what: str 
     if outside.size:
         raise GenerationError(
             f"{what} {outside[0]} is outside the vocabulary of {config.vocab_size}; is this the model's own tokenizer?"
+        )
+
+
+def check_attend(config: LlamaConfig, compute: Compute) -> None:
+    """Raise ConfigError for a model that was trained with an attention of its own, and is to be computed without one."""
+    if config.attend is not None and compute.attend is None:
+        raise ConfigError(
+            f"the model was trained with an attention of its own, {config.attend}, which no file of it holds: pass that"
+            " function from Python, as compute=Compute(attend=...)"
         )
 
 

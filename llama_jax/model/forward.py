@@ -14,7 +14,7 @@ from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import KVCache, key_positions, slots_of, write
-from llama_jax.model.checks import check_arguments, check_head, checked_attention
+from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
 from llama_jax.model.options import Compute, Layout, Places, identity
 from llama_jax.model.params import Block, Llama
 from llama_jax.model.remat import rematerialise
@@ -185,6 +185,7 @@ def _mixing_of(
     """Attention of a layer of one of the kinds, [B, K, T, G, H], with all that is the same in every layer bound."""
     if layout.arrange is not identity and (compute.attend is not None or compute.attention != "auto"):
         raise MeshError("over context attention is a ring, and no other; leave attend and attention out")
+    check_attend(config, compute)
     attend = layout.attend or ops.attend if compute.attend is None else checked_attention(compute.attend)
     options: dict[str, Any] = {"scale": config.score_scale}
     remembered = () if cache is None or cache.window is None else (cache.window,)
@@ -251,7 +252,7 @@ def _step_of(
 ) -> _Step:
     new = tokens.shape[1]
     order = jnp.arange(new, dtype=jnp.int32)
-    slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order
+    slots = jnp.broadcast_to(order, tokens.shape) if cache is None else cache.length[:, None] + order[None]
     kinds = config.layer_kinds
 
     def rope(positions: jax.Array) -> tuple[Rope, ...]:

@@ -55,7 +55,7 @@ def ring_slots(length: jax.Array, new: int, capacity: int, sinks: int) -> jax.Ar
     sinks + (p - sinks) mod (S - sinks). Nothing is ever moved; what is overwritten is out of every window to come, as long
     as no more tokens are read at once than `init_cache` says. That is also true of the padding after a row's last token.
     """
-    positions = length[:, None] + jnp.arange(new, dtype=jnp.int32)
+    positions = length[:, None] + jnp.arange(new, dtype=jnp.int32)[None]
     ring = sinks + (positions - sinks) % (capacity - sinks)
     return jnp.where(positions < sinks, positions, ring)
 
@@ -64,6 +64,7 @@ def ring_positions(length: jax.Array, new: int, capacity: int, sinks: int) -> ja
     """int32[B, S], which position each slot holds once `new` tokens are written."""
     slots = jnp.arange(capacity, dtype=jnp.int32)
     last = length[:, None] + new - 1
-    held = last - (last - slots) % (capacity - sinks)  # the latest position of each slot of the ring
-    held = jnp.where(held < sinks, NO_KEY, held)
-    return jnp.where(slots < sinks, jnp.where(slots <= last, slots, NO_KEY), held)
+    with jax.numpy_rank_promotion("allow"):  # of the slots, [S], to the rows'
+        held = last - (last - slots) % (capacity - sinks)  # the latest position of each slot of the ring
+        held = jnp.where(held < sinks, NO_KEY, held)
+        return jnp.where(slots < sinks, jnp.where(slots <= last, slots, NO_KEY), held)

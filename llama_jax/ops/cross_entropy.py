@@ -157,14 +157,14 @@ def _chunk_sums(
     targets = jnp.where(weights != 0, targets, 0)  # what does not count may be anything, -100 say
     targets = jnp.where(targets < 0, head.shape[0], targets)  # else taken from the end; one outside gives NaN
     if vocab_size is not None and vocab_size < head.shape[0]:
-        logits = jnp.where(columns < vocab_size, logits, -jnp.inf)
-    chosen = columns == targets[..., None]
+        logits = jnp.where(lax.broadcast_to_rank(columns < vocab_size, logits.ndim), logits, -jnp.inf)
+    chosen = lax.broadcast_to_rank(columns, logits.ndim) == targets[..., None]
     normalizer = jax.nn.logsumexp(logits, axis=-1)
     # Of logits whose vocabulary lies on several devices XLA gathers where they are. A masked sum would read them all again.
     nll = weights * (normalizer - jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0])
     sums = LossSums(jnp.sum(nll + z_loss * weights * normalizer**2, axis=-1), jnp.sum(nll, axis=-1))
     probabilities = jnp.exp(logits - normalizer[..., None])
-    slope = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - chosen
+    slope = (1 + 2 * z_loss * normalizer)[..., None] * probabilities - chosen.astype(probabilities.dtype)
     return sums, weights[..., None] * slope
 
 

@@ -111,17 +111,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
       offset: added to the weight.
 
     Returns:
-      [..., D] in the dtype of `x`.
+      [..., D] in the dtype of `x`; NaN where a square of `x` overflows.
     """
 
     @recomputed
     def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        scale = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)  # [..., 1]
+        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
+        # Where the squares overflow, the root's inverse is zero, and zeros in the place of `x` would go unnoticed.
+        scale = jnp.where(mean_square < jnp.inf, lax.rsqrt(mean_square + eps), jnp.nan)
         # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
         rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
         factor = weight.astype(wide.dtype)
-        return (rounded * (factor + offset if offset else factor)).astype(x.dtype)
+        return (rounded * lax.broadcast_to_rank(factor + offset if offset else factor, x.ndim)).astype(x.dtype)
 
     return normalise(x, weight)
 

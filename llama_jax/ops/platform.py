@@ -6,11 +6,13 @@ The two contexts are JAX's own: it keeps them in the keys of its caches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 
 Tree = TypeVar("Tree")
 
@@ -41,7 +43,8 @@ def lowering_platform() -> str:
     It is read from JAX's own trace context, which the cache of `jax.jit` has in its keys: from the mesh in force
     (`jax.set_mesh`, or `jax.sharding.use_abstract_mesh` inside of a traced function), which may be one of devices that are
     not there; else from `jax.default_device`; else it is the default backend. A program for another platform than the
-    default one must therefore be traced under its mesh, as the library's own functions for a mesh do.
+    default one must therefore be traced under its mesh, as the library's own functions do for parameters that lie there
+    (`inference.placement.layout_of`), or under `jax.default_device`, as in a `jax.jit` of your own.
     """
     if planned_for.value is not None:
         return planned_for.value
@@ -50,8 +53,27 @@ def lowering_platform() -> str:
     if platform is None:
         default = jax.config.jax_default_device  # type: ignore[attr-defined]  # JAX makes its settings when it is imported
         platform = default if isinstance(default, str) else getattr(default, "platform", None)
-    found = platform or jax.default_backend()
-    return "gpu" if found in ("cuda", "rocm") else found
+    return _name_of(platform or jax.default_backend())
+
+
+def _name_of(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def device_elsewhere(array: Any) -> Any:
+    """The device of an array on a single one, where programs would by default be traced for another platform; else None."""
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, SingleDeviceSharding):
+        return None
+    device: Any = next(iter(sharding.device_set))
+    return None if _name_of(device.platform) == lowering_platform() else device
+
+
+def tracing_for(params: Any) -> AbstractContextManager[Any]:
+    """The context to call `jax.jit` in with these parameters, which traces for the platform of the first of them."""
+    leaves = jax.tree.leaves(params)
+    device = device_elsewhere(leaves[0]) if leaves else None
+    return nullcontext() if device is None else jax.default_device(device)
 
 
 def lowering_device_kind() -> str:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from llama_jax.ops import cpu
 from llama_jax.ops.cpu import for_cpu
@@ -32,7 +33,8 @@ def rotary_table(
     Returns:
       cos, sin: float32[..., H/2]. Always float32: an angle at position 100,000 has no digits left in bfloat16.
     """
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequencies, jnp.float32)
+    wide, frequencies = positions[..., None].astype(jnp.float32), jnp.asarray(frequencies, jnp.float32)
+    angles = wide * lax.broadcast_to_rank(frequencies, wide.ndim)
     if attention_factor == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
     return jnp.cos(angles) * attention_factor, jnp.sin(angles) * attention_factor

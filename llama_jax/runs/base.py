@@ -138,32 +138,44 @@ def _stacked(params: Llama) -> Llama:
 
 
 def digest(params: Any) -> str:
-    """A digest of a tree of arrays: a sum over all bits of each array, weighted by their positions in it.
+    """A digest of a tree of arrays, in which every bit and its place count.
 
     Sums of integers do not depend on their order, so the digest is the same however the arrays are sharded, and for 4-bit
     integers whether they are `planes.packed` or not. It detects a wrong file, not a forged one.
     """
     sums = {}
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)):
-        kinds = [plane.dtype for plane in leaf.form.planes] if isinstance(leaf, QuantizedWeight) else [None]
-        for (rest, array), dtype in zip(jax.tree.leaves_with_path(leaf), kinds, strict=True):
+        kind = leaf.kind if isinstance(leaf, QuantizedWeight) else ""
+        dtypes = [plane.dtype for plane in leaf.form.planes] if isinstance(leaf, QuantizedWeight) else [None]
+        for (rest, array), dtype in zip(jax.tree.leaves_with_path(leaf), dtypes, strict=True):
             is_packed = dtype == INT4 and array.dtype != INT4
             shape = (*array.shape[:-1], 2 * array.shape[-1]) if is_packed else array.shape
-            found = int(_sum_of_bits(array, is_packed))
-            sums[jax.tree_util.keystr((*path, *rest))] = f"{INT4 if is_packed else array.dtype}{list(shape)} {found}"
+            found = int(_hash_of_bits(array, is_packed))
+            sums[jax.tree_util.keystr((*path, *rest))] = f"{kind} {INT4 if is_packed else array.dtype}{list(shape)} {found}"
     return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:32]
 
 
 @partial(jax.jit, static_argnums=1)
-def _sum_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
+def _hash_of_bits(array: jax.Array, is_packed: bool) -> jax.Array:
+    """uint32[]: along each axis, the last first, entries are mixed with their places, and what that gives is added up.
+
+    Mixing maps the 2^32 integers one to one, so one changed entry always changes the sum. A sum of entries that were not
+    mixed would miss changes that cancel: an even number of flipped signs, swapped rows of numbers whose low bits are zero.
+    """
     if is_packed:
         array = unpacked(array)
     if array.dtype == INT4:
         array = array.astype(jnp.int8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[min(array.dtype.itemsize, 4)]
     bits = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)  # of 8 bytes two
-    place, step = jnp.uint32(1), 1
-    for axis in reversed(range(bits.ndim)):
-        place += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(step * 2_654_435_762 % 2**32)
-        step *= bits.shape[axis]
-    return jnp.sum(bits * place, dtype=jnp.uint32)
+    while bits.ndim:
+        place = lax.broadcasted_iota(jnp.uint32, bits.shape, bits.ndim - 1)
+        bits = jnp.sum(_mixed(bits ^ (place * jnp.uint32(0x9E3779B1))), axis=-1, dtype=jnp.uint32)
+    return bits
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """The finalizer of MurmurHash3 (Appleby): each bit of uint32 changes about half of the result's, one to one."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)

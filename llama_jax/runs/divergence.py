@@ -15,6 +15,7 @@ from llama_jax.data.opening import Progress
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.evaluate import CHUNK, Evaluation, choose_sizes, in_chunks, mean_of_tokens, measured, summary
 from llama_jax.runs.windows import WindowRows, cut_windows
 
@@ -90,10 +91,12 @@ def divergence(
     compared = jax.jit(partial(compare_tokens, config, reference_config, compute=compute))
     losses, others, kls, same = (np.zeros(len(windows.read)) for _ in range(4))
     of_tokens = []
-    for (nats, theirs, kl, top), owner in measured(corpus, windows, batch, partial(compared, params, reference), progress):
-        for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
-            np.add.at(sums, owner, found)
-        of_tokens.append(kl)
+    measure = partial(compared, params, reference)
+    with tracing_for(params):
+        for (nats, theirs, kl, top), owner in measured(corpus, windows, batch, measure, progress):
+            for sums, found in ((losses, nats), (others, theirs), (kls, kl), (same, top)):
+                np.add.at(sums, owner, found)
+            of_tokens.append(kl)
     kl = np.concatenate(of_tokens)
     model, dense = (summary(corpus, windows, sums) for sums in (losses, others))
     difference, difference_error = mean_of_tokens(windows, losses - others)

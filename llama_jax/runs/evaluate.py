@@ -20,9 +20,12 @@ from llama_jax.data.packing import pack
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Compute, Constrain, Layout, Places, unconstrained
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.windows import WindowRows, Windows, cut_windows, lay_rows
 
 CHUNK = 64
+MOST_PADDED = 1024  # rows, to which shorter texts are filled up so that all have one program
+MOST_TOKENS = 2**31 - 1  # of a batch: indices are int32
 LONGEST = 4096  # default tokens of a window: a layer's scores grow with their square
 
 Measure = Callable[[Llama, WindowRows], jax.Array]
@@ -105,8 +108,9 @@ def evaluate(
     windows = cut_windows(corpus, length, stride)
     measure = jax.jit(partial(token_nats, config, compute=compute)) if measure is None else measure
     sums = np.zeros(len(windows.read))
-    for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
-        np.add.at(sums, owner, nats)
+    with tracing_for(params):
+        for nats, owner in measured(corpus, windows, batch, partial(measure, params), progress):
+            np.add.at(sums, owner, nats)
     return summary(corpus, windows, sums)
 
 
@@ -123,6 +127,7 @@ def measured(
     """
     length = int(windows.read.max())  # if no document fills a window, rows are shorter
     rows = pack(windows.read.tolist(), length)
+    batch = min(batch, max(len(rows), MOST_PADDED))
 
     def collect(found: Any, owner: np.ndarray) -> tuple[Any, np.ndarray]:
         predicted = owner >= 0
@@ -155,9 +160,16 @@ def choose_sizes(config: LlamaConfig, corpus: Corpus, *, length: int | None, str
             " give more data"
         )
     batch = usual_batch() if batch is None else batch
+    check_batch(batch, length)
+    return Sizes(length, stride, batch)
+
+
+def check_batch(batch: int, length: int) -> None:
+    """Raise DataError for less than one row, or for more than an array of these lengths can have."""
     if batch < 1:
         raise DataError(f"batch={batch} must be at least 1 row")
-    return Sizes(length, stride, batch)
+    if batch > MOST_TOKENS // length:
+        raise DataError(f"batch={batch} must be at most {MOST_TOKENS // length} rows of length={length}")
 
 
 def usual_batch() -> int:

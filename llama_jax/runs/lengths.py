@@ -21,7 +21,8 @@ from llama_jax.model.forward import forward
 from llama_jax.model.options import Compute, Places
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
-from llama_jax.runs.evaluate import check_vocabulary, nats_of
+from llama_jax.ops.platform import tracing_for
+from llama_jax.runs.evaluate import check_batch, check_vocabulary, nats_of
 
 TOKENS_AT_ONCE = 1 << 15  # of the windows that are read side by side, where that is quicker than one by one
 ROWS_OF_LOGITS = 512  # that are held at a time
@@ -117,7 +118,8 @@ def evaluate_lengths(
     plans = [_plan(length, lengths[-1], len(spans), batch) for length in lengths]
     numbers = range(sum(plan.batches * plan.pieces for plan in plans))
     ticks = iter(progress(numbers) if progress else numbers)
-    found = tuple(_measure(config, params, corpus, spans, plan, (cache, compute), ticks) for plan in plans)
+    with tracing_for(params):
+        found = tuple(_measure(config, params, corpus, spans, plan, (cache, compute), ticks) for plan in plans)
     next(ticks, None)  # ends the bar
     return found
 
@@ -142,8 +144,8 @@ def choose_lengths(
         )
     if max_tokens is not None and max_tokens < max(lengths):
         raise DataError(f"max_tokens={max_tokens} leaves no whole window of length={max(lengths)}; give at least that")
-    if batch is not None and batch < 1:
-        raise DataError(f"batch={batch} must be at least 1 row")
+    if batch is not None:
+        check_batch(batch, max(lengths))
     return tuple(sorted(map(int, lengths)))
 
 

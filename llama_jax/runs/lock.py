@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,16 @@ OF_A_RUN = (RECIPE, METRICS)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[Callable[[], None]]:
     """Lock a folder, which is created if missing. The lock ends with the process, however that ends.
 
     Two runs in one folder would delete each other's checkpoints while they are written. On Windows, which has no such
     locks, nothing is locked; nor on a file system without them, with a warning. If the body fails before it has written
     anything, what was created here is removed.
+
+    Yields:
+      A function that raises TrainingError once the folder or the lock's file is another one than at the beginning: removed,
+      renamed or replaced.
 
     Raises:
       TrainingError: another process holds the lock, or the folder cannot be written to.
@@ -42,13 +46,31 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise TrainingError(cannot_write(folder / FILE, error)) from None
         try:
-            yield
+            yield partial(_check, folder, descriptor)
         except BaseException:
-            if not was_there:
+            if not was_there and _is_held(folder, descriptor):
                 _remove_unused(folder, missing)
             raise
     finally:
         os.close(descriptor)
+
+
+def _is_held(folder: Path, descriptor: int) -> bool:
+    """Whether the lock's file in the folder is the one that is open; so too where the system does not say."""
+    try:
+        return os.path.samestat((folder / FILE).stat(), os.fstat(descriptor))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a network file system that does not answer now
+        return True
+
+
+def _check(folder: Path, descriptor: int) -> None:
+    if not _is_held(folder, descriptor):
+        raise TrainingError(
+            f"{folder} is no longer the folder of this run: it, or {FILE!r} in it, was removed or replaced meanwhile;"
+            " nothing more is written; if the folder was renamed, go on there with --resume"
+        )
 
 
 def _taken(folder: Path, holder: str) -> TrainingError:

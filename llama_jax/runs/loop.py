@@ -23,9 +23,10 @@ from llama_jax.runs.base import about_weights, load_weights
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.metrics import Metrics
+from llama_jax.runs.plan import plan_of
 from llama_jax.runs.profile import Profile
 from llama_jax.runs.program import Backend, TrainingProgram, make_program
-from llama_jax.runs.recipe import Recipe, to_dict
+from llama_jax.runs.recipe import Recipe, name_of, to_dict
 from llama_jax.runs.recipes import check_weights, find
 from llama_jax.runs.run_folder import RunFolder
 from llama_jax.runs.run_folder import opened as opened_run
@@ -51,7 +52,7 @@ class Result:
       step: the last one.
       state: after it.
       validation: what the last evaluation found, as `Evaluation` of text; None where the run was stopped before one.
-      stopped: the name of the signal that ended it, or None.
+      stopped: the name of the signal that ended it before its last step, or None.
     """
 
     step: int
@@ -129,7 +130,7 @@ def train(
     opened = open_checkpoint(weights) if weights is not None else None
     if opened is not None:
         model = recipe.model if preparing.is_extended(recipe.model, opened.config) else opened.config
-        recipe = replace(recipe, model=model, vocabulary="given")
+        recipe = replace(recipe, model=replace(model, attend=opened.config.attend), vocabulary="given")
     elif recipe.lora is not None:
         raise TrainingError("lora trains adapters beside a model that stays as it is; give that with --weights (weights=)")
     if reweigh and not resume:
@@ -169,11 +170,17 @@ def train(
         prompts = preparing.encode_prompts(recipe, vocabulary)
         if not processes.first_of_host:  # which leaves the tokenised text in the cache
             processes.wait("text tokenised")
-        task = kind_of(recipe).open(recipe, Given(sources, validation_sources, vocabulary, mesh, log, weights))
+        with preparing.unchanged(note):
+            task = kind_of(recipe).open(recipe, Given(sources, validation_sources, vocabulary, mesh, log, weights))
+        recipe = task.recipe
         preparing.check_data(note, task, reweigh=reweigh)
+        if note is not None:
+            preparing.check_recipe(note, run_folder.place, recipe)
+        preparing.check_trace(recipe, trace)
         if processes.first_of_host:
             processes.wait("text tokenised")
-        preparing.describe(log, recipe, (*([] if opened is None else about_weights(recipe, opened.tensors)), *task.facts))
+        facts = [] if opened is None else about_weights(recipe, opened.tensors)
+        preparing.describe(log, recipe, (*facts, *task.facts, plan_of(recipe, task, mesh.devices)))
         preparing.agree(processes, run_folder, recipe, mesh, backend, task, note)
         if task.load is not None:
             task = task.load()
@@ -304,7 +311,8 @@ class _TrainingRun:
                 self.tracking.close()
         self.folder.put()
         self._conclude(step)
-        return Result(step, state, None if self.validation is None else self.validation.result, self.stop.name)
+        stopped = self.stop.name if step < recipe.steps else None
+        return Result(step, state, None if self.validation is None else self.validation.result, stopped)
 
     def _check(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Count what a finished step (number `step`, from 1) has read, and give up where it is hopeless."""
@@ -388,8 +396,11 @@ class _TrainingRun:
             "tokens": self.tokens,
             **({} if self.base is None else {"base": self.base}),
         }
+        model = self.recipe.model
+        if self.recipe.attend is not None:
+            model = replace(model, attend=name_of(self.recipe.attend))
         loss = self.validation.loss if self.validation is not None and self.validated == step else None
-        self.snapshots.save(step, state, note, self.recipe.model, self.tokenizer, validation_loss=loss)
+        self.snapshots.save(step, state, note, model, self.tokenizer, validation_loss=loss)
         self._write("event", step, event="save")
 
     def _conclude(self, step: int) -> None:

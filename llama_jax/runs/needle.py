@@ -17,6 +17,7 @@ from llama_jax.model.cache import KVCache
 from llama_jax.model.forward import forward, unembed
 from llama_jax.model.options import Places
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.haystack import DIGITS, QUESTION, STATEMENT, Hidden, lay_prompt, prepare, word_starts
 from llama_jax.runs.lengths import cut_pieces, empty_cache, rows_at_once
 from llama_jax.tokenizers import Tokenizer
@@ -139,7 +140,8 @@ def needle(
             for depth in hidden.depths
             for trial in places
         ]
-        scores, best = _measure(config, params, prompts, keys.answers, plan, ticks)
+        with tracing_for(params):
+            scores, best = _measure(config, params, prompts, keys.answers, plan, ticks)
         cells += _cells(plan.length, hidden.depths, scores, best, np.array([trial.key for trial in places]))
     next(ticks, None)  # ends the bar
     return NeedleTest(tuple(hidden.lengths), tuple(hidden.depths), wrong_keys, tuple(cells))

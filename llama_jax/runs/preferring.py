@@ -14,6 +14,7 @@ from llama_jax.data.opening import Progress
 from llama_jax.data.pairs import Pairs
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
+from llama_jax.ops.platform import tracing_for
 from llama_jax.runs.tasks.preferences import read_all
 from llama_jax.training.objective import LossOptions
 from llama_jax.training.pairs import AnswerSums, answer_logprobs
@@ -65,7 +66,8 @@ def log_answers(
       batch: B, rows of both sides that are read at once.
     """
     read = jax.jit(partial(answer_logprobs, config, options=LossOptions(compute)))
-    return read_all(partial(read, params), pairs, batch, length, progress=progress)
+    with tracing_for(params):
+        return read_all(partial(read, params), pairs, batch, length, progress=progress)
 
 
 def prefer(answers: AnswerSums, reference: AnswerSums | None = None) -> Preferring:

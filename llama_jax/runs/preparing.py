@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from llama_jax.checkpoints.steps import ABOUT, CHECKPOINTS, DamagedError, read_note
 from llama_jax.checkpoints.sums import verify
 from llama_jax.config import LlamaConfig
+from llama_jax.data.errors import DataError
 from llama_jax.data.sources import Data, FoundData
 from llama_jax.errors import reading, shown
 from llama_jax.model.adapters import adapter_count
@@ -26,6 +28,7 @@ from llama_jax.parallel.processes import Processes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.lease import run_of
 from llama_jax.runs.log import Log
+from llama_jax.runs.plan import FROM_DATA
 from llama_jax.runs.program import Backend
 from llama_jax.runs.recipe import RECIPE, Recipe, differences, to_dict
 from llama_jax.runs.run_folder import RunFolder
@@ -43,7 +46,11 @@ MARK_SECONDS = 30  # until the others see what one host writes: network file sys
 def is_extended(model: LlamaConfig, original: LlamaConfig) -> bool:
     """Whether two models differ at most in their context and rotary settings: the parameters of one fit the other."""
     return original == replace(
-        model, rope_scaling=original.rope_scaling, rope_theta=original.rope_theta, max_seq_len=original.max_seq_len
+        model,
+        rope_scaling=original.rope_scaling,
+        rope_theta=original.rope_theta,
+        max_seq_len=original.max_seq_len,
+        attend=original.attend,
     )
 
 
@@ -113,9 +120,14 @@ def check(recipe: Recipe, folder: Location, trace: range | None, mesh: MeshSizes
     """Checks that need no data; raises TrainingError, MeshError."""
     if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file; give a folder for the run with --workdir")
-    if trace is not None and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
-        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
+    check_trace(recipe, trace)
     check_task(recipe, mesh, backend)
+
+
+def check_trace(recipe: Recipe, trace: range | None) -> None:
+    """Raise TrainingError for steps to trace that the run does not have, once its steps are known."""
+    if trace is not None and recipe.steps and not 1 <= trace.start < trace.stop <= recipe.steps + 1:
+        raise TrainingError(f"trace={trace.start}:{trace.stop} must lie within the run's steps, 1 to {recipe.steps}")
 
 
 def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool) -> dict[str, Any] | None:
@@ -136,8 +148,16 @@ def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool
     missing = [name for name in ("recipe", "data", "tokens") if name not in note]
     if missing:
         raise TrainingError(f"{step} was not saved by train: its note has no {missing[0]}; give another --workdir")
+    check_recipe(note, folder, recipe)
+    return note
+
+
+def check_recipe(note: dict[str, Any], folder: Location, recipe: Recipe) -> None:
+    """Raise TrainingError if a run is resumed by another recipe; sizes from the data are compared once they are known."""
     changed = differences(note["recipe"], json.loads(json.dumps(to_dict(recipe))))
-    if changed and not _prolongs(recipe, note["recipe"], latest, changed):
+    if not recipe.steps:
+        changed = [one for one in changed if one.partition(":")[0] not in FROM_DATA]
+    if changed and not (recipe.steps and _prolongs(recipe, note["recipe"], note["step"], changed)):
         longer = ""
         if any(difference.startswith("steps:") for difference in changed):
             longer = "; other steps need optimizer.schedule=constant from the beginning, or wsd whose decay has not begun"
@@ -145,7 +165,6 @@ def note_of(snapshots: Snapshots, folder: Location, recipe: Recipe, resume: bool
             f"{folder} holds a run of another recipe ({'; '.join(changed)}); resume with the same, or give another --workdir"
             f"{longer}"
         )
-    return note
 
 
 def _prolongs(recipe: Recipe, before: dict[str, Any], done: int, changed: Sequence[str]) -> bool:
@@ -164,11 +183,23 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
     r = recipe
     learnt = ""
     if r.lora is not None:
-        kept = r.dtype if r.quantize == "none" else r.quantize
-        learnt = f" in {kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
-    log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, {r.dtype}, remat {r.remat}")
+        learnt = f" that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+    log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, computed in {r.dtype}, remat {r.remat}")
     for fact in facts:
         log.line(fact)
+
+
+@contextmanager
+def unchanged(note: dict[str, Any] | None) -> Iterator[None]:
+    """In a resumed run, which has read its data before, an error of opening them says that they changed."""
+    try:
+        yield
+    except (DataError, TrainingError) as error:
+        if note is None:
+            raise
+        raise TrainingError(
+            f"the data (or the teacher) changed since this run began: {error}; resume with the same files"
+        ) from None
 
 
 def check_data(note: dict[str, Any] | None, task: Task, *, reweigh: bool) -> None:

@@ -33,8 +33,8 @@ BOOKKEEPING = frozenset(
     | {"distill.teacher", "rewards.functions"}  # which are known by their numbers and files
 )
 
-POSITIVE = ("steps", "batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
-NOT_NEGATIVE = ("seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
+POSITIVE = ("batch", "length", "accumulate", "chunk", "skip_limit", "keep_last", "log_every", "sample_tokens")
+NOT_NEGATIVE = ("steps", "seed", "evaluate_every", "evaluate_tokens", "save_every", "keep_best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,10 @@ class Recipe:
 
     Attributes:
       model: the shape of the model.
-      steps: updates of the parameters.
+      steps: updates of the parameters; with 0 they follow from `epochs` and the data.
+      epochs: passes over the training data, in place of `steps`; with 0 of both, 3. `batch` and `length` are then upper
+        bounds: rows are no longer than the longest example needs, the batch is halved until an epoch has 8 steps, and the
+        warm-up is at most a tenth of the steps.
       batch: B, rows of a step, over all devices and parts.
       length: T, predicted tokens of a row.
       accumulate: parts of a batch whose gradients are computed one after the other and added up, which saves memory.
@@ -90,7 +93,8 @@ class Recipe:
     """
 
     model: LlamaConfig
-    steps: int
+    steps: int = 0
+    epochs: float = 0.0
     batch: int
     length: int
     accumulate: int = 1
@@ -171,16 +175,21 @@ class Recipe:
             raise TrainingError(f"length={self.length} is above the model's context, max_seq_len={self.model.max_seq_len}")
         if self.batch % self.accumulate:
             raise TrainingError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
-        learning_rates(self.optimizer, self.steps)
+        if not (math.isfinite(self.epochs) and self.epochs >= 0):
+            raise TrainingError(f"epochs={self.epochs} must be at least 0")
+        if self.steps and self.epochs:
+            raise TrainingError(f"steps={self.steps} and epochs={self.epochs} exclude each other; set steps=0, or epochs=0")
+        if self.steps:
+            learning_rates(self.optimizer, self.steps)
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as JSON holds it, nested as its dataclasses are."""
-    functions = {name: _name_of(getattr(recipe, name)) for name in ("attend", "loss")}
+    functions = {name: name_of(getattr(recipe, name)) for name in ("attend", "loss")}
     return dataclasses.asdict(recipe) | functions
 
 
-def _name_of(function: Callable[..., Any] | None) -> str | None:
+def name_of(function: Callable[..., Any] | None) -> str | None:
     """The qualified name of a function, for JSON cannot hold more of it."""
     return None if function is None else f"{function.__module__}:{getattr(function, '__qualname__', function)}"
 

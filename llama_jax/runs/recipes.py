@@ -99,11 +99,10 @@ def tinyllama() -> Recipe:
 
 
 def sft() -> Recipe:
-    """Fine-tuning of all parameters on the assistant's messages in conversations. The model is that of the weights, and the
-    learning rate that of TRL's SFT."""
+    """Fine-tuning of all parameters on the assistant's messages in conversations, for 3 epochs. The model is that of the
+    weights, and the learning rate that of TRL's SFT."""
     return Recipe(
         model=preset("stories-260k"),
-        steps=500,
         batch=16,
         length=512,
         optimizer=OptimizerSettings(learning_rate=2e-5, warmup_steps=20, final_share=0.0, weight_decay=0.0),

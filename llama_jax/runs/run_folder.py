@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -47,12 +47,11 @@ class RunFolder(Protocol):
 class LocalRun:
     """A `RunFolder` that lies on a disk, and is written to as it is."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, check: Callable[[], None]) -> None:
+        """`check` raises TrainingError where the folder is no longer this run's."""
         self.place = self.path = place
-        self.shelf = LocalShelf(place / CHECKPOINTS)
-
-    def put(self) -> None:
-        pass
+        self.shelf = LocalShelf(place / CHECKPOINTS, check)
+        self.put = check
 
 
 class SharedStoredRun:
@@ -96,8 +95,8 @@ def opened(place: Location, processes: Processes, log: Log) -> Iterator[RunFolde
       TrainingError: another does, or it cannot be written to.
     """
     if isinstance(place, Path):
-        with locked(place) if processes.index == 0 else nullcontext():
-            yield LocalRun(place)
+        with locked(place) if processes.index == 0 else nullcontext(lambda: None) as check:
+            yield LocalRun(place, check)
         return
     if place.view.root.startswith("hf://"):
         raise TrainingError(f"{place} is on the hub, where no run can be; give a folder of this machine, s3:// or gs://")

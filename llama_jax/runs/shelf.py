@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -70,8 +70,10 @@ class LocalShelf:
 
     shared, first = True, 0
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is that of `Shelf`."""
         self.place = place.absolute()
+        self.check = check
 
     def now(self) -> Path:
         return self.place
@@ -83,6 +85,7 @@ class LocalShelf:
         return {}
 
     def put(self, written: Path, step: int) -> None:
+        self.check()
         flush_folders(written)
         put(written, self.place / str(step))
 
@@ -93,6 +96,3 @@ class LocalShelf:
     @contextmanager
     def reading(self, step: int) -> Iterator[Path]:
         yield self.place / str(step)
-
-    def check(self) -> None:
-        pass

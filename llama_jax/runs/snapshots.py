@@ -146,7 +146,9 @@ class Snapshots:
         Raises:
           CheckpointError: this save, or the one before, failed; the message names the last good checkpoint. Either way the
             next call can succeed.
+          TrainingError: the folder is no longer this run's; nothing was written.
         """
+        self._shelf.check()
         if validation_loss is not None and not math.isfinite(validation_loss):
             validation_loss = None
         added = {"step": step, "validation_loss": validation_loss, "versions": _versions()}
@@ -319,6 +321,7 @@ class Snapshots:
         """Clear up what a failed save left, and say what remains."""
         left = ""
         wait_for_writers()
+        self._shelf.check()
         if self._keeps_folder():
             try:
                 self._clear_up()

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
@@ -70,10 +69,8 @@ class ServedModel:
         if isinstance(draft, DraftModel):
             draft.check_model(config, params, 1)
             beside = cls.of(draft.config, draft.params, cache, Compute())
-        layout = Layout()
-        if isinstance(getattr(params.embedding, "sharding", None), NamedSharding):
-            layout = layout_of(params)
-            check_rows(layout, 1)
+        layout = layout_of(params)
+        check_rows(layout, 1)
         (device, *_) = jax.tree.leaves(params)[0].devices()
         native, programs = ops.decodes_natively(params, compute.dtype, layout.mesh), programs_for(device.platform)
         return cls(config, params, cache, compute, layout, programs, native, adapters_in(params), beside)

@@ -55,8 +55,9 @@ class Tokenizer(Protocol):
         """Tokens that end a text, for `generate(stop_tokens=...)`.
 
         The end-of-sequence token, those of `ENDS` that are special tokens, those that the model's own files name, and the
-        begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Of a
-        vocabulary in GGUF: exactly those at which llama.cpp ends.
+        begin-of-sequence token where texts begin with it: llama2.c's stories end with that of the next one. Not the latter
+        where a ``generation_config.json`` lists the ends and names the BOS apart, as a saved one does. Of a vocabulary in
+        GGUF: exactly those at which llama.cpp ends.
         """
         ...
 
@@ -230,9 +231,16 @@ class EncodesParts:
         return [self.encode_parts([text]) for text in texts]
 
 
-def ending_ids(bos_id: int, eos_id: int, special_tokens: Mapping[str, int], more: Iterable[int] = ()) -> tuple[int, ...]:
-    """What `Tokenizer.stop_ids` says."""
-    ends = {bos_id, eos_id, *(special_tokens[name] for name in ending_names(special_tokens)), *more}
+def ending_ids(tokenizer: Tokenizer, named: Iterable[int] = (), *, whole: bool = False) -> tuple[int, ...]:
+    """What `Tokenizer.stop_ids` says.
+
+    Args:
+      named: the ends that the model's files name.
+      whole: whether those are all, so that a BOS among none of them ends nothing.
+    """
+    special = tokenizer.special_tokens
+    begin = tokenizer.bos_id if tokenizer.add_bos and not whole else -1
+    ends = {begin, tokenizer.eos_id, *(special[name] for name in ending_names(special)), *named}
     return tuple(sorted(token for token in ends if token >= 0))
 
 
@@ -281,5 +289,11 @@ def library_errors(what: str, remedy: str = "copy it again") -> Iterator[None]:
         # A panic is no Exception: its class is pyo3_runtime.PanicException, which cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = reason_of(error) or "damaged"
+        reason = reason_of(error, 160) or "damaged"
+        if "retry-limit" in reason:  # Oniguruma's, of a text that the pattern could match in too many ways
+            remedy = (
+                "its pattern for cutting texts backtracks too often on this one: simplify the pattern, or shorten the text"
+            )
+        elif "Onig" in reason:
+            remedy = "correct its pattern for cutting texts (pre_tokenizer)"
         raise TokenizerError(f"{what} ({reason}); {remedy}") from None

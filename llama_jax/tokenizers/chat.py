@@ -3,6 +3,7 @@ text for models that only continue one."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def encode_chat(
     Args:
       messages: an optional system prompt, then turns; the last is the user's.
       format: see `resolve_format`.
-      renderer: renders a checkpoint's template; by default a new process for each chat.
+      renderer: renders a checkpoint's template; by default the one that all such chats share.
       tools: functions that the model may call, as OpenAI describes them, for a template that supports them.
 
     Raises:
@@ -204,7 +205,7 @@ def template_parts(
     Raises:
       GenerationError: as `render` raises it; or messages with every character that has no meaning, or nested too deeply.
     """
-    from llama_jax.tokenizers.template import render
+    from llama_jax.tokenizers.template import shared_renderer
 
     assert tokenizer.chat_template is not None
     names = {token: name for name, token in tokenizer.special_tokens.items()}
@@ -225,7 +226,7 @@ def template_parts(
 
     with _depth_told():
         told, offered = marked(messages), marked(tools)
-    rendered = (render if renderer is None else renderer.render)(
+    rendered = (renderer or shared_renderer(os.getpid())).render(
         tokenizer.chat_template,
         told,
         bos_token=names.get(tokenizer.bos_id, ""),

@@ -5,6 +5,7 @@ What the metadata leaves open is as in llama.cpp, src/llama-vocab.cpp, whose ids
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from llama_jax.tokenizers.base import ENDS, Tokenizer, ending_names, library_err
 from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
 from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
-from llama_jax.tokenizers.settings import Settings
+from llama_jax.tokenizers.settings import Settings, pad_id_of
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
 
 REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
@@ -43,6 +44,13 @@ PART_OF_REPLIES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")  
 # Models whose special tokens swallow the white space after them, and tokens that do not.
 SWALLOWING = ("phi-3", "phi3")
 NOT_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
+# Fields of ids with the names of transformers' settings for their tokens.
+OTHER_TOKENS = {"unknown": "unk_token", "seperator": "sep_token", "mask": "mask_token"}
+STOPS = "tokenizer.llama_jax.stop_token_ids"  # ends for which the fields that llama.cpp reads have no room
+PRE = "tokenizer.ggml.pre"
+# What other settings of a tokenizer say.
+TOLD = {"model", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"}
+TOLD |= {f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "padding", *OTHER_TOKENS)}
 MASK = "<mask>"  # swallows the white space before it in vocabularies with these pre-tokenizers
 MASKED = ("jina-v2-de", "jina-v2-es", "jina-v2-code")
 
@@ -123,6 +131,13 @@ class _Reader:
             raise self.error(f"{name}_token_id", value, f"an id below {count}")
         return value
 
+    def stops(self, count: int) -> list[int]:
+        """The ends in this library's own field."""
+        found = list(self.fields.get(STOPS, []))
+        if not all(type(token) is int and 0 <= token < count for token in found):
+            raise TokenizerError(f"{self.where}: {STOPS}={shown(found)} must be ids below {count}")
+        return found
+
     def swallows(self) -> bool:
         """Whether special tokens swallow the white space after them."""
         return any(name in str(self.fields.get("general.name", "")).lower() for name in SWALLOWING)
@@ -159,9 +174,11 @@ class _Reader:
         for text in PART_OF_REPLIES:
             if text in ids:
                 kinds[ids[text]] = EntryKind.USER_DEFINED
+        ends |= set(self.stops(count))
         names = {tokens[token]: token for token in ends}
         for text in names.keys() & ENDS - ending_names(names):
             kinds[names.pop(text)] = EntryKind.NORMAL if text == "</s>" else EntryKind.USER_DEFINED
+        pad = self.token("padding", count)
         template = self.fields.get("tokenizer.chat_template")
         if template is not None and not isinstance(template, str):
             raise TokenizerError(f"{self.where}: tokenizer.chat_template={shown(template)} must be a text; copy it again")
@@ -172,10 +189,35 @@ class _Reader:
             add_bos=self.flag("add_bos_token", add_bos),
             add_eos=self.flag("add_eos_token", False),
             chat_template=template,
+            pad_token=None if pad is None else tokens[pad],
+            pad_id=-1 if pad is None else pad,
+            all_stop_ids=True,
+            chat_templates={
+                called: text
+                for key, text in self.fields.items()
+                if (called := _template_name(key)) and isinstance(text, str)
+            },
+            gguf={key: value for key, value in self.fields.items() if _only_here(key, value)},
+            more={
+                setting: tokens[token]
+                for name, setting in OTHER_TOKENS.items()
+                if (token := self.token(name, count)) is not None
+            },
         )
 
     def error(self, name: str, value: Any, need: str) -> TokenizerError:
         return TokenizerError(f"{self.where}: tokenizer.ggml.{name}={shown(value)} must be {need}")
+
+
+def _template_name(key: str) -> str | None:
+    found = re.fullmatch(r"tokenizer\.chat_template\.(\w+)", key)
+    return found[1] if found else None
+
+
+def _only_here(key: str, value: Any) -> bool:
+    """Whether it is a scalar of a vocabulary that no other setting says."""
+    known = key.removeprefix("tokenizer.ggml.") in TOLD or key.startswith("tokenizer.chat_template")
+    return key.startswith("tokenizer.") and not known and type(value) in (bool, int, float, str)
 
 
 def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:
@@ -339,7 +381,8 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
     if isinstance(tokenizer, SentencePieceTokenizer | HuggingFaceTokenizer) and tokenizer.metadata is not None:
         named = {key: list(value) if isinstance(value, list | array) else value for key, value in tokenizer.metadata.items()}
     else:
-        named = {f"tokenizer.ggml.{name}": value for name, value in _fields(tokenizer).items()}
+        named = _fields(tokenizer)
+        named |= _noted(tokenizer.settings, named)  # type: ignore[attr-defined]
     for i in range(len(named["tokenizer.ggml.tokens"]), vocab_size or 0):
         for name, value in (("tokens", PADDING.format(i)), ("scores", 0.0), ("token_type", int(EntryKind.UNUSED))):
             if f"tokenizer.ggml.{name}" in named:
@@ -350,7 +393,7 @@ def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str
 
 
 def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the fields of "tokenizer.ggml." say of a vocabulary that came from elsewhere."""
+    """The fields of a vocabulary that came from elsewhere."""
     if isinstance(tokenizer, SentencePieceTokenizer):
         fields = _scored(tokenizer.pieces(), tokenizer.space_prefix)
     elif isinstance(tokenizer, TiktokenTokenizer):
@@ -365,14 +408,35 @@ def _fields(tokenizer: Tokenizer) -> dict[str, Any]:
         raise TokenizerError(f"a {type(tokenizer).__name__} cannot be written into a GGUF")
     fields |= {"add_bos_token": tokenizer.add_bos, "add_eos_token": tokenizer.add_eos}
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id}
+    special, settings = tokenizer.special_tokens, tokenizer.settings
+    for name, setting in OTHER_TOKENS.items():
+        text = settings.more.get(setting)
+        ids[name] = special.get(str(text.get("content") if isinstance(text, dict) else text), -1)
     if EntryKind.UNKNOWN in fields["token_type"]:
         ids["unknown"] = fields["token_type"].index(EntryKind.UNKNOWN)
-    special = tokenizer.special_tokens
+    elif ids["unknown"] >= 0:
+        fields["token_type"][ids["unknown"]] = int(EntryKind.UNKNOWN)
+    ids["padding"] = pad_id_of(tokenizer, settings)
     ids |= {name: special.get(text, -1) for name, text in (("eot", "<|eot_id|>"), ("eom", "<|eom_id|>"))}
-    known = {*ids.values(), *(special[name] for name in ending_names(special))}
-    if ids["eot"] < 0:  # the field for one more end
-        ids["eot"] = next((token for token in tokenizer.stop_ids if token not in known), -1)
-    return fields | {f"{name}_token_id": token for name, token in ids.items() if token >= 0}
+    known = {ids[name] for name in ("eos", "eot", "eom")} | {special[name] for name in ending_names(special)}
+    more = sorted(set(tokenizer.stop_ids) - known, key=lambda token: (token == tokenizer.bos_id, token))
+    for name in ("eot", "eom"):  # the fields for more ends
+        if ids[name] < 0 and more:
+            ids[name] = more.pop(0)
+    fields |= {f"{name}_token_id": token for name, token in ids.items() if token >= 0}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()} | ({STOPS: more} if more else {})
+
+
+def _noted(settings: Settings, named: Mapping[str, Any]) -> dict[str, Any]:
+    """What the fields do not say: other templates, and what was said in a GGUF that the vocabulary came from."""
+    found = {f"tokenizer.chat_template.{name}": text for name, text in settings.chat_templates.items()}
+    found |= {key: value for key, value in settings.gguf.items() if _only_here(key, value) and key not in named}
+    pre, wanted = settings.gguf.get(PRE), PRE_TOKENIZERS.get(named[PRE])
+    if pre in PRE_TOKENIZERS and named["tokenizer.ggml.model"] == "gpt2" and wanted is not None:
+        own = PRE_TOKENIZERS[pre]
+        if (own.patterns, own.ignore_merges) == (wanted.patterns, wanted.ignore_merges):  # several names for one rule
+            found[PRE] = pre
+    return found
 
 
 def _scored(pieces: Sequence[Entry], space_prefix: bool) -> dict[str, Any]:

@@ -132,6 +132,7 @@ class HuggingFaceTokenizer(EncodesParts):
             self.add_bos, self.add_eos = _adds(library, settings, self.bos_id, self.eos_id)
         self._library = library
         self._where = where
+        self.swallowing = frozenset(i for i, token in added.items() if token.rstrip)
         self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()} | dict(odd or {})
         self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
@@ -139,8 +140,9 @@ class HuggingFaceTokenizer(EncodesParts):
         hidden = any(self._pattern.search(name) for name in user_defined or ())
         self._user_defined = user_defined if user_defined and (hidden or order_matters(user_defined)) else {}
         self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
-        self.stop_ids = ending_ids(self.bos_id if self.add_bos else -1, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
+        self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Ids of texts and special tokens, as the library gives them for the whole."""
@@ -182,7 +184,7 @@ class HuggingFaceTokenizer(EncodesParts):
         """Write ``tokenizer.json``, and the settings beside it."""
         text = json.dumps(self.description(), indent=2, ensure_ascii=False)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-        write_settings(folder, self, "PreTrainedTokenizerFast")
+        write_settings(folder, self, self.settings, "PreTrainedTokenizerFast")
 
     def description(self) -> dict[str, Any]:
         """The content of its ``tokenizer.json``."""

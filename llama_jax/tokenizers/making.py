@@ -10,6 +10,7 @@ from llama_jax.tokenizers.base import library_errors
 from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, SentencePieceTokenizer, write_model
 
 BYTE_VOCABULARY = 259  # <unk>, <s>, </s> and every byte
+LARGEST_VOCABULARY = 1 << 20  # four times the largest in use; the trainers reserve memory for all of it
 LONGEST_LINE = 4000  # bytes; SentencePiece leaves out longer ones
 
 
@@ -28,12 +29,14 @@ def train_bpe(texts: Iterable[str], size: int) -> SentencePieceTokenizer:
       size: V at most; a short text gives fewer.
 
     Raises:
-      TokenizerError: a size below 300, or a text from which nothing can be learnt.
+      TokenizerError: a size below 300 or above `LARGEST_VOCABULARY`, or a text from which nothing can be learnt.
     """
     import sentencepiece
 
     if size < 300:
         raise TokenizerError(f"vocab_size={size} must be at least 300 for BPE: 259 are bytes and special tokens")
+    if size > LARGEST_VOCABULARY:
+        raise TokenizerError(f"vocab_size={size} must be at most {LARGEST_VOCABULARY}")
     model = io.BytesIO()
     lines = (line[start : start + LONGEST_LINE // 4] for text in texts for line in _lines(text) for start in _starts(line))
     with library_errors("the text gives no vocabulary", "give more text, or a smaller vocab_size"):

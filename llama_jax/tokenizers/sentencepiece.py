@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,24 +94,26 @@ class SentencePieceTokenizer(EncodesParts):
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
         self._bytes = [_bytes_of(entry) for entry in self._entries]
         self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN)
-        self._user_defined = {} if entries is None else self._named(EntryKind.USER_DEFINED)
+        own_rule = entries is None and not settings.gguf  # the library's; it puts no space before what follows one
+        self._user_defined = {} if own_rule else self._named(EntryKind.USER_DEFINED)
         self._split = split_longest if order_matters(self._user_defined) else split_special
-        self._swallowing = frozenset(swallowing)
+        self.swallowing = frozenset(swallowing)
         self._aliases = list(aliases)
-        self._own_model = entries is None  # whose kinds are those of the entries
+        self._is_strict = entries is None and not self._user_defined  # the library's model, which has other kinds otherwise
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
-        self.stop_ids = ending_ids(self.bos_id if self.add_bos else -1, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
+        self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Ids of texts and special tokens; each text gets its leading space, as in Meta's code and llama.cpp."""
         ids: list[int] = []
         for part in self._divided(parts):
             if isinstance(part, str):
-                if ids and ids[-1] in self._swallowing:
+                if ids and ids[-1] in self.swallowing:
                     part = part.lstrip(" \t\n\v\f\r")
                 check_text(part)
                 ids += self._without_aliases(self._processor.EncodeAsIds(part))
@@ -146,9 +149,8 @@ class SentencePieceTokenizer(EncodesParts):
 
     def save(self, folder: Path) -> None:
         """Write the model as ``tokenizer.model``, added tokens included, and the settings beside it."""
-        content = self._processor.serialized_model_proto() if self._own_model else self._strict_model()
-        (folder / "tokenizer.model").write_bytes(content)
-        write_settings(folder, self, "LlamaTokenizer")
+        (folder / "tokenizer.model").write_bytes(self._content if self._is_strict else self._strict_model())
+        write_settings(folder, self, self.settings, "LlamaTokenizer")
 
     def _strict_model(self) -> bytes:
         """A model with the entries as the format has them: one unknown token, and all 256 bytes or none."""
@@ -182,7 +184,17 @@ class SentencePieceTokenizer(EncodesParts):
             Entry(p.IdToPiece(i), p.GetScore(i), next((kind for kind, is_it in kinds if is_it(i)), EntryKind.NORMAL))
             for i in range(self.vocab_size - len(added))
         ]
+        # Of user-defined pieces the library says nothing; their score is 0, and their bytes are known.
+        for i, entry in enumerate(own):
+            told = entry._replace(kind=EntryKind.USER_DEFINED)
+            if entry[1:] == (0.0, EntryKind.NORMAL) and write_pieces([told]) in self._content:
+                own[i] = told
         return [*own, *added]
+
+    @cached_property
+    def _content(self) -> bytes:
+        content: bytes = self._processor.serialized_model_proto()
+        return content
 
     def _named(self, *kinds: EntryKind) -> dict[str, int]:
         return {entry.text: i for i, entry in enumerate(self._entries) if entry.kind in kinds}

@@ -2,18 +2,20 @@
 
 The process (`sandbox`, which imports Jinja and nothing of this library) is ended after SECONDS on every system. On Linux it
 gets MEMORY bytes and a few for each of the request's, and no more. On other systems, which have no such limit for a process,
-memory is bounded by the sandbox's own budget, which does not know of everything. `render` costs the start of a Python, which
-a `Renderer` pays once.
+memory is bounded by the sandbox's own budget, which does not know of everything. `render` costs the start of a Python and a
+compilation, which a `Renderer` pays once.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,14 @@ class Renderer:
             self.close()
             return b"e"
         return answer
+
+
+@cache
+def shared_renderer(process: int) -> Renderer:
+    """The renderer of all chats of a process (by its id, as a forked one must have its own pipe) that bring none."""
+    renderer = Renderer()
+    atexit.register(renderer.close)
+    return renderer
 
 
 def _values(bos_token: str, eos_token: str, reply: bool, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -82,8 +82,9 @@ class TiktokenTokenizer(EncodesParts):
         self.eos_id = self.special_tokens.get(settings.eos_token or "", self.special_tokens["<|end_of_text|>"])
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
         self.add_eos = settings.add_eos is True and self.eos_id >= 0
-        self.stop_ids = ending_ids(self.bos_id if self.add_bos else -1, self.eos_id, self.special_tokens, settings.stop_ids)
+        self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
+        self.settings = settings
 
     def encode_parts(self, parts: Sequence[Part]) -> list[int]:
         """Ids of texts and special tokens."""
@@ -110,7 +111,7 @@ class TiktokenTokenizer(EncodesParts):
         """Write the ranks as ``tokenizer.model``, and the settings beside it."""
         lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(self._bytes))
         (folder / "tokenizer.model").write_bytes(b"".join(lines))
-        write_settings(folder, self, "PreTrainedTokenizerFast")
+        write_settings(folder, self, self.settings, "PreTrainedTokenizerFast")
 
     def ranks(self) -> list[bytes]:
         """The tokens that are no special ones, by id."""

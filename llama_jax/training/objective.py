@@ -78,7 +78,7 @@ def next_token_loss(
     It is 0 where nothing is to be predicted. For the arguments and errors see `total_loss`.
     """
     total = total_loss(config, params, batch, options, layout)
-    return total.loss / jnp.maximum(jnp.sum(predicted(batch)), 1)
+    return total.loss / jnp.maximum(jnp.sum(predicted(batch)), 1).astype(total.loss.dtype)
 
 
 def total_loss(

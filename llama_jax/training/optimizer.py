@@ -80,7 +80,7 @@ def learning_rates(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     """
     s = settings
     if s.warmup_steps >= max(steps, 1):
-        raise ConfigError(f"warmup_steps={s.warmup_steps} must be below steps={steps}; set optimizer.warmup_steps lower")
+        raise ConfigError(f"optimizer.warmup_steps={s.warmup_steps} must be below steps={steps}; set it lower")
     rest = steps - s.warmup_steps
     last = s.final_share * s.learning_rate
     match s.schedule:

@@ -201,7 +201,8 @@ def _updated(
             # Scaled here and not before, because a scaled copy of all gradients would be as large as the parameters.
             scale = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-30))
             clipped = jax.tree.map(lambda g: (g * scale).astype(g.dtype), gradients)
-        updates, opt_state = optimizer.update(clipped, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # which optax relies on, as in decay**count
+            updates, opt_state = optimizer.update(clipped, opt_state, params)
         params = optax.apply_updates(params, updates)
         if ema is not None:
             ema = _average(ema, params, state.step - state.skipped, options.ema_decay)

@@ -307,6 +307,7 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     ("more", "message"),
     [
         ({"general.architecture": "gemma"}, "general.architecture='gemma' is not supported"),
+        ({"llama.attention.causal": False}, "llama.attention.causal=False is not supported"),
         ({"llama.rope.scaling.type": "su"}, "llama.rope.scaling.type='su' is not supported"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor=1.5 is not supported"),
     ],
@@ -316,6 +317,15 @@ def test_gguf_settings_that_are_not_supported(more, message, tmp_path):
     formats.write_gguf(path, SMALL, TENSORS, **more)
     with pytest.raises(CheckpointError, match=message):
         llama_jax.load(path)
+
+
+@pytest.mark.parametrize(("kind", "computed"), [("F16", "float32"), ("BF16", "bfloat16"), ("F32", "float32")])
+def test_what_a_cpu_computes_in(kind, computed, tmp_path):
+    formats.write_gguf(tmp_path / "model.gguf", SMALL, TENSORS, kind)
+    assert str(llama_jax.load(tmp_path / "model.gguf").params.embedding.dtype) == computed
+    llama_jax.convert(tmp_path / "model.gguf", tmp_path / "copy", format="orbax")
+    stored = llama_jax.load(tmp_path / "copy").params.embedding.dtype
+    assert str(stored) == {"F16": "float16"}.get(kind, computed)
 
 
 def test_gguf_linear_scaling(tmp_path):

@@ -56,12 +56,12 @@ def test_config_json_says_it_in_transformers_words(name):
     written = json.loads(json.dumps(config_to_dict(config)))
     assert config_from_dict(written) == config
     noted = written.pop("llama_jax", None)
-    assert (noted is not None) == (config.rope_scaling.kind in ("ntk", "by_parts", "dynamic"))
+    assert (noted is not None) == (config.rope_scaling.kind in ("ntk", "by_parts"))
     theirs = config_from_dict(written)
     assert theirs.rope_scaling is None or theirs.rope_scaling.kind in make_goldens.ROPES
     assert same_rotation(theirs, config)
-    if config.rope_scaling.kind == "dynamic":  # whose original context is the whole of it, in transformers
-        assert (theirs.max_seq_len, config.max_seq_len) == (64, 256)
+    if config.rope_scaling.kind == "dynamic":  # of which the file names the original context alone, as transformers does
+        assert (written["max_position_embeddings"], theirs.max_seq_len) == (64, 256)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,14 @@ def test_config_json_says_it_in_transformers_words(name):
     ],
 )
 def test_a_note_that_contradicts_what_stands_beside_it_is_refused(name, change, tmp_path):
-    written = config_to_dict(CONFIGS[name])
+    config = replace(CONFIGS[name], max_seq_len=128)  # not the usual one of a dynamic scaling, which needs no note
+    written = config_to_dict(config)
     written["rope_parameters"] |= change
     folder = write_hf_folder(tmp_path / "model", CONFIG, **written)
     with pytest.raises(CheckpointError, match=r"llama_jax=.* contradicts the rope settings beside it"):
         llama_jax.load(folder)
     with pytest.raises(ConfigError, match="contradicts"):
-        config_from_dict(config_to_dict(CONFIGS[name]) | {"max_position_embeddings": 128})
+        config_from_dict(config_to_dict(config) | {"max_position_embeddings": 256})
 
 
 @pytest.mark.parametrize("note", [3, [], {"rope_scaling": 1}, {"rope_scaling": {"kind": "ntk", "factor": 2, "more": 1}}])
@@ -99,6 +100,8 @@ def test_what_transformers_takes_where_config_json_is_silent():
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 64}
     assert read(**longrope, **FACTORS) == SCALINGS["longrope"]
     assert read(rope_type="dynamic", factor=2.0) == RopeScaling("dynamic", 2.0, original_max_seq_len=256)
+    with pytest.raises(ConfigError, match=r"max_seq_len=2560+\.* must be a positive integer below"):
+        read(rope_type="dynamic", factor=1e20)
     outside = config_to_dict(CONFIG) | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
     assert config_from_dict(outside | {"original_max_position_embeddings": 64}) == CONFIGS["yarn"]
     # One of the two alone, or a nought, transformers does not read.

@@ -244,7 +244,7 @@ def test_a_profile_whose_last_step_is_the_runs(run, ended, tmp_path):
         ("SMALL --data text.txt optimizer.learning_rat=1", "did you mean 'optimizer.learning_rate'?"),
         ("SMALL --data text.txt model.n_layer=1", "did you mean 'model.n_layers'?"),
         ("SMALL --data text.txt steps=many", "steps='many' must be an integer"),
-        ("SMALL --data text.txt steps=0", "steps=0 must be an integer of at least 1"),
+        ("SMALL --data text.txt steps=-1", "steps=-1 must be an integer of at least 0"),
         ("SMALL steps --data text.txt", "'steps' is not key=value"),
         ("SMALL --data text.txt --mesh data=16", "needs 16 devices; there are 8"),
         ("SMALL --data text.txt --mesh data=3", "batch=8 cannot be split"),

@@ -9,10 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import llama_jax
-from llama_jax import Sampling
+from llama_jax import CacheOptions, Compute, Sampling, ops
+from llama_jax.data import open_corpus
 from llama_jax.errors import GenerationError
+from llama_jax.evaluation.scoring import Continuation, score_pairs
 from llama_jax.inference import generate as module
 from llama_jax.inference import requests
+from llama_jax.inference.placement import layout_of
+from llama_jax.ops.platform import lowering_platform
+from llama_jax.runs.evaluate import evaluate
+from llama_jax.serving.model import ServedModel
+from llama_jax.tokenizers.making import byte_tokenizer
 
 NEW = 12
 
@@ -53,6 +60,33 @@ def test_arrays_are_taken_wherever_lists_are(model, kind):
     got = llama_jax.generate(*model, kind(prompts), **{name: kind(value) for name, value in arguments.items()})
     assert [r.tokens for r in got] == [r.tokens for r in want]
     assert [r.tokens for r in llama_jax.generate(*model, [kind(prompts[0])], max_new_tokens=kind(3))] == [want[0].tokens]
+
+
+@pytest.mark.parametrize("how", ["generate", "score", "evaluate"])
+def test_programs_are_for_the_platform_of_the_parameters(model, how, tmp_path, monkeypatch):
+    """Of parameters that were put on the CPU of a machine whose default devices are GPUs."""
+    config, params = model[0], jax.device_put(model[1], jax.devices()[0])
+    traced = set()
+
+    def attend(queries, view, seen, **options):
+        traced.add(lowering_platform())
+        return ops.attend(queries, view, seen, backend="rows", **options)
+
+    compute = Compute(attend=attend)
+    [want] = llama_jax.generate(config, params, [[1, 5, 7]], max_new_tokens=3)
+    (tmp_path / "text.txt").write_text("a few words")
+    corpus = open_corpus([tmp_path / "text.txt"], byte_tokenizer())
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert lowering_platform() == "gpu"
+    if how == "generate":
+        [got] = llama_jax.generate(config, params, [[1, 5, 7]], max_new_tokens=3, compute=compute)
+        assert got.tokens == want.tokens
+    elif how == "score":
+        score_pairs(config, params, [Continuation((1, 5), (7, 9))], compute=compute, batch=1)
+    else:
+        evaluate(config, params, corpus, length=8, batch=1, compute=compute)
+    assert traced == {"cpu"}
+    assert ServedModel.of(config, params, CacheOptions(), compute).layout.mesh == layout_of(params).mesh is not None
 
 
 @pytest.mark.slow
@@ -188,6 +222,10 @@ def test_logits_that_are_no_numbers_are_an_error(model):
     broken = params.replace(final_norm=params.final_norm * np.float32(np.inf))
     with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
         llama_jax.generate(config, broken, [[1, 2]], max_new_tokens=3)
+    # Hidden states that are finite, and whose squares are not: the norm would make them zeros, and the logits all alike.
+    large = params.replace(embedding=params.embedding * np.float32(1e25))
+    with pytest.raises(GenerationError, match="logits in row 0 are not numbers"):
+        llama_jax.generate(config, large, [[1, 2]], max_new_tokens=3)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 import pytest
 from conftest import jit_dequantize, jit_init, jit_logits
+from hypothesis import given
+from hypothesis import strategies as st
 from mortal_run import recipe, write_words
 from test_loop import StopAt, caches, lines, same  # noqa: F401  # caches is a fixture
 
@@ -217,6 +219,56 @@ def test_a_digest_sees_every_bit_and_no_device():
     values, scales = packed.planes
     there = packed.replace(planes=(jax.numpy.asarray(unpacked(np.asarray(values)), INT4), scales))
     assert digest({"gate": there}) == digest({"gate": packed})
+
+
+def _signs_flipped(x, where):
+    return x * np.where(where, -1, 1).astype(x.dtype)
+
+
+CHANGES = {
+    "negated": lambda x: -x,
+    "doubled": lambda x: 2 * x,
+    "layers swapped": lambda x: x[::-1],
+    "rows swapped": lambda x: x[:, [1, 0, *range(2, 8)]],
+    "columns permuted": lambda x: x[..., [3, 0, 1, 2, 7, 6, 5, 4]],
+    "transposed": lambda x: x.swapaxes(1, 2),
+    "two rows negated": lambda x: _signs_flipped(x, np.arange(8)[:, None] < 2),
+    "two numbers negated": lambda x: _signs_flipped(x, np.arange(x.size).reshape(x.shape) % (x.size - 1) == 0),
+}
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["float32", "bfloat16", "float16"]),
+    st.sampled_from(sorted(CHANGES)),
+)
+def test_a_digest_sees_structured_changes(seed, held, dtype, change):
+    """Of numbers of 16 bits held in 32, too, whose low bits are zero."""
+    matrix = np.random.default_rng(seed).normal(size=(2, 8, 8)).astype(held).astype(dtype)
+    assert digest({"gate": CHANGES[change](matrix)}) != digest({"gate": matrix})
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 4 * 128 - 1), st.integers(0, 7))
+def test_a_digest_sees_every_bit(seed, byte, bit):
+    matrix = np.random.default_rng(seed).normal(size=(2, 8, 8)).astype(np.float32)
+    flipped = matrix.copy()
+    flipped.reshape(-1).view(np.uint8)[byte] ^= 1 << bit
+    assert digest({"gate": flipped}) != digest({"gate": matrix})
+
+
+def test_quantized_blocks_have_a_digest(tmp_path):
+    """Of a base that is kept as its file has it: the kind counts, and so do the signs of the blocks."""
+    config = recipe().model
+    params = quantize(unstack(jit_init(config, jax.random.key(0))), "q8_0")
+    table = params.embedding
+    found = []
+    for name, planes in (("a", table.planes), ("b", table.planes), ("negated", (-table.planes[0], table.planes[1]))):
+        llama_jax.save(tmp_path / f"{name}.gguf", config, params.replace(embedding=table.replace(planes=planes)))
+        found.append(load_frozen(tmp_path / f"{name}.gguf", config, MeshSizes(), "float32", "none")[1]["digest"])
+    assert found[0] == found[1] != found[2]
+    four = quantized(jax.random.normal(jax.random.key(1), (4, 128)), "q4_0")
+    assert digest({"gate": four}) != digest({"gate": four.replace(kind="iq4_nl")})
 
 
 @pytest.mark.slow

@@ -292,3 +292,14 @@ def test_strided_perplexity_of_transformers(models, length, stride):
     found = evaluate(*models[KIND], corpus, length=length, stride=stride)
     assert found.tokens == count == 149
     assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_rows_of_a_batch_are_bounded():
+    corpus = corpus_of(LENGTHS)
+    with pytest.raises(DataError, match=r"batch=99999999999 must be at most \d+ rows of length=16"):
+        choose_sizes(CONFIG, corpus, length=16, stride=None, batch=99_999_999_999)
+    params = llama_jax.init(CONFIG, jax.random.key(0))
+    found = [
+        evaluate(CONFIG, params, corpus, length=16, batch=batch).loss for batch in (64, 10**8)
+    ]  # no more than there are
+    assert found[0] == pytest.approx(found[1])

@@ -6,7 +6,9 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
+from contextlib import ExitStack
 from dataclasses import replace
 
 import jax
@@ -22,6 +24,7 @@ from llama_jax.data.sources import find_data
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs import preparing
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.lock import locked
 from llama_jax.runs.log import Log, duration
 from llama_jax.runs.loop import train
 from llama_jax.runs.snapshots import Snapshots
@@ -272,6 +275,53 @@ def test_a_reader_that_leaves_does_not_end_the_run(text, tmp_path):
     os.close(read)
     with os.fdopen(write, "w") as closed:
         assert train(dataclasses.replace(RECIPE, steps=3), tmp_path, [text], log=Log(closed)).step == 3
+
+
+class DoAt(StopAt):
+    """Calls a function when a line begins so."""
+
+    def __init__(self, start, action):
+        super().__init__(start)
+        self.action = action
+
+    def _write(self, text, *, stays):
+        Log._write(self, text, stays=stays)
+        if text.startswith(self.start):
+            self.action()
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_run_whose_folder_is_taken_away_stops(text, tmp_path, renamed):
+    """And writes nothing where it was, be it the next line or a checkpoint; a folder that was renamed can go on."""
+    folder, away = tmp_path / "run", tmp_path / "away"
+    recipe = dataclasses.replace(RECIPE, log_every=1, save_every=0, evaluate_every=0)
+    assert train(recipe, folder, [text], log=StopAt("step 2/")).step < 5
+    log = DoAt("step 6/", lambda: folder.rename(away) if renamed else shutil.rmtree(folder))
+    with pytest.raises(TrainingError, match=r"run is no longer the folder of this run: .* nothing more is written; if the"):
+        train(recipe, folder, [text], resume=True, log=log)
+    assert not folder.exists()
+    assert "step 8/" not in log.said
+    if renamed:
+        assert train(recipe, away, [text], resume=True, log=StopAt()).step == 12
+
+
+def test_a_run_leaves_the_folder_that_another_has_taken(text, tmp_path):
+    folder = tmp_path / "run"
+    with ExitStack() as second:
+
+        def replaced():
+            shutil.rmtree(folder)
+            second.enter_context(locked(folder))
+
+        with pytest.raises(TrainingError, match="is no longer the folder of this run"):
+            train(dataclasses.replace(RECIPE, save_every=0), folder, [text], log=DoAt("step 4/", replaced))
+        assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+def test_data_that_were_cut_on_resume(whole, text, tmp_path):
+    (tmp_path / "text.txt").write_text(text.read_text()[:20])
+    with pytest.raises(TrainingError, match=r"the data .* changed since this run began: .*; resume with the same files"):
+        train(RECIPE, whole[0], [tmp_path / "text.txt"], resume=True, log=StopAt())
 
 
 def test_other_data_on_resume(whole, tmp_path):

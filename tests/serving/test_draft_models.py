@@ -243,7 +243,7 @@ class TestHowMuchIsDrafted:
     def run(self, cost, acceptance, tokens, seed=0, every=1):
         """Tokens a millisecond of each row, without drafts 1; seconds are seen of one of `every` turns."""
         rng, shape = np.random.default_rng(seed), (2, 128)
-        drafting, made, taken, turns = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None)), 0, 0.0, 0
+        drafting, made, taken, turns = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0, 0.0, 0
         while made < tokens:
             number = drafting.choose(shape, [Row(), Row()])
             right = np.cumprod(rng.random((2, number)) < acceptance, axis=1).sum(axis=1)
@@ -270,7 +270,7 @@ class TestHowMuchIsDrafted:
         assert self.run(lambda number: 1.0 + 0.3 * number, 0.75, 2000) > 0.9 * best
 
     def test_rows_without_drafts_have_none(self):
-        drafting = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None))
+        drafting = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4))
         drafting.observe([((2, 128), 0)], 1.0)
         assert drafting.choose((2, 128), [None, Row()]) == 4
         assert drafting.choose((2, 128), [None, None]) == 0
@@ -280,7 +280,7 @@ class TestHowMuchIsDrafted:
         """So that tries become rarer where the draft has much to read before each."""
         shape, tries = (2, 128), []
         for reading in (0, 5):
-            drafting, count = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None)), 0
+            drafting, count = ModelDrafting(DraftModel(llama_jax.preset("stories-260k"), None, 4)), 0
             for _ in range(2000):
                 number = drafting.choose(shape, [Row(), Row()])
                 if number:

@@ -146,7 +146,7 @@ class TestCommand:
 SETTINGS = {
     "model": None,
     "dtype": "auto",
-    "quantize": "none",
+    "quantize": "auto",
     "cache": "auto",
     "rope": "",
     "temperature": 0.8,

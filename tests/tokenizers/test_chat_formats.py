@@ -1,10 +1,13 @@
+import subprocess
+
 import pytest
 import vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.errors import GenerationError
-from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format
+from llama_jax.tokenizers import encode_chat, load_tokenizer, reply_ends, resolve_format, sandbox
+from llama_jax.tokenizers.template import shared_renderer
 
 # The published formats as templates.
 LLAMA_2 = (
@@ -58,7 +61,7 @@ def all_kinds(tmp_path_factory):
     }
 
 
-@settings(max_examples=2)  # each template is rendered by a process of its own
+@settings(max_examples=2)
 @given(chat=chats())
 def test_the_formats_are_those_of_the_templates(all_kinds, chat):
     for format, tokenizer in all_kinds.items():
@@ -133,6 +136,21 @@ def test_what_ends_a_reply(all_kinds, format, end):
         ends = reply_ends(tokenizer, how)
         assert tokenizer.special_tokens[end] in ends
         assert set(tokenizer.stop_ids) <= set(ends)
+
+
+def test_a_template_is_started_and_compiled_once(all_kinds, monkeypatch):
+    """Of thousands of chats that bring no renderer of their own each would cost the start of a Python and a compilation."""
+    started, start = [], subprocess.Popen
+    monkeypatch.setattr("subprocess.Popen", lambda *args, **named: started.append(args) or start(*args, **named))
+    shared_renderer.cache_clear()
+    chats = [[{"role": "user", "content": f"once {i}"}] for i in range(5)]
+    found = [encode_chat(all_kinds["zephyr"], chat) for chat in chats]
+    assert found == [encode_chat(all_kinds["zephyr"], chat, "zephyr") for chat in chats]
+    assert len(started) == 1
+    sandbox._compiled.cache_clear()
+    for chat in chats:
+        sandbox.rendered(ZEPHYR, {"messages": chat, "eos_token": "</s>"})
+    assert sandbox._compiled.cache_info().misses == 1
 
 
 def test_the_end_that_only_the_template_knows(tmp_path):

@@ -42,8 +42,7 @@ def test_metadata_holds_the_whole_vocabulary(pairs, text):
     for kind, (tokenizer, again) in pairs.items():
         for name in ("vocab_size", "bos_id", "eos_id", "add_bos", "special_tokens", "chat_template", "space_prefix"):
             assert getattr(again, name) == getattr(tokenizer, name), (kind, name)
-        # A BOS ends what llama2.c's models write, but nothing in GGUF.
-        assert set(again.stop_ids) == set(tokenizer.stop_ids) - {tokenizer.bos_id}, kind
+        assert again.stop_ids == tokenizer.stop_ids, kind
         for special in (False, True):
             ids = tokenizer.encode(f"once upon the tree{text}</s><|eot_id|>", special=special)
             assert again.encode(f"once upon the tree{text}</s><|eot_id|>", special=special) == ids, kind
@@ -58,7 +57,7 @@ def test_ids_equal_llama_cpps_vectors(kind):
     for text, ids in vectors:
         assert inside.encode(text, bos=False) == ids, repr(text)
         assert inside.decode(ids) == text
-    assert set(inside.stop_ids) == set(tokenizer.stop_ids) - {tokenizer.bos_id}
+    assert inside.stop_ids == tokenizer.stop_ids
 
 
 def test_a_models_padding_has_names(pairs):

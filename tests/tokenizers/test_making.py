@@ -56,3 +56,8 @@ def test_a_vocabulary_that_cannot_be():
         train_bpe([STORY], 200)
     with pytest.raises(llama_jax.TokenizerError, match="the text gives no vocabulary"):
         train_bpe([], 400)
+
+
+def test_a_vocabulary_has_a_largest_size():
+    with pytest.raises(llama_jax.TokenizerError, match=r"vocab_size=2147483648 must be at most 1048576"):
+        train_bpe([STORY], 2**31)

@@ -263,3 +263,19 @@ def test_a_folders_settings_are_those_of_transformers(kind, setting, tmp_path):
     for text in ("the in", " the<NEW> in", "in  TOK  a", "a<image>in", "inTOKin"):
         ids = theirs(text, add_special_tokens=False).input_ids
         assert ours.encode(text, bos=False, special=True) == ids, text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (r"(\w+\s?)+\d$", "retry-limit.*its pattern for cutting texts backtracks too often on this one: simplify"),
+        ("(", "parenthesis.*; correct its pattern for cutting texts .pre_tokenizer.$"),
+    ],
+)
+def test_a_bad_pattern_is_named(pattern, message, tmp_path):
+    path = vocabularies.write(tmp_path, "bytes") / "tokenizer.json"
+    described = json.loads(path.read_text())
+    described["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = pattern
+    path.write_text(json.dumps(described))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(path).encode("aaa aaa aaaa aaaa aaa aaa aaaa aaaa " * 3 + "!")

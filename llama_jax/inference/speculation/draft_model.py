@@ -42,7 +42,7 @@ class DraftModel(Drafter, struct.PyTreeNode):
 
     config: LlamaConfig = struct.field(pytree_node=False)
     params: Llama
-    tokens: int = struct.field(pytree_node=False, default=4)
+    tokens: int = struct.field(pytree_node=False, default=3)
     layout: Layout = struct.field(pytree_node=False, default=Layout())
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
     The drafts continue the earlier occurrence that matches most of the row's last tokens; among equal ones, the latest.
 
     Attributes:
-      tokens: see `Drafter`.
+      tokens: see `Drafter`. Passes of 4 and 8 tokens suit kernels, which read a few tokens for little more than one.
       longest: largest number of last tokens that are compared.
       shortest: number of last tokens that must match; otherwise nothing is drafted.
 
@@ -29,7 +29,7 @@ class PromptLookup(Drafter, struct.PyTreeNode):
       GenerationError: numbers that cannot be.
     """
 
-    tokens: int = struct.field(pytree_node=False, default=8)
+    tokens: int = struct.field(pytree_node=False, default=7)
     longest: int = struct.field(pytree_node=False, default=8)
     shortest: int = struct.field(pytree_node=False, default=2)
 

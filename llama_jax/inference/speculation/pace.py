@@ -15,9 +15,9 @@ from llama_jax.inference.state import CHUNK
 
 TRYING = 0.01  # share of the time that may be spent on trying numbers that are known as slower
 PROMISING = 1.25  # tokens per pass; with fewer, drafts pay on few devices, and a twentieth of that time is used
-MEMORY = 48  # tokens of a row after which the weight of an older observation is half
+MEMORY = 24  # tokens of a row after which the weight of an older observation is half; a reply may copy for a hundred
 PATIENCE = 4  # pieces between two tries
-GUESS = 1.4, 0.15  # cost in steps of an unmeasured pass, and of each draft; with 8 drafts 1.6 to 4.8 on CPUs
+GUESS = 1.1, 0.1  # cost in steps of an unmeasured pass, and of each draft; one pass that is tried measures it
 FIRST = 6  # passes after which the acceptance is known of a drafter that tells nothing beforehand
 MARGIN, UNTRIED = 1.05, 1.2  # factors by which drafts must be faster: acceptance is known from few tokens; time is a guess
 SHORT, LONG = 0.04, 0.1  # seconds of a piece; the host works for half a millisecond after each

@@ -15,7 +15,7 @@ import numpy as np
 from llama_jax import ops
 from llama_jax.flags import decoding_on_tpu
 from llama_jax.inference.drafting import Counts, DraftedPiece, Drafter, Prompts
-from llama_jax.inference.generate import LONGEST_PIECE, SMALLEST_CACHE, Run, pack, piece_of, unpack
+from llama_jax.inference.generate import LONGEST_PIECE, SMALLEST_CACHE, Run, pack, piece_of, transferring, unpack
 from llama_jax.inference.speculation.pace import Pace
 from llama_jax.inference.speculation.verify import Model, PassState, Size, run_passes
 from llama_jax.inference.state import CHUNK, Piece, State
@@ -64,7 +64,7 @@ def drafted_pieces(
             memory = drafter.follow(memory, text.history, text.known, text.capacity)
             passes, program = _passes_on(_platform(state)), (number, state.cache.capacity, text.capacity)
             started = time.perf_counter()
-            with ops.native_anyway(run.natively):
+            with ops.native_anyway(run.natively), transferring():
                 state, memory, packed = passes(
                     model, drafter, state, memory, text.history, np.int32(count), Size(number, MOST_PASSES)
                 )
@@ -176,7 +176,7 @@ def _unpack(packed: jax.Array, drafted: int) -> tuple[Piece, np.ndarray, int, Co
     Raises:
       GenerationError: the model's logits are NaN.
     """
-    array, width = np.asarray(packed), drafted + 1
+    array, width = jax.device_get(packed), drafted + 1
     most = (array.shape[1] - 2) // (2 + 3 * width)
     offered, accepted, rest = np.split(array, [most, 2 * most], axis=1)
     done, taken = rest[:, -2].astype(bool), int(rest[0, -1])

@@ -247,7 +247,7 @@ class _Blocks:
     def ends(self, x: jax.Array, absent: int | None = None) -> tuple[jax.Array, jax.Array]:
         """The smallest and the largest of each block of the last axis, int32[count] each, `absent` left out."""
 
-        blocks = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)
+        blocks = self.start(jnp.arange(self.count))[:, None] + jnp.arange(self.size)[None]
 
         def reduced(fill: int, reduce: Callable[..., jax.Array]) -> jax.Array:
             known = (x if absent is None else jnp.where(x == absent, fill, x)).reshape(-1, self.total)
@@ -281,13 +281,16 @@ def _reach(seen: Seen, window: int | None, query_blocks: _Blocks, key_blocks: _B
     """The first block of keys that some query of each block may see, and the one after the last: int32[blocks] each."""
     earliest, latest = query_blocks.ends(seen.query_positions, NO_QUERY)
     nearest, farthest = key_blocks.ends(seen.key_positions, NO_KEY)
-    needed = nearest <= latest[:, None]
+    last = latest[:, None]
+    needed = nearest[None] <= last
     if window is not None:
         # As key > query - window: the positions of a block without any are the ends of int32, and a sum would overflow.
-        needed &= (farthest > jnp.maximum(earliest, 0)[:, None] - window) & (latest[:, None] >= 0)
+        oldest = jnp.maximum(earliest, 0)[:, None] - window
+        needed &= (farthest[None] > oldest) & (latest[:, None] >= 0)
     if seen.query_segments is not None and seen.key_segments is not None:
         (low, high), (lowest, highest) = query_blocks.ends(seen.query_segments), key_blocks.ends(seen.key_segments)
-        needed &= (lowest <= high[:, None]) & (low[:, None] <= highest)
+        above = high[:, None]
+        needed &= (lowest[None] <= above) & (low[:, None] <= highest[None])
     some = jnp.any(needed, axis=1)
     first, after = jnp.argmax(needed, axis=1), key_blocks.count - jnp.argmax(needed[:, ::-1], axis=1)
     return jnp.where(some, first, 0).astype(jnp.int32), jnp.where(some, after, 0).astype(jnp.int32)

@@ -103,7 +103,8 @@ def open_task(recipe: Recipe, given: Given) -> Task:
             " teacher of the same vocabulary"
         )
     corpora = text.read_data(recipe, given)
-    task = text.task_of(recipe, corpora)
+    task = text.task_of(recipe, given.mesh, corpora)
+    recipe = task.recipe
     held = text.shortened(corpora, recipe.evaluate_tokens)
     teacher = partial(_laid_out, config, given.mesh)
     task = replace(

@@ -24,6 +24,7 @@ from llama_jax.errors import GenerationError
 from llama_jax.model.params import Llama
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.plan import fit_to_data
 from llama_jax.runs.program import TrainingProgram, loss_options
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Beginning, Finding, Frozen, Given, Objective, Task, TaskKind
@@ -101,6 +102,10 @@ def open_task(recipe: Recipe, given: Given) -> Task:
         train, held = split_pairs(read(given.data), recipe.validation, seed=recipe.seed)
     check_vocabulary(recipe, train.first.vocab_size)
     digests = {"train": train.digest, "validation": held.digest}
+    longest = int(max(train.sizes.max(), held.sizes.max())) - 1
+    recipe = fit_to_data(
+        recipe, given.mesh, longest, lambda length: len(PairRows(train, recipe.batch, length, seed=recipe.seed).members)
+    )
     rows = PairRows(train, recipe.batch, recipe.length, seed=recipe.seed)
     what = "answers" if options.kind == "kto" else "pairs"
     fact = (
@@ -113,6 +118,7 @@ def open_task(recipe: Recipe, given: Given) -> Task:
     forward = step_flops(recipe.model, recipe.batch, recipe.length) / 3
     read_again = 2 * needs_reference(options) * (recipe.lora is not None) + (options.kind == "kto")
     return Task(
+        recipe=recipe,
         objective=objective(recipe, rows.most),
         digests=digests,
         facts=(fact,),

@@ -25,6 +25,7 @@ from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.parallel.specs import layout_over
 from llama_jax.runs.base import load_frozen
 from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.plan import fit_to_data
 from llama_jax.runs.program import loss_options
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.reward_functions import STOPPED, Reward, check_columns, digest_of, find_rewards, judge, weighted
@@ -102,9 +103,13 @@ def open_task(recipe: Recipe, given: Given) -> Task:
             raise TrainingError("rewards.beta is for a divergence from the model that training begins with; give --weights")
         reference, known = load_frozen(given.weights, recipe.model, given.mesh, recipe.dtype, None)
         digests["reference"] = known["digest"]
+    if not recipe.steps:  # a prompt has `group` answers, and each answer is learnt from in `updates` steps
+        recipe = fit_to_data(recipe, given.mesh, recipe.length, lambda _: len(train) * r.group, r.group)
+        recipe = replace(recipe, steps=recipe.steps * r.updates)
     batch, length = recipe.batch, length_of(recipe, train, held)
     frozen = recipe.lora is not None
     return Task(
+        recipe=recipe,
         objective=replace(objective(recipe, length), frozen=reference),
         digests=digests,
         facts=(about(recipe, train, held),),

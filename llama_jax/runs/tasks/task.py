@@ -127,6 +127,7 @@ class Task:
     """A kind of training with its data, read and checked.
 
     Attributes:
+      recipe: with the sizes that follow from the data, where the given one had no steps (`runs.plan`).
       objective: the compiled part.
       digests: of "train" and "validation", by which a resumed run recognises its data, and of everything else that must not
         change. They are kept in checkpoints and compared.
@@ -140,6 +141,7 @@ class Task:
       shown: names of `Feed.report` that the log's line has; the others are in metrics.jsonl alone.
     """
 
+    recipe: Recipe
     objective: Objective
     digests: dict[str, str]
     facts: tuple[str, ...]

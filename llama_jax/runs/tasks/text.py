@@ -20,11 +20,14 @@ from llama_jax.data import Batch, Batches, Corpus, Split, open_chats, open_corpu
 from llama_jax.data.batches import Rows
 from llama_jax.data.duplicates import without
 from llama_jax.data.mixture import Mixture
+from llama_jax.data.packing import row_count, whole_rows
 from llama_jax.data.sources import FoundData
 from llama_jax.errors import GenerationError
 from llama_jax.model.params import Llama
+from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.runs.errors import TrainingError
 from llama_jax.runs.evaluate import evaluate, token_nats, usual_batch
+from llama_jax.runs.plan import fit_to_data
 from llama_jax.runs.recipe import Recipe
 from llama_jax.runs.tasks.task import Beginning, Finding, Given, Objective, Task, TaskKind, compute_of
 from llama_jax.training.flops import step_flops
@@ -65,13 +68,20 @@ class Corpora:
 
 def open_task(recipe: Recipe, given: Given) -> Task:
     """Text or chats as a task; see `read_data` for the errors."""
-    return task_of(recipe, read_data(recipe, given))
+    return task_of(recipe, given.mesh, read_data(recipe, given))
 
 
-def task_of(recipe: Recipe, corpora: Corpora) -> Task:
+def task_of(recipe: Recipe, mesh: MeshSizes, corpora: Corpora) -> Task:
     """Documents as a task."""
     held = {held.name: held.corpus for held in corpora.held}
+    train, whole = corpora.train.values(), recipe.chats is not None
+    if whole:
+        longest = max(int((each.stops - each.starts).max()) for each in (*train, *held.values())) - 1
+    else:
+        longest = max(each.token_count for each in train) - 1
+    recipe = fit_to_data(recipe, mesh, longest, lambda length: sum(rows_of(recipe, length, each) for each in train))
     return Task(
+        recipe=recipe,
         objective=objective(recipe),
         digests={"train": _digest(corpora.train), "validation": _digest(held)},
         facts=about(recipe, corpora),
@@ -198,15 +208,22 @@ def over_sources(held: Sequence[HeldSource], find: Callable[[Corpus], Finding]) 
     return Finding(loss, {"loss": loss, **numbers}, f"loss {loss:.4f} ({text})", result)
 
 
+def rows_of(recipe: Recipe, length: int, corpus: Corpus) -> int:
+    """Rows of T predicted tokens in an epoch of a corpus."""
+    return row_count(corpus, length) if recipe.chats is None else len(whole_rows(corpus, length, recipe.seed))
+
+
 def about(recipe: Recipe, corpora: Corpora) -> tuple[str, ...]:
     """Lines about the amount of data, and how often it is read."""
     r, train = recipe, corpora.train.values()
-    read = r.steps * r.batch * r.length
     sizes = f"{sum(each.token_count for each in train):,} tokens in {sum(each.document_count for each in train):,} documents"
     held = sum(each.corpus.token_count for each in corpora.held)
     documents = sum(each.corpus.document_count for each in corpora.held)
     share = "" if corpora.kept is None else f" ({corpora.kept:.1%} of the data was kept for it)"
-    epochs = {name: float(corpora.shares[name]) * read / max(each.token_count, 1) for name, each in corpora.train.items()}
+    epochs = {
+        name: float(corpora.shares[name]) * r.steps * r.batch / rows_of(r, r.length, each)
+        for name, each in corpora.train.items()
+    }
     whole = f" are {epochs['']:.1f} epochs" if "" in epochs else f" of {len(epochs)} sources"
     lines = [
         f"data: {sizes} to train, {held:,} in {documents:,} to validate{share};"

@@ -1,0 +1,227 @@
+"""Context extension of a real model: loss by position at twice its context, before and after a short training.
+
+    python experiments/real_context_extension.py --model SmolLM2-135M-Instruct.Q4_1.gguf     goes on where it was stopped
+
+A window of 2 L tokens of a book that nothing was trained on is read under each scaling of the rotary frequencies: as it is
+("zero-shot"), and after a short training of all parameters on other pages of the same book. Rows of 2 L tokens are too
+expensive for a CPU, so that training sees long distances without them, by PoSE (Zhu et al. 2023): a short row is cut in two,
+and the positions of its second part are moved on by a random number of tokens, up to 2 L. `none` has the same training, so
+that what is learnt of the book is told apart from what is learnt of positions. The scalings are those of
+`context_extension.py`; `dynamic` depends on the length of a sequence, which short rows do not have, and is not trained.
+
+"within L" reads the same tokens in two windows of L, for which the model needs no extension.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tyro
+from context_extension import ROOT, STAGES, TEXT, Size, extended, read_book, train
+from measuring import cpu_name, devices, settings, versions, write_report
+
+from llama_jax.training.optimizer import OptimizerSettings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from llama_jax.data import Corpus
+    from llama_jax.training.batch import Batch
+
+FACTOR = 2
+WAYS = ("yarn", "none", "linear", "dynamic")
+WITHIN = "within L"
+PARTS = 16  # of the window, over which the loss is averaged
+SHOWN = ((0, 4), (4, 8), (8, 12), (12, 16))  # of these parts, the columns of the table
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What to run."""
+
+    model: Path
+    """A model of any format that is read."""
+    text: Path = TEXT
+    """A book; the last tenth is held back."""
+    steps: int = 16
+    """Of the training."""
+    rows: int = 1
+    """Of a step."""
+    length: int = 512
+    """Tokens of such a row."""
+    learning_rate: float = 1e-4
+    """Its peak, after a quarter of the steps."""
+    most: float = math.inf
+    """Seconds after which nothing more is begun; the same command goes on later."""
+    seed: int = 0
+    """Of the rows."""
+    workdir: Path = ROOT / "build" / "real_context_extension"
+    """Of what is measured already."""
+    output: Path = ROOT / "experiments" / "results" / "real_context_extension_cpu.json"
+    """Numbers, as JSON; beside it a table, as Markdown, and a picture, as PNG."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Loss in nats per token under a scaling, at a stage: means over every sixteenth of the window."""
+
+    way: str
+    stage: str
+    by_part: list[float]
+    seconds: float
+
+
+def skipping_rows(corpus: Corpus, rows: int, length: int, reach: int, steps: int, seed: int) -> Iterator[Batch]:
+    """Rows of consecutive tokens whose positions skip, once, a random number of places: they end below `reach`."""
+    from llama_jax.training.batch import Batch
+
+    for step in range(steps):
+        random = np.random.default_rng([seed, step])
+        tokens, positions = (np.empty((rows, length + 1), np.int32) for _ in range(2))
+        for row in range(rows):
+            first = int(random.integers(corpus.token_count - length))
+            tokens[row] = corpus.tokens[first : first + length + 1]
+            skipped = int(random.integers(reach - length))
+            positions[row] = np.arange(length + 1) + skipped * (np.arange(length + 1) >= random.integers(1, length))
+        yield Batch(tokens, positions=positions)
+
+
+def measure(config: Any, params: Any, held: Corpus, reach: int, rows: int) -> list[float]:
+    """Mean losses over the parts of the first `reach` held tokens, read in windows of equal length: one or several."""
+    import jax
+    import jax.numpy as jnp
+
+    import llama_jax
+    from llama_jax.model.options import Places
+    from llama_jax.runs.evaluate import nats_of
+
+    @jax.jit
+    def losses(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        places = Places(rope_lengths=jnp.full(rows, reach // rows, jnp.int32))
+        hidden, _ = llama_jax.forward(config, params, tokens, places=places, compute=llama_jax.Compute("bfloat16"))
+        return nats_of(config, params, hidden, targets, chunk=512)
+
+    tokens, targets = (held.tokens[at : at + reach].astype(np.int32).reshape(rows, -1) for at in (0, 1))
+    return np.asarray(losses(params, tokens, targets), np.float64).reshape(PARTS, -1).mean(axis=1).tolist()
+
+
+def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
+    """L, and all that could be measured in time, of which what the folder has is taken from there."""
+    import jax
+
+    import llama_jax
+
+    began = time.perf_counter()
+    about = json.loads(json.dumps(settings(replace(arguments, most=0.0, workdir=Path(), output=Path()))))
+    path = arguments.workdir / "found.json"
+    arguments.workdir.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text()) if path.exists() else {"settings": about, "found": []}
+    if known["settings"] != about:
+        raise SystemExit(f"{arguments.workdir} is of another run; remove it, or give another --workdir")
+    done = {(one["way"], one["stage"]): Found(**one) for one in known["found"]}
+
+    config, params, tokenizer = llama_jax.load(arguments.model, "float32")
+    assert tokenizer is not None
+    limit = config.max_seq_len
+    reach, stacked = FACTOR * limit, llama_jax.stack(params)
+    size = Size(config.dim, config.n_layers, limit, (FACTOR,), measured_tokens=reach, dtype="bfloat16")
+    pages, held = read_book(arguments.text, size, tokenizer)
+    plan = [(WITHIN, "zero-shot"), *((way, "zero-shot") for way in WAYS)]
+    plan += [(way, "continued") for way in WAYS if way != "dynamic"]
+    for way, stage in plan:
+        if (way, stage) not in done and time.perf_counter() - began < arguments.most:
+            start = time.perf_counter()
+            longer, measured = extended(config, "none" if way == WITHIN else way, FACTOR), stacked
+            if stage == "continued":
+                steps = arguments.steps
+                source = skipping_rows(pages, arguments.rows, arguments.length, reach, steps, arguments.seed)
+                optimizer = OptimizerSettings(
+                    learning_rate=arguments.learning_rate, warmup_steps=steps // 4, weight_decay=0.0
+                )
+                measured = train(longer, stacked, size, optimizer, steps, source)
+            measured = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), measured)
+            losses = measure(longer, measured, held, reach, FACTOR if way == WITHIN else 1)
+            seconds = time.perf_counter() - start
+            done[way, stage] = Found(way, stage, losses, seconds)
+            print(f"{way}, {stage}: {seconds:.0f} s", flush=True)
+            write_report(path, {"settings": about, "found": [asdict(one) for one in done.values()]})
+    found = [done[key] for key in plan if key in done]
+    for one in found:
+        said = "  ".join(f"{math.exp(np.mean(one.by_part[a:b])):8.2f}" for a, b in SHOWN)
+        print(f"{one.way:<10}{STAGES[one.stage]:<25}{said}{one.seconds:9.0f} s", flush=True)
+    return limit, found
+
+
+def as_markdown(arguments: Arguments, limit: int, found: list[Found]) -> str:
+    """The table as text."""
+    width = FACTOR * limit // PARTS
+    heads = [f"{a * width:,} to {b * width:,}" for a, b in SHOWN]
+    training = f"{arguments.steps} steps of {arguments.rows} x {arguments.length} tokens at {arguments.learning_rate:g}"
+    continued = f"; continued: {training}" if any(one.stage == "continued" for one in found) else ""
+    lines = [
+        f"# {arguments.model.stem}, from {limit:,} to {FACTOR * limit:,} tokens",
+        "",
+        f"Perplexity by position, {FACTOR * limit:,} tokens of {arguments.text.name}{continued}.",
+        "",
+        f"| | | {' | '.join(heads)} |",
+        f"|---|---|{'---:|' * len(SHOWN)}",
+    ]
+    for one in found:
+        cells = [f"{math.exp(np.mean(one.by_part[a:b])):,.2f}" for a, b in SHOWN]
+        lines.append(f"| {one.way} | {STAGES[one.stage]} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def draw(limit: int, found: list[Found]) -> Figure:
+    """Perplexity by position, before and after the training; dotted is L."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from llama_jax.runs.plot import COLOURS, GREY
+
+    figure = Figure(figsize=(10, 4), dpi=110, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    places = FACTOR * limit / PARTS * (np.arange(PARTS) + 0.5)
+    stages = [stage for stage in STAGES if stage == "zero-shot" or any(one.stage == stage for one in found)]
+    grid = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
+    for axes, stage in zip(grid, stages, strict=True):
+        for way, colour in zip((*WAYS, WITHIN), (*COLOURS[: len(WAYS)], GREY), strict=True):
+            for one in found:
+                if (one.way, one.stage) == (way, stage):
+                    axes.plot(places, np.exp(one.by_part), ".-", color=colour, lw=1.4, ms=5, label=way)
+        axes.axvline(limit, color=GREY, lw=1, ls=(0, (1, 2)))
+        axes.set(title=STAGES[stage], xlabel="position", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#DDDDDD", lw=0.6, which="both")
+        axes.title.set(ha="left", x=0, fontsize=11)
+    grid[0].set_ylabel("perplexity", color=GREY)
+    if found:
+        grid[0].legend(frameon=False, fontsize=9)
+    return figure
+
+
+def main(arguments: Arguments) -> None:
+    began = time.perf_counter()
+    limit, found = run_all(arguments)
+    report = {
+        "device": f"{devices()}, {cpu_name()}",
+        "versions": versions("jax", "numpy"),
+        "settings": settings(replace(arguments, workdir=Path(), output=Path(), most=0.0)),
+        "length": limit,
+        "found": [asdict(one) for one in found],
+    }
+    write_report(arguments.output, report)
+    arguments.output.with_suffix(".md").write_text(as_markdown(arguments, limit, found))
+    draw(limit, found).savefig(arguments.output.with_suffix(".png"))
+    print(f"\n{arguments.output}, and beside it .md and .png; {time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

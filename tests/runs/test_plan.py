@@ -1,0 +1,107 @@
+"""Runs given in epochs: steps, batch and length follow from the data, and a resumed run has the same ones."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mortal_run import preferring, recipe, rewarding, write_words
+from test_loop import StopAt
+
+from llama_jax.data import ChatReading
+from llama_jax.data.sources import find_data
+from llama_jax.parallel.mesh import MeshSizes
+from llama_jax.runs.errors import TrainingError
+from llama_jax.runs.log import Log
+from llama_jax.runs.loop import train
+from llama_jax.runs.plan import fit_to_data, plan_of
+from llama_jax.runs.recipes import find
+from llama_jax.runs.tasks.choose import kind_of
+from llama_jax.runs.tasks.task import Given
+from llama_jax.tokenizers.making import byte_tokenizer
+
+CHATS = replace(recipe(), steps=0, batch=16, length=60, chats=ChatReading(), evaluate_every=0, save_every=0, ema_decay=0.0)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Twenty short chats: with BOS and EOS each has 20 tokens, so that a row of 33 holds one."""
+    file = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    lines = [{"prompt": f"What is {i:02d}?", "completion": " a llama"} for i in range(20)]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return file
+
+
+def opened(recipe, file, mesh=MeshSizes()):
+    """The task of a recipe and a file, not compiled."""
+    return kind_of(recipe).open(recipe, Given(find_data([file]), (), byte_tokenizer(), mesh, Log(quiet=True)))
+
+
+def test_few_chats_make_a_short_run(chats):
+    """16 of the 20 are trained on, each in a row of its own, instead of hundreds of steps of 16 rows of 60."""
+    task = opened(CHATS, chats)
+    sizes = task.recipe
+    assert (sizes.steps, sizes.epochs, sizes.batch, sizes.length) == (24, 0.0, 2, 32)
+    assert task.tokens == 64
+    assert "24 steps of 2 x 32 are 3.0 epochs" in task.facts[0]
+    assert opened(replace(CHATS, epochs=1.0), chats).recipe.steps == 8
+    given = replace(CHATS, steps=5)
+    assert opened(given, chats).recipe == given
+
+
+def test_sizes_are_bounds_and_remain_multiples():
+    def sizes(mesh=MeshSizes(), longest=100, rows=40, **changes):
+        found = fit_to_data(replace(CHATS, **changes), mesh, longest, lambda length: rows)
+        return found.steps, found.batch, found.length
+
+    assert sizes() == (30, 4, 60)
+    assert sizes(longest=0, rows=1) == (3, 1, 16)
+    assert sizes(rows=10_000) == (1875, 16, 60)
+    assert sizes(accumulate=4, rows=3) == (3, 4, 60)
+    assert sizes(MeshSizes(data=2, fsdp=2), rows=3) == (3, 4, 60)
+    assert sizes(MeshSizes(context=3), longest=40, batch=3, rows=24) == (24, 3, 48)
+    assert sizes(epochs=0.01) == (1, 4, 60)
+
+
+def test_the_warm_up_is_part_of_a_short_run():
+    warm = replace(find("sft"), model=CHATS.model, length=60)
+    for rows, steps, warmup in ((8, 24, 2), (2, 6, 0), (10_000, 1875, 20)):
+        found = fit_to_data(warm, MeshSizes(), 60, lambda length, rows=rows: rows)
+        assert (found.steps, found.optimizer.warmup_steps) == (steps, warmup)
+
+
+def test_other_tasks_have_epochs_too(tmp_path):
+    text = opened(replace(recipe(), steps=0, epochs=2.0), write_words(tmp_path))
+    assert (text.recipe.batch, text.recipe.length) == (8, 24)  # the text has rows enough
+    assert f"{text.recipe.steps} steps of 8 x 24 are 2.0 epochs" in text.facts[0]
+    pairs = tmp_path / "pairs.jsonl"
+    lines = [{"prompt": f"{i} ", "chosen": "a llama", "rejected": "none"} for i in range(30)]
+    pairs.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    task = opened(replace(preferring(), steps=0), pairs)
+    assert (task.recipe.steps, task.recipe.batch, task.recipe.length) == (36, 2, 16)
+    assert "36 steps of 2 rows x 2 x 16 are 3.0 epochs" in task.facts[0]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}?"}) + "\n" for i in range(40)))
+    task = opened(replace(rewarding(), steps=0, epochs=2.0), prompts)
+    assert (task.recipe.batch, task.recipe.steps) == (16, 2 * 2 * 32 // 4)
+    assert "2.0 epochs" in task.facts[0]
+    assert plan_of(task.recipe, task, 1) == "plan: 32 steps of 176 tokens"
+
+
+def test_a_run_in_epochs_is_planned_and_resumed(chats, tmp_path):
+    log = StopAt("step 10/")
+    first = train(CHATS, tmp_path, [chats], log=log)
+    assert (first.step, first.stopped) == (10, "SIGTERM")
+    (plan,) = [line for line in log.said.splitlines() if line.startswith("plan: ")]
+    assert plan.startswith("plan: 24 steps of 64 tokens, about ")
+    written = json.loads((tmp_path / "recipe.json").read_text())
+    assert (written["steps"], written["batch"], written["length"]) == (24, 2, 32)
+    with pytest.raises(TrainingError, match=r"steps: 24 in the folder, 40 now"):
+        train(replace(CHATS, epochs=5.0), tmp_path, [chats], resume=True)
+    with pytest.raises(TrainingError, match=r"another recipe \(seed: 0 in the folder, 1 now\)"):
+        train(replace(CHATS, seed=1), tmp_path, [chats], resume=True)
+    with pytest.raises(TrainingError, match="trace=24:26 must lie within the run's steps, 1 to 24"):
+        train(CHATS, tmp_path, [chats], resume=True, trace=range(24, 26))
+    last = train(CHATS, tmp_path, [chats], resume=True)
+    assert (last.step, last.stopped) == (24, None)
+    assert np.isfinite(last.validation.loss)
