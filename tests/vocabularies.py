@@ -182,7 +182,8 @@ def write_gguf(path: Path, fields: dict[str, Any], name: str = "") -> Path:
         if type(value) is int:
             writer.add_uint32(key, value)
         elif isinstance(value, list):
-            writer.add_array(key, value)
+            raw = [one.encode(errors="surrogateescape") if isinstance(one, str) else one for one in value]
+            writer.add_array(key, raw)
         else:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     writer.write_header_to_file()

@@ -271,7 +271,7 @@ def write_file(
         vocabulary = to_metadata(tokenizer, c.vocab_size) if tokenizer else {"tokenizer.ggml.model": "no_vocab"}
         about = about_to_fields(opened.about(), bool(getattr(tokenizer, "swallowing", ())))
         for key, value in (about | rope | settings | vocabulary).items():
-            writer.add_key_value(key, value, *_gguf_types(value))
+            writer.add_key_value(key, _raw(value), *_gguf_types(value))
 
         for name, factors in rope_tensors.items():
             writer.add_tensor_info(name, factors.shape, factors.dtype, factors.nbytes)
@@ -306,6 +306,13 @@ def _few(rows: np.ndarray) -> Iterator[np.ndarray]:
     """Rows in runs that stay in a processor's cache while they are encoded."""
     step = max(1, AT_ONCE * len(rows) // rows.size)
     return (rows[first : first + step] for first in range(0, len(rows), step))
+
+
+def _raw(value: Any) -> Any:
+    """The bytes of texts as they were read (`Header.string`)."""
+    if isinstance(value, list):
+        return [_raw(each) for each in value]
+    return value.encode(errors="surrogateescape") if isinstance(value, str) else value
 
 
 def _gguf_types(value: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -32,7 +33,8 @@ from llama_jax.model.trees import quantize as quantized_params
 from llama_jax.ops.weights import JoinedWeight, Name, QuantizedWeight
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location, StoredPath, locate
-from llama_jax.tokenizers import Tokenizer
+from llama_jax.tokenizers import Tokenizer, load_tokenizer
+from llama_jax.tokenizers.load import warn_if_small
 from llama_jax.writing import remove
 
 Format = Literal["safetensors", "gguf", "llama2c", "orbax"]
@@ -81,11 +83,7 @@ def save(
     """
     format = format_of(path) if format is None else format
     _check(path, format, dtype)
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
-            " give the model's own"
-        )
+    _check_vocabulary(tokenizer, config)
     _check_leaves(params)
     params = unfit(config, params)
     if format != "orbax":
@@ -115,6 +113,7 @@ def convert(
     dtype: Kind | None = None,
     quantize: Quantization | None = None,
     calibrate: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     base: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: WritingProgress | None = None,
@@ -130,6 +129,7 @@ def convert(
     Args:
       calibrate: a text, of which 2,048 tokens are read to scale channels before the matrices are quantized, see
         `model.awq`.
+      tokenizer: a vocabulary's file or folder, written in place of the source's.
       base: for an adapter, the model that it was trained on, whose settings alone are read; by default the one it names.
     """
     format = format_of(path) if format is None else format
@@ -143,6 +143,10 @@ def convert(
         ):
             raise CheckpointError(
                 f"{source} is an adapter: it is written as safetensors or gguf, in a float of 16 or 32 bits"
+            )
+        if tokenizer is not None:
+            raise CheckpointError(
+                f"tokenizer={os.fspath(tokenizer)!r} is for a model, and {source} is an adapter; leave it out"
             )
         if (format == "gguf") != (Path(path).suffix.lower() == ".gguf"):
             raise CheckpointError(f"{os.fspath(path)}: an adapter in GGUF is a file named .gguf, and for PEFT a folder")
@@ -161,15 +165,20 @@ def convert(
             f"calibrate={os.fspath(calibrate)!r} is for fewer bits: dtype='q4_k' for a GGUF, or quantize='int4' for orbax"
         )
     opened = open_checkpoint(source)
+    if tokenizer is not None:
+        given = load_tokenizer(tokenizer)
+        _check_vocabulary(given, opened.config)
+        warn_if_small(given, opened.config.vocab_size, tokenizer)
+        opened = replace(opened, tokenizer=lambda: given)
     if calibrate is not None and kind is not None:
         check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
-        found = load(source, "float32")
-        config, params, tokenizer = found
-        tokens = _calibration(calibrate, config, tokenizer)
+        found = load(source, "float32", tokenizer=tokenizer)
+        config, params, vocabulary = found
+        tokens = _calibration(calibrate, config, vocabulary)
         params = scale_channels(config, params, tokens, kind, progress=cast(Any, progress))
         params = params if quantize is None else quantized_params(params, cast(Name, quantize))
         options: Any = dict(format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
-        save(path, config, params, tokenizer, **options)
+        save(path, config, params, vocabulary, **options)
         return
     if not isinstance(opened, store.Stored) and format != "orbax":
         _write(locate(path), opened, format, dtype, overwrite, progress, [locate(source), opened.path])
@@ -177,7 +186,7 @@ def convert(
     check_room(locate(path), folder=format in FOLDERS, overwrite=overwrite, sources=[locate(source), opened.path])
     halves = isinstance(opened, Opened) and opened.tensors[opened.names["embedding"]].kind == "F16" and quantize is None
     # A copy keeps the type that a CPU does not compute in, see `tensors.default_dtype`.
-    found = load(source, jnp.float16 if halves else None, quantize=quantize)
+    found = load(source, jnp.float16 if halves else None, quantize=quantize, tokenizer=tokenizer)
     save(path, *found, format=format, dtype=dtype, overwrite=overwrite, progress=progress, about=found.about)
 
 
@@ -275,6 +284,8 @@ def _write(
         for each in written:
             remove(each)
         raise
+    if format == "gguf" and tokenizer is None:
+        _log.warning("%s has no vocabulary, so that llama.cpp does not open it; set one as tokenizer (--tokenizer)", path)
 
 
 def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> None:
@@ -293,6 +304,14 @@ def _check(path: str | os.PathLike[str], format: Format, dtype: Kind | None) -> 
         raise CheckpointError(f"dtype={dtype!r} is a type of GGUF; choose format='gguf', or another dtype")
     if format == "llama2c" and dtype not in (None, "float32"):
         raise CheckpointError(f"dtype={dtype!r}: the llama2c format holds float32 only")
+
+
+def _check_vocabulary(tokenizer: Tokenizer | None, config: LlamaConfig) -> None:
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} pieces, the model a vocabulary of {config.vocab_size};"
+            " give the model's own"
+        )
 
 
 def _check_leaves(params: Llama) -> None:

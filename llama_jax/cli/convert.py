@@ -43,6 +43,8 @@ class Convert:
     calibrate: ModelPath | None = None
     """A text like those that the model is for: channels are scaled by what it makes of their errors (AWQ), and only then the
     matrices quantized to --dtype or --quantize. Takes minutes, and floats of the whole model in memory."""
+    tokenizer: ModelPath | None = None
+    """A SentencePiece .model, a rank file of Llama 3, a tokenizer.json, a GGUF or a folder, in place of the source's."""
     base: ModelPath | None = None
     """For an adapter: the model that it was trained on, whose settings alone are read; by default the one it names."""
     overwrite: bool = False
@@ -68,6 +70,7 @@ class Convert:
                 dtype=dtype,
                 quantize=None if self.quantize == "auto" else self.quantize,
                 calibrate=self.calibrate,
+                tokenizer=self.tokenizer,
                 base=self.base,
                 overwrite=self.overwrite,
                 progress=bar,

@@ -77,7 +77,9 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
             return None
 
     found(lambda: check_names(opened))
+    before = len(problems)
     tokenizer = found(opened.tokenizer)
+    is_known = len(problems) == before
     found(lambda: _check_sums(opened))
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         problems.append(
@@ -94,17 +96,18 @@ def describe(opened: Opened | Stored) -> dict[str, Any]:
         "kinds": _kinds(opened.tensors),
         "cache_bytes_per_token": {dtype: cache_bytes(config, 1, 1, jnp.dtype(dtype)) for dtype in CACHE_DTYPES},
         "vocabulary": None if tokenizer is None else _vocabulary(tokenizer),
+        "vocabulary_is_known": is_known,
         "problems": problems,
     }
 
 
 def page(facts: Mapping[str, Any]) -> str:
-    """The same as text."""
+    """The same as text, but for the first problem, which is the error that the command ends with."""
     parts = [f"{printable(facts['path'])}: {facts['format']}", columns(_rows(facts), indent="  ")]
     if "tensors" in facts:
         rows = [[printable(t["name"]), t["kind"], str(list(t["shape"])), size(t["bytes"])] for t in facts["tensors"]]
         parts.append(columns(rows, right=(3,), indent="  "))
-    parts += [f"problem: {printable(problem)}" for problem in facts["problems"]]
+    parts += [f"problem: {printable(problem)}" for problem in facts["problems"][1:]]
     return "\n\n".join(parts)
 
 
@@ -135,7 +138,7 @@ def _rows(facts: Mapping[str, Any]) -> list[list[str]]:
     for dtype, count in facts["cache_bytes_per_token"].items():
         full = f"{size(count * c['max_seq_len'])} for the whole context"
         rows.append([f"{dtype} cache", f"{size(count)} per token, {full}"])
-    return [*rows, ["vocabulary", _in_words(facts["vocabulary"])]]
+    return [*rows, ["vocabulary", _in_words(facts["vocabulary"]) if facts["vocabulary_is_known"] else "unknown"]]
 
 
 def _check_sums(opened: Opened | Stored) -> None:

@@ -20,6 +20,7 @@ ENDS = {
     *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
     *("<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
 }
+MOST_COMPARED = 1 << 24  # letters
 DEEPEST = 16  # letters; a pattern of longer names would be nested too deeply
 
 
@@ -167,6 +168,42 @@ def split_special(text: str, special_tokens: Mapping[str, int]) -> list[Part]:
         parts += [text[end : found.start()], special_tokens[found.group()]]
         end = found.end()
     return [part for part in [*parts, text[end:]] if part != ""]
+
+
+def split_longest(text: str, tokens: Mapping[str, int]) -> list[Part]:
+    """The text with tokens as ids, of which the longest is taken first, wherever in the text it is, as in llama.cpp."""
+    parts: list[Part] = [text]
+    for name in sorted((name for name in tokens if name in text), key=lambda name: -len(name.encode())):
+        found: list[Part] = []
+        for part in parts:
+            if isinstance(part, str):
+                for piece in part.split(name):
+                    found += [piece, tokens[name]]
+                found.pop()
+            else:
+                found.append(part)
+        parts = found
+    return [part for part in parts if part != ""]
+
+
+def order_matters(names: Iterable[str]) -> bool:
+    """Whether `split_longest` differs from `split_special` in some text, as where a longer token begins in a shorter one."""
+    sizes = {name: len(name.encode(errors="surrogateescape")) for name in names if name}
+    if sum(size * size for size in sizes.values()) > MOST_COMPARED:
+        return True
+    beginning: dict[str, list[str]] = {}
+    for name in sizes:
+        for n in range(1, len(name)):
+            beginning.setdefault(name[:n], []).append(name)
+    for name, size in sizes.items():
+        for n in range(1, len(name)):
+            for other in beginning.get(name[n:], ()):
+                text = name[:n] + other
+                if sizes[other] > size and not any(
+                    sizes.get(text[:end], 0) >= sizes[other] for end in range(len(other), len(text) + 1)
+                ):
+                    return True
+    return False
 
 
 class EncodesParts:

@@ -15,12 +15,13 @@ from llama_jax.errors import TokenizerError, shown
 from llama_jax.tokenizers.base import ENDS, Tokenizer, ending_names, library_errors
 from llama_jax.tokenizers.huggingface import BYTE, CHARACTER_BYTES, SPACE, HuggingFaceTokenizer, spell
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
-from llama_jax.tokenizers.sentencepiece import Entry, EntryKind, SentencePieceTokenizer, write_model
+from llama_jax.tokenizers.sentencepiece import BYTES, Entry, EntryKind, SentencePieceTokenizer, valid_text, write_model
 from llama_jax.tokenizers.settings import Settings, pad_id_of
 from llama_jax.tokenizers.tiktoken import TiktokenTokenizer, merges
 
-REMEDY = "pass the model's own tokenizer.json (--tokenizer tokenizer.json)"
+REMEDY = "load or convert the model with its own tokenizer.json (--tokenizer tokenizer.json)"
 LOOKED_FOR = (EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.USER_DEFINED)  # in a text, before it is cut
+NEVER = "\ufdd0<unk>\ufdd1"  # in no text
 PADDING = "[PAD{}]"  # what llama.cpp's converter calls an id without a token
 DEFAULT_ENDS = {"llama": (1, 2), "gpt2": (11, 11), "gemma4": (None, None)}  # bos and eos where no field has them
 # Pre-tokenizers with rules of their own.
@@ -227,33 +228,51 @@ def _sentencepiece(reader: _Reader) -> SentencePieceTokenizer:
     scores = reader.values("scores", float, count) if "tokenizer.ggml.scores" in reader.fields else [0.0] * count
     kinds = reader.kinds(count)
     settings = reader.settings(tokens, kinds, "", add_bos=True)
+    plain = (EntryKind.NORMAL, EntryKind.BYTE)
     kinds = [
-        EntryKind.BYTE if kind == EntryKind.NORMAL and BYTE.fullmatch(token) else kind
+        kind if kind not in plain else EntryKind.BYTE if token in BYTES else EntryKind.NORMAL
         for token, kind in zip(tokens, kinds, strict=True)
     ]
     entries = [Entry(*entry) for entry in zip(tokens, scores, kinds, strict=True)]
     unknown = reader.token("unknown", count, kinds.index(EntryKind.UNKNOWN) if EntryKind.UNKNOWN in kinds else 0)
-    # For the library one token is unknown, and the others of that kind are in no text, as control tokens. What it would
-    # look for by itself, or not use, is a piece like any other; bytes are all there or of no use.
-    all_bytes = kinds.count(EntryKind.BYTE) == 256
-    pieces = dict.fromkeys(EntryKind, EntryKind.NORMAL) | {
-        EntryKind.CONTROL: EntryKind.CONTROL,
-        EntryKind.UNKNOWN: EntryKind.CONTROL,
-        EntryKind.BYTE: EntryKind.BYTE if all_bytes else EntryKind.CONTROL,
-    }
     with library_errors(f"{reader.where} holds no whole SentencePiece vocabulary"):
-        model = write_model(
-            (
-                entry._replace(kind=EntryKind.UNKNOWN if i == unknown else pieces[entry.kind])
-                for i, entry in enumerate(entries)
-            ),
-            bos=settings.bos_token or "",
-            eos=settings.eos_token or "",
-            space_prefix=reader.flag("add_space_prefix", True),
-        )
-        found = SentencePieceTokenizer(model, reader.where, settings, entries, reader.swallowing(tokens, kinds))
+        pieces, aliases = _for_library(entries, 0 if unknown is None else unknown)
+        model = write_model(pieces, bos="", eos="", space_prefix=reader.flag("add_space_prefix", True))
+        swallowing = reader.swallowing(tokens, kinds)
+        found = SentencePieceTokenizer(model, reader.where, settings, entries, swallowing, aliases)
     found.stop_ids = settings.stop_ids
     return found
+
+
+def _for_library(entries: Sequence[Entry], unknown: int) -> tuple[list[Entry], list[int]]:
+    """The pieces of a model that encodes as llama.cpp, and the ids that those after the vocabulary's own stand for.
+
+    llama.cpp merges to tokens of any kind, the library to normal pieces alone. It wants an unknown piece, which follows if
+    merges lead to the token, and all bytes or none: of which missing ones follow.
+    """
+    ids = {entry.text: i for i, entry in enumerate(entries)}
+    pieces = [entry._replace(kind=EntryKind.NORMAL) for entry in entries]
+    following: dict[str, int] = {}
+    if not ids.keys().isdisjoint(BYTES):
+        for text, byte in BYTES.items():
+            if text in ids:
+                pieces[ids[text]] = entries[ids[text]]._replace(kind=EntryKind.BYTE)
+            else:
+                following[text] = ids.get(one_byte(byte), unknown)
+    reached = lambda text: len(text) == 1 or text in ids
+    name = entries[unknown].text
+    is_text = len(name) == 1 or any(reached(name[:n]) and reached(name[n:]) for n in range(1, len(name)))
+    if is_text or pieces[unknown].kind == EntryKind.BYTE:
+        following[NEVER] = unknown
+    else:
+        pieces[unknown] = entries[unknown]._replace(kind=EntryKind.UNKNOWN)
+    pieces += [Entry(text, 0.0, EntryKind.UNKNOWN if text == NEVER else EntryKind.BYTE) for text in following]
+    return pieces, list(following.values())
+
+
+def one_byte(byte: int) -> str:
+    """The text that is read from a byte."""
+    return bytes([byte]).decode(errors="surrogateescape")
 
 
 def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
@@ -264,7 +283,8 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
     if name not in PRE_TOKENIZERS:
         raise TokenizerError(f"{reader.where}: tokenizer.ggml.pre={shown(name)} is not known; {REMEDY}")
     pre = PRE_TOKENIZERS[name]
-    tokens = reader.tokens()
+    texts = reader.tokens()
+    tokens = texts if is_utf_8("".join(texts)) else [valid_text(text, i) for i, text in enumerate(texts)]
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         raise TokenizerError(f"{reader.where}: tokenizer.ggml.tokens has a token twice; copy the file again")
@@ -273,14 +293,21 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
     if name in ALWAYS_BOS:
         settings = replace(settings, add_bos=True)
     swallowing = reader.swallowing(tokens, kinds)
-    # A byte that no token is becomes nothing, but what is on both sides of it does not merge.
-    missing = [character for character in CHARACTER_BYTES if pre.spells_bytes and character not in ids]
-    beyond = {character: len(tokens) + i for i, character in enumerate(missing)}
+    pairs = _pairs(reader, required=name not in NO_MERGES)
+    # What merges make and no token is becomes the tokens of its bytes, as in llama.cpp. So does a byte that no token is: it
+    # becomes nothing, but what is on both sides of it does not merge.
+    made = {text for left, right in pairs for text in (left, right, left + right) if text not in ids}
+    missing = sorted(made.union(CHARACTER_BYTES if pre.spells_bytes else ()).difference(ids))
+    byte_name = one_byte if pre.spells_bytes else list(BYTES).__getitem__
+    found_as = {text: i for i, text in enumerate(texts)}
+    spelled = [[found_as[name] for name in map(byte_name, text.encode()) if name in found_as] for text in missing]
+    odd = {i: b"" for i, token in enumerate(texts) if token != tokens[i]}
+    beyond = {text: len(tokens) + i for i, text in enumerate(missing)}
     with library_errors(f"{reader.where} holds no whole BPE vocabulary"):
         library = Library(
             models.BPE(
                 vocab=ids | beyond,
-                merges=_pairs(reader, required=name not in NO_MERGES),
+                merges=pairs,
                 ignore_merges=pre.ignore_merges,
                 byte_fallback=not pre.spells_bytes,
             )
@@ -312,13 +339,14 @@ def _bpe(reader: _Reader, model: str) -> HuggingFaceTokenizer:
         library.post_processor = processors.TemplateProcessing(
             single=[*begin, "$A", *end], special_tokens=[(token, ids[token]) for token in {*begin, *end}]
         )
-    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, len(tokens))
+    user_defined = {tokens[i]: i for i, kind in enumerate(kinds) if kind == EntryKind.USER_DEFINED}
+    found = HuggingFaceTokenizer(library, reader.where, settings, special_tokens, user_defined, spelled, odd)
     found.stop_ids = settings.stop_ids
     return found
 
 
 def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
-    """The merges; of equal ones the first counts."""
+    """The merges of texts; of equal ones the first counts."""
     if not required and "tokenizer.ggml.merges" not in reader.fields:
         return []
     found: dict[tuple[str, str], None] = {}
@@ -327,7 +355,18 @@ def _pairs(reader: _Reader, required: bool) -> list[tuple[str, str]]:
         if middle < 0:
             raise reader.error("merges", merge, "two tokens with a space between them")
         found[merge[:middle], merge[middle + 1 :]] = None
-    return list(found)
+    if is_utf_8("".join(map("".join, found))):
+        return list(found)
+    return [pair for pair in found if is_utf_8("".join(pair))]
+
+
+def is_utf_8(text: str) -> bool:
+    """Whether it has no lone surrogates, as which other bytes are read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def to_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str, Any]:

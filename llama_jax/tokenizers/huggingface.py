@@ -21,7 +21,9 @@ from llama_jax.tokenizers.base import (
     decode_bytes,
     ending_ids,
     library_errors,
+    order_matters,
     special_pattern,
+    split_longest,
 )
 from llama_jax.tokenizers.settings import Settings, write_settings
 
@@ -72,6 +74,8 @@ def from_json(content: bytes, where: str, settings: Settings = Settings()) -> Hu
 
     with library_errors(f"{where} is not a whole tokenizer.json"):
         library = tokenizers.Tokenizer.from_buffer(content)
+        _add_tokens(library, settings)
+        _set_prefix(library, settings.add_prefix_space)
         ids = library.get_vocab(with_added_tokens=True).values()
     # Gaps are few in use. The library goes through all of them when it writes, and dies where memory does not last.
     if max(ids, default=0) > 2 * len(ids) + MOST_UNUSED:
@@ -91,13 +95,18 @@ class HuggingFaceTokenizer(EncodesParts):
         where: str,
         settings: Settings = Settings(),
         special_tokens: Mapping[str, int] | None = None,
-        vocab_size: int | None = None,
+        user_defined: Mapping[str, int] | None = None,
+        spelled: Sequence[Sequence[int]] = (),
+        odd: Mapping[int, bytes] | None = None,
     ) -> None:
         """Take over a tokenizer of the library, found at `where`: this changes it.
 
         Args:
           special_tokens: their ids by their names; by default those that the library and the settings call so.
-          vocab_size: V, where the library's vocabulary is larger: what is beyond becomes nothing in a text.
+          user_defined: tokens of which the longest is taken first, wherever in a text it is; the library goes from left to
+            right.
+          spelled: the ids that those of the library beyond V stand for.
+          odd: bytes of tokens whose texts in the library do not say them.
 
         Raises:
           TokenizerError: a decoder of another family.
@@ -117,18 +126,20 @@ class HuggingFaceTokenizer(EncodesParts):
             library.no_truncation()
             library.no_padding()
             whole = 1 + max(library.get_vocab(with_added_tokens=True).values(), default=-1)
-            self.vocab_size = whole if vocab_size is None else vocab_size
-            self._beyond = whole > self.vocab_size
+            self.vocab_size = whole - len(spelled)
+            self._beyond = spelled
             self.bos_id = _id_of(library, settings.bos_token, USUAL_BOS, special)
             self.eos_id = _id_of(library, settings.eos_token, USUAL_EOS, special)
             self.add_bos, self.add_eos = _adds(library, settings, self.bos_id, self.eos_id)
         self._library = library
         self._where = where
         self.swallowing = frozenset(i for i, token in added.items() if token.rstrip)
-        self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()}
+        self._added = {i: b"" if token.special else token.content.encode() for i, token in added.items()} | dict(odd or {})
         self.special_tokens: Mapping[str, int] = special
         self._names = {i: name for name, i in self.special_tokens.items()}
         self._pattern = special_pattern([*self.special_tokens, MARK])
+        hidden = any(self._pattern.search(name) for name in user_defined or ())
+        self._user_defined = user_defined if user_defined and (hidden or order_matters(user_defined)) else {}
         self._first = {name[0] for name in (*self.special_tokens, MARK) if name}
         self.stop_ids = ending_ids(self, settings.stop_ids, whole=settings.all_stop_ids)
         self.chat_template = settings.chat_template
@@ -183,14 +194,26 @@ class HuggingFaceTokenizer(EncodesParts):
         own = self._own_normalizer
         whole = json.loads(self._library.to_str()) | {"normalizer": None if own is None else json.loads(own.__getstate__())}
         if self._beyond:
-            vocabulary = whole["model"]["vocab"]
-            whole["model"]["vocab"] = {token: i for token, i in vocabulary.items() if i < self.vocab_size}
+            model = whole["model"]
+            model["vocab"] = vocabulary = {token: i for token, i in model["vocab"].items() if i < self.vocab_size}
+            model["merges"] = [[a, b] for a, b in model["merges"] if {a, b, a + b} <= vocabulary.keys()]
         return whole
 
     def _within(self, ids: list[int]) -> list[int]:
-        return [i for i in ids if i < self.vocab_size] if self._beyond else ids
+        if not self._beyond:
+            return ids
+        size = self.vocab_size
+        return [each for i in ids for each in ((i,) if i < size else self._beyond[i - size])]
 
     def _as_text(self, text: str) -> str:
+        """The text as the library is given it: special tokens in it are text."""
+        if not self._user_defined:
+            return self._masked(text)
+        names = {i: name for name, i in self._user_defined.items()}
+        parts = split_longest(text, self._user_defined)
+        return MARK.join(self._masked(part) if isinstance(part, str) else names[part] for part in parts)
+
+    def _masked(self, text: str) -> str:
         if not any(first in text for first in self._first):  # known ten times sooner than by the pattern
             return text
         return self._pattern.sub(lambda found: found.group()[0] + MARK + found.group()[1:], text)
@@ -212,6 +235,38 @@ def _adds(library: tokenizers.Tokenizer, settings: Settings, bos: int, eos: int)
     text, put = (library.encode("a", add_special_tokens=special).ids for special in (False, True))
     begin = next(i for i in range(len(put) + 1) if put[i : i + len(text)] == text)
     return bos in put[:begin], eos in put[begin + len(text) :]
+
+
+def _add_tokens(library: tokenizers.Tokenizer, settings: Settings) -> None:
+    """Add the tokens that only the files beside it have, in transformers' order; those that are there stay as they are."""
+    from tokenizers import AddedToken
+
+    library.add_tokens(
+        [
+            AddedToken(
+                token.text,
+                special=token.special,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+                normalized=token.normalized,
+            )
+            for token in settings.added_tokens
+        ]
+        + [AddedToken(text, special=True, normalized=False) for text in settings.extra_tokens]
+    )
+
+
+def _set_prefix(library: tokenizers.Tokenizer, add: bool | None) -> None:
+    """Begin texts with a space or not, where the settings say so of a vocabulary with U+2581."""
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    if add is None or isinstance(library.decoder, decoders.ByteLevel):
+        return
+    library.normalizer = normalizers.Sequence([])
+    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if add else "never", split=False)
+    strip = [decoders.Strip(" ", 1, 0)] if add else []
+    library.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
 
 
 def _find_special_tokens(library: tokenizers.Tokenizer, settings: Settings) -> tuple[tokenizers.Tokenizer, dict[str, int]]:

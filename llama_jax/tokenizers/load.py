@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 
 from llama_jax.errors import TokenizerError, reading
 from llama_jax.files import read_whole
@@ -79,6 +80,9 @@ def _find(folder: Location, vocab_size: int) -> Tokenizer | None:
     for name in NAMES:
         if (folder / name).is_file():
             tokenizer = _read(folder / name, settings)
+            if tokenizer.vocab_size > vocab_size and name.endswith(".json"):  # tokens for which the model has no rows
+                within = tuple(token for token in settings.added_tokens if token.id < vocab_size)
+                tokenizer = _read(folder / name, replace(settings, added_tokens=within, extra_tokens=()))
             if tokenizer.vocab_size == vocab_size:
                 return tokenizer
             if tokenizer.vocab_size < vocab_size:

@@ -18,11 +18,14 @@ from llama_jax.tokenizers.base import (
     decode_bytes,
     ending_ids,
     library_errors,
+    order_matters,
+    split_longest,
     split_special,
 )
 from llama_jax.tokenizers.settings import AddedToken, Settings, write_settings
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how a vocabulary spells a space
+BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}  # the texts of byte tokens
 
 
 class EntryKind(IntEnum):
@@ -62,6 +65,7 @@ class SentencePieceTokenizer(EncodesParts):
         settings: Settings = Settings(),
         entries: Sequence[Entry] | None = None,
         swallowing: Iterable[int] = (),
+        aliases: Sequence[int] = (),
     ) -> None:
         """Read the serialised model (the content of a ``.model`` file) that was found at `where`.
 
@@ -69,6 +73,7 @@ class SentencePieceTokenizer(EncodesParts):
           entries: what the tokens are, where that is not what the model says. User-defined ones are found in a text before
             the model encodes what is between them.
           swallowing: tokens that take away the white space after them.
+          aliases: the ids that the model's pieces after `entries` stand for.
 
         Raises:
           TokenizerError: a damaged model, or added tokens that do not follow its pieces.
@@ -84,14 +89,17 @@ class SentencePieceTokenizer(EncodesParts):
                 self._processor.LoadFromSerializedProto(model + write_pieces(added))
             if self._processor.GetPieceSize() < 1:
                 raise RuntimeError("it has no pieces")
-            self.vocab_size: int = self._processor.GetPieceSize()
+            self.vocab_size: int = self._processor.GetPieceSize() - len(aliases)
             self._entries = self._read_entries(added) if entries is None else list(entries)
             self.space_prefix: bool = self._processor.Normalize("a").startswith(SPACE)
         self._bytes = [_bytes_of(entry) for entry in self._entries]
         self.special_tokens = self._named(EntryKind.CONTROL, EntryKind.UNKNOWN)
         own_rule = entries is None and not settings.gguf  # the library's; it puts no space before what follows one
         self._user_defined = {} if own_rule else self._named(EntryKind.USER_DEFINED)
+        self._split = split_longest if order_matters(self._user_defined) else split_special
         self.swallowing = frozenset(swallowing)
+        self._aliases = list(aliases)
+        self._is_strict = entries is None and not self._user_defined  # the library's model, which has other kinds otherwise
         self.bos_id: int = self.special_tokens.get(settings.bos_token or "", self._processor.bos_id())
         self.eos_id: int = self.special_tokens.get(settings.eos_token or "", self._processor.eos_id())
         self.add_bos = settings.add_bos is not False and self.bos_id >= 0
@@ -108,7 +116,7 @@ class SentencePieceTokenizer(EncodesParts):
                 if ids and ids[-1] in self.swallowing:
                     part = part.lstrip(" \t\n\v\f\r")
                 check_text(part)
-                ids += self._processor.EncodeAsIds(part)
+                ids += self._without_aliases(self._processor.EncodeAsIds(part))
             else:
                 ids.append(part)
         return ids
@@ -116,7 +124,7 @@ class SentencePieceTokenizer(EncodesParts):
     def _divided(self, parts: Sequence[Part]) -> Iterator[Part]:
         """The parts with user-defined tokens found."""
         for part in parts:
-            yield from split_special(part, self._user_defined) if isinstance(part, str) and self._user_defined else [part]
+            yield from self._split(part, self._user_defined) if isinstance(part, str) and self._user_defined else [part]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, by this thread alone."""
@@ -124,7 +132,11 @@ class SentencePieceTokenizer(EncodesParts):
             return super().encode_batch(texts)
         for text in texts:
             check_text(text)
-        return self._processor.EncodeAsIds(list(texts), num_threads=1)
+        return [self._without_aliases(ids) for ids in self._processor.EncodeAsIds(list(texts), num_threads=1)]
+
+    def _without_aliases(self, ids: list[int]) -> list[int]:
+        size = self.vocab_size
+        return [i if i < size else self._aliases[i - size] for i in ids] if self._aliases else ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, without a leading space: to continue a prompt, decode both together."""
@@ -137,12 +149,23 @@ class SentencePieceTokenizer(EncodesParts):
 
     def save(self, folder: Path) -> None:
         """Write the model as ``tokenizer.model``, added tokens included, and the settings beside it."""
-        model = self._content
-        if self._user_defined:  # which the library's own model has as plain pieces
-            bos, eos = (self._entries[i].text if i >= 0 else "" for i in (self.bos_id, self.eos_id))
-            model = write_model(self._entries, bos=bos, eos=eos, space_prefix=self.space_prefix)
-        (folder / "tokenizer.model").write_bytes(model)
+        (folder / "tokenizer.model").write_bytes(self._content if self._is_strict else self._strict_model())
         write_settings(folder, self, self.settings, "LlamaTokenizer")
+
+    def _strict_model(self) -> bytes:
+        """A model with the entries as the format has them: one unknown token, and all 256 bytes or none."""
+        unknown = [*range(self.vocab_size), *self._aliases][self._processor.unk_id()]
+        all_bytes = {entry.text for entry in self._entries}.issuperset(BYTES)
+        kinds = {kind: kind for kind in EntryKind}
+        kinds |= {EntryKind.UNKNOWN: EntryKind.CONTROL, EntryKind.UNUSED: EntryKind.NORMAL}
+        pieces = []
+        for i, (text, score, kind) in enumerate(self._entries):
+            kind = EntryKind.UNKNOWN if i == unknown else kinds[kind]
+            if text in BYTES:
+                kind = EntryKind.BYTE if all_bytes else EntryKind.CONTROL
+            pieces.append(Entry(valid_text(text, i), score, kind))
+        bos, eos = (self._entries[i].text if i >= 0 else "" for i in (self.bos_id, self.eos_id))
+        return write_model(pieces, bos=bos, eos=eos, space_prefix=self.space_prefix)
 
     def pieces(self) -> list[Entry]:
         """All entries of the vocabulary by id."""
@@ -177,6 +200,12 @@ class SentencePieceTokenizer(EncodesParts):
         return {entry.text: i for i, entry in enumerate(self._entries) if entry.kind in kinds}
 
 
+def valid_text(text: str, token: int) -> str:
+    """The text of a token, in UTF-8 where its bytes are none; such a token is in no text."""
+    valid = text.encode(errors="surrogateescape").decode(errors="replace")
+    return text if valid == text else f"{valid}[{token}]"
+
+
 def _bytes_of(entry: Entry) -> bytes:
     if entry.kind == EntryKind.CONTROL:
         return b""
@@ -184,7 +213,9 @@ def _bytes_of(entry: Entry) -> bytes:
         return " \N{DOUBLE QUESTION MARK} ".encode()  # what SentencePiece itself decodes it to
     if entry.kind == EntryKind.BYTE:
         return bytes([int(entry.text[1:-1], 16)])  # "<0x0A>"
-    return (entry.text if entry.kind == EntryKind.USER_DEFINED else entry.text.replace(SPACE, " ")).encode()
+    return (entry.text if entry.kind == EntryKind.USER_DEFINED else entry.text.replace(SPACE, " ")).encode(
+        errors="surrogateescape"
+    )
 
 
 def _appended(where: str, added: Iterable[AddedToken], size: int) -> list[Entry]:
@@ -245,4 +276,4 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 
 def _text(field: int, value: str) -> bytes:
-    return _bytes(field, value.encode())
+    return _bytes(field, value.encode(errors="surrogateescape"))

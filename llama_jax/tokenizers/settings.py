@@ -26,6 +26,10 @@ class AddedToken(NamedTuple):
     text: str
     id: int
     special: bool
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Settings:
       chat_template: the chat format in Jinja.
       chat_templates: further ones by their names, such as "tool_use".
       added_tokens: tokens that follow the vocabulary's own.
+      extra_tokens: texts of further special tokens, which a ``tokenizer.json`` need not have.
+      add_prefix_space: whether a text begins with a space, which Llama's class of transformers decides by this alone.
       gguf: scalar fields of a GGUF's vocabulary, by their keys.
       more: other settings of ``tokenizer_config.json``, written again as they are.
     """
@@ -56,6 +62,8 @@ class Settings:
     chat_template: str | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     added_tokens: tuple[AddedToken, ...] = ()
+    extra_tokens: tuple[str, ...] = ()
+    add_prefix_space: bool | None = None
     gguf: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
 
@@ -82,6 +90,7 @@ def read_settings(folder: Location) -> Settings:
     templates = _templates(where, config.get("chat_template"))
     template = read_text(own, TokenizerError) if own.is_file() else templates.pop("default", None)
     pad = generation.get("pad_token_id")
+    is_llamas = config.get("tokenizer_class") in ("LlamaTokenizer", "LlamaTokenizerFast")
     return Settings(
         bos_token=_token_text(where, "bos_token", names.get("bos_token")),
         eos_token=_token_text(where, "eos_token", names.get("eos_token")),
@@ -96,6 +105,8 @@ def read_settings(folder: Location) -> Settings:
         gguf=_scalars(where, config.get(GGUF)),
         more={name: value for name, value in names.items() if name not in TOLD | OF_A_FILE | {GGUF}},
         added_tokens=_added_tokens(where, config.get("added_tokens_decoder"), _read(folder / "added_tokens.json")),
+        extra_tokens=_extra_tokens(where, names),
+        add_prefix_space=_flag(where, "add_prefix_space", config.get("add_prefix_space")) if is_llamas else None,
     )
 
 
@@ -174,6 +185,16 @@ def _templates(where: str, value: Any) -> dict[str, str]:
     raise _wrong(where, "chat_template", value, "a text")
 
 
+def _extra_tokens(where: str, names: dict[str, Any]) -> tuple[str, ...]:
+    """The special tokens without a role, else those under the older name; in an object the keys are roles."""
+    name = "extra_special_tokens" if "extra_special_tokens" in names else "additional_special_tokens"
+    value = names.get(name) or []
+    if not isinstance(value, list | dict):
+        raise _wrong(where, name, value, "texts")
+    texts = [_token_text(where, name, each) for each in (value.values() if isinstance(value, dict) else value)]
+    return tuple(dict.fromkeys(filter(None, texts)))
+
+
 def _scalars(where: str, value: Any) -> dict[str, Any]:
     """What a saved GGUF vocabulary had beside its tokens."""
     found = {} if value is None else value
@@ -187,7 +208,9 @@ def _added_tokens(where: str, by_id: Any, by_text: dict[str, Any]) -> tuple[Adde
     try:
         older = {_id(number): AddedToken(text, _id(number), True) for text, number in by_text.items()}
         newer = {
-            _id(number): AddedToken(str(token["content"]), _id(number), bool(token.get("special")))
+            _id(number): AddedToken(
+                str(token["content"]), _id(number), *(bool(token.get(name)) for name in AddedToken._fields[2:])
+            )
             for number, token in (by_id or {}).items()
         }
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -16,7 +16,7 @@ import make_goldens
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import params_of
+from conftest import params_of, write_hf_folder
 from make_format_goldens import FORMATS, SMALL, WIDE
 from safetensors.numpy import load_file
 
@@ -24,7 +24,8 @@ import llama_jax
 from llama_jax import writing
 from llama_jax.checkpoints import convert, huggingface, open_checkpoint, save
 from llama_jax.checkpoints.layout import WrittenTensor
-from llama_jax.errors import CheckpointError
+from llama_jax.errors import CheckpointError, TokenizerError
+from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.making import train_bpe
 
 KINDS = make_goldens.KINDS
@@ -314,6 +315,43 @@ def test_the_vocabulary_goes_with_the_weights(stories, tmp_path):
         assert read.encode("Once upon a time") == tokenizer.encode("Once upon a time")
     with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, the model a vocabulary of 96"):
         save(tmp_path / "wrong", KINDS["gqa"], params, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["hf", "m.gguf", "orbax"])
+def test_convert_with_another_vocabulary(name, stories, tmp_path, caplog):
+    config, params, tokenizer = stories
+    format = "orbax" if name == "orbax" else None
+    convert(write_hf_folder(tmp_path / "none", KINDS["gqa"]), tmp_path / "none.gguf")
+    assert "none.gguf has no vocabulary, so that llama.cpp does not open it" in caplog.text
+    caplog.clear()
+    unknown = write_unknown_vocabulary(tmp_path / "unknown.gguf", config, params, tokenizer)
+    tokenizer.save(tmp_path)
+    with pytest.raises(TokenizerError, match=r"model='other' must be .*; load or convert the model with its own"):
+        convert(unknown, tmp_path / name, format=format)
+    convert(unknown, tmp_path / name, format=format, tokenizer=tmp_path / "tokenizer.model")
+    found = llama_jax.load(tmp_path / name)
+    assert found.tokenizer.encode("Once upon a time") == tokenizer.encode("Once upon a time")
+    same(found.params, params)
+    assert not caplog.text
+    with pytest.raises(CheckpointError, match="the tokenizer has 512 pieces, the model a vocabulary of 96"):
+        convert(tmp_path / "none", tmp_path / "wrong", format=format, tokenizer=tmp_path)
+
+
+def write_unknown_vocabulary(path, config, params, tokenizer):
+    """A GGUF with another name for the kind of its vocabulary, of the same length."""
+    save(path, config, params, tokenizer)
+    key = b"tokenizer.ggml.model" + (8).to_bytes(4, "little") + (5).to_bytes(8, "little")
+    assert key + b"llama" in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(key + b"llama", key + b"other"))
+    return path
+
+
+def test_tokens_that_are_no_utf_8_are_written_as_they_are(stories, tmp_path):
+    config, params, tokenizer = stories
+    fields = to_metadata(tokenizer)
+    fields["tokenizer.ggml.tokens"][-1] = "\udce3\udc81"
+    save(tmp_path / "m.gguf", config, params, from_metadata(fields, "here"))
+    assert llama_jax.load(tmp_path / "m.gguf").tokenizer.token_bytes(511) == b"\xe3\x81"
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "chat_template.jinja"])

@@ -200,9 +200,8 @@ def test_a_problem_is_shown_with_all_there_is(run, tmp_path, change, problem):
     code, out, err = run(folder)
     assert code == 2
     assert rows_of(out)["layers"] == "2"
-    assert out.splitlines()[-1].startswith("problem: ")
-    assert problem in out.splitlines()[-1]
-    assert problem in err
+    assert problem in err  # and not a second time on the page
+    assert problem not in out
     assert err.count("\n") == 1
     code, out, _ = run(folder, "--json")
     assert code == 2
@@ -220,6 +219,9 @@ def test_a_vocabulary_that_is_damaged_or_too_large():
     found = describe(opened(CONFIG, tokenizer=damaged))
     assert found["vocabulary"] is None
     assert found["problems"][1:] == ["the vocabulary is damaged"]
+    assert rows_of(page(found))["vocabulary"] == "unknown"
+    assert page(found).splitlines()[-1] == "problem: the vocabulary is damaged"
+    assert rows_of(page(describe(opened(CONFIG))))["vocabulary"] == "none"
     found = describe(opened(CONFIG, tokenizer=Vocabulary))
     assert "97 pieces, but the embedding 96 rows" in found["problems"][1]
     assert rows_of(page(found))["vocabulary"] == "Vocabulary, 97 pieces; bos -1, eos 5, stop none; with chat template"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
 from llama_jax.tokenizers import ReplyEncoder, encode_chat, load_tokenizer
-from llama_jax.tokenizers.base import ENDS
+from llama_jax.tokenizers.base import ENDS, order_matters, split_longest, split_special
 from llama_jax.tokenizers.gguf import from_metadata, to_metadata
 from llama_jax.tokenizers.huggingface import from_json
 from llama_jax.tokenizers.pre_tokenizers import PRE_TOKENIZERS, build, name_of
@@ -86,10 +86,9 @@ def test_bos_and_eos_are_special_whatever_their_type(fields):
     [
         ({"model": "rwkv"}, "model='rwkv' must be 'llama' .SentencePiece. or 'gpt2'"),
         ({"model": None}, "model=None must be a text"),
-        ({"model": "gpt2", "pre": "mine"}, "pre='mine' is not known; pass the .* .--tokenizer tokenizer.json.$"),
+        ({"model": "gpt2", "pre": "mine"}, "pre='mine' is not known; load or convert .* .--tokenizer tokenizer.json.$"),
         ({"model": "gpt2", "pre": "llama-bpe"}, "merges=None must be a list"),
         ({"model": "gpt2", "pre": "llama-bpe", "merges": ["abc"]}, "merges='abc' must be two tokens"),
-        ({"model": "gpt2", "pre": "llama-bpe", "merges": ["zz yy"]}, "holds no whole BPE vocabulary"),
         ({"tokens": None}, "tokens=None must be a list"),
         ({"tokens": ["a", 1]}, "tokens=1 must be a list of str"),
         ({"scores": [0.5]}, "scores has 1 entries for"),
@@ -109,7 +108,6 @@ def test_what_cannot_be_read_is_named(fields, change, message):
     ("change", "message"),
     [
         (lambda f: f["tokenizer.ggml.token_type"].__setitem__(9, 17), "token_type=17 must be one of"),
-        (lambda f: f["tokenizer.ggml.tokens"].__setitem__(9, "\udcff"), "holds no whole SentencePiece vocabulary"),
         (lambda f: f.update({"tokenizer.chat_template": 3}), "chat_template=3 must be a text"),
     ],
 )
@@ -260,6 +258,78 @@ def test_two_tokens_of_one_text(fields):
     tokenizer = from_metadata(with_tokens(fields, ("▁once", EntryKind.NORMAL), ("<unk>", EntryKind.UNKNOWN)), "x.gguf")
     assert tokenizer.encode("once", bos=False) == [tokenizer.vocab_size - 2] != once
     assert to_metadata(tokenizer)["tokenizer.ggml.tokens"][-2:] == ["▁once", "<unk>"]
+
+
+def test_bytes_are_found_by_their_texts(fields, tmp_path):
+    encode = lambda tokenizer, text: tokenizer.encode(text, bos=False)
+    line, clef = 3 + 0x0A, [3 + byte for byte in "𝄞".encode()]
+    plain = encode(from_metadata(fields, "x.gguf"), "once\n𝄞")
+    assert plain[-5:] == [line, *clef]
+    ended = from_metadata(fields | {"tokenizer.ggml.eos_token_id": line}, "x.gguf")
+    assert ended.eos_id == line
+    assert encode(ended, "once\n𝄞") == plain
+    (folder := tmp_path / "saved").mkdir()
+    ended.save(folder)
+    assert encode(load_tokenizer(folder), "once\n𝄞") == plain
+    fields["tokenizer.ggml.tokens"][line] = "<gone>"
+    assert encode(from_metadata(fields, "x.gguf"), "once\n𝄞") == [*plain[:-5], 0, *clef]  # the unknown token
+
+
+@pytest.mark.parametrize("kind", [EntryKind.CONTROL, EntryKind.UNKNOWN, EntryKind.UNUSED])
+def test_merges_lead_to_tokens_of_any_kind(fields, kind):
+    tokens = fields["tokenizer.ggml.tokens"]
+    plain = from_metadata(fields, "x.gguf").encode("once upon a", bos=False)
+    assert [tokens[i] for i in plain] == ["▁once", "▁upon", "▁a"]
+    for token in plain:
+        fields["tokenizer.ggml.token_type"][token] = int(kind)
+    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
+    fields["tokenizer.ggml.unknown_token_id"] = plain[0]
+    assert from_metadata(fields, "x.gguf").encode("once upon a", bos=False) == plain
+
+
+def test_tokens_that_are_no_utf_8(fields, tmp_path):
+    """As files are read, such bytes are lone surrogates."""
+    plain = from_metadata(fields, "x.gguf").encode("once upon")
+    fields = with_tokens(fields, ("\udce3\udc81", EntryKind.NORMAL))
+    tokenizer = from_metadata(fields, "x.gguf")
+    assert tokenizer.encode("once upon") == plain
+    assert tokenizer.token_bytes(tokenizer.vocab_size - 1) == b"\xe3\x81"
+    assert load_tokenizer(vocabularies.write_gguf(tmp_path / "x.gguf", to_metadata(tokenizer))).encode("once upon") == plain
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path / "tokenizer.model").encode("once upon") == plain
+
+
+def test_merges_to_what_is_no_token(pairs, tmp_path):
+    fields = to_metadata(pairs["ranks"][0])
+    tokens, plain = fields["tokenizer.ggml.tokens"], pairs["ranks"][0].encode(" upon a time", bos=False)
+    assert [tokens[i] for i in plain] == ["Ġupon", "Ġa", "Ġtime"]
+    for text in ("", "<gone>", "\udce3\udc81"):
+        tokens[plain[1]] = text
+        tokenizer = from_metadata(fields, "x.gguf")
+        # Its characters' tokens; that of the space is two bytes, of which none is a token.
+        assert tokenizer.encode(" upon a time", bos=False) == [plain[0], tokens.index("a"), plain[2]]
+        assert tokenizer.vocab_size == len(tokens)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer.description()))
+        assert load_tokenizer(tmp_path).encode(" upon", bos=False) == plain[:1]
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "ranks"])
+def test_of_user_defined_tokens_that_overlap_the_longest_is_taken(pairs, kind):
+    added = [("<ab", EntryKind.USER_DEFINED), ("b><c>", EntryKind.USER_DEFINED), ("<|x|>\n", EntryKind.USER_DEFINED)]
+    fields = with_tokens(to_metadata(pairs[kind][0]), *added, ("<|x|>", EntryKind.CONTROL))
+    tokenizer, size = from_metadata(fields, "x.gguf"), len(fields["tokenizer.ggml.tokens"])
+    encode = lambda text: tokenizer.encode(text, bos=False)
+    assert encode("once<ab><c>") == [*encode("once<a"), size - 3]
+    assert encode("<ab>")[0] == size - 4
+    assert encode("once<|x|>\n") == [*encode("once"), size - 2]
+    assert tokenizer.encode_batch(["<ab><c>", "<ab"]) == [[*encode("<a"), size - 3], [size - 4]]
+
+
+@given(names=st.sets(st.text("ab", min_size=1, max_size=4), max_size=4), text=st.text("ab", max_size=12))
+def test_order_matters_where_texts_are_cut_otherwise(names, text):
+    tokens = {name: i for i, name in enumerate(sorted(names))}
+    if not order_matters(names) and len({len(name) for name in names}) == len(names):
+        assert split_longest(text, tokens) == split_special(text, tokens)
 
 
 def test_fields_that_are_left_out(fields):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_jax.errors import TokenizerError
-from llama_jax.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, load_tokenizer
+from llama_jax.tokenizers import HuggingFaceTokenizer, TiktokenTokenizer, find_tokenizer, load_tokenizer
 from llama_jax.tokenizers.huggingface import byte_characters, from_json, recognises
 from llama_jax.tokenizers.settings import Settings
 
@@ -191,6 +191,78 @@ def test_transformers_puts_the_same(kind, tmp_path):
 
     folder = folder_that_puts(tmp_path, kind, tokenizer_class="PreTrainedTokenizerFast")
     assert load_tokenizer(folder).encode("once upon") == AutoTokenizer.from_pretrained(folder).encode("once upon")
+
+
+def token(text, **flags):
+    return {"content": text, "special": False, "lstrip": False, "rstrip": False, "single_word": False} | flags
+
+
+def with_files(folder, kind, **config):
+    """A vocabulary with tokens that only the files beside it have; the number of its own ones."""
+    size = from_json(vocabularies.FILES[kind][1](), "here").vocab_size
+    decoder = {size: token("<NEW>", special=True), size + 1: token("TOK", lstrip=True, rstrip=True)}
+    vocabularies.write(folder, kind, tokenizer_config={"added_tokens_decoder": decoder} | config)
+    return size
+
+
+@pytest.mark.parametrize("kind", ["bytes", "never"])
+def test_tokens_that_only_the_files_beside_it_have(kind, tmp_path):
+    extra = {"image_token": "<image>", "a_token": {"content": "<a>"}}
+    size = with_files(tmp_path, kind, extra_special_tokens=extra, additional_special_tokens=["<older>"])
+    tokenizer = load_tokenizer(tmp_path)
+    encode = lambda text: tokenizer.encode(text, bos=False, special=True)
+    assert encode("in<NEW>in") == [*encode("in"), size, *encode("in")]
+    assert encode("in  TOK  in") == [*encode("in"), size + 1, *encode("in")]  # white space belongs to it
+    assert encode("<image><a>") == [size + 2, size + 3]
+    assert size not in tokenizer.encode("<NEW>")
+    assert tokenizer.vocab_size == size + 4
+    (again := tmp_path / "again").mkdir()
+    tokenizer.save(again)
+    assert load_tokenizer(again).encode("<NEW>TOK<a>", special=True) == tokenizer.encode("<NEW>TOK<a>", special=True)
+    # A model has no rows for more tokens than it has.
+    for rows, last in ((size + 4, size + 3), (size + 2, size + 1), (size + 1, size), (size, size - 1)):
+        assert find_tokenizer(tmp_path, rows).vocab_size == last + 1
+
+
+def test_older_files_of_added_tokens(tmp_path):
+    size = from_json(vocabularies.bytes_json(), "here").vocab_size
+    config = {"additional_special_tokens": ["<older>"]}
+    vocabularies.write(tmp_path, "bytes", added_tokens={"<NEW>": size}, tokenizer_config=config)
+    assert load_tokenizer(tmp_path).encode("<NEW><older>", bos=False, special=True) == [size, size + 1]
+
+
+@pytest.mark.parametrize("value", [3, ["<a>", 3], {"role": ["<a>"]}])
+def test_extra_tokens_of_another_type(value, tmp_path):
+    vocabularies.write(tmp_path, "bytes", tokenizer_config={"extra_special_tokens": value})
+    with pytest.raises(TokenizerError, match=r"extra_special_tokens=.* must be a? ?texts?"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("kind", SPACES)
+def test_a_llamas_setting_of_the_first_space_counts_more(kind, tmp_path):
+    for add in (True, False):
+        config = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": add}
+        tokenizer = load_tokenizer(vocabularies.write(tmp_path / str(add), kind, tokenizer_config=config))
+        assert tokenizer.space_prefix is add
+        assert tokenizer.token_bytes(tokenizer.encode("the", bos=False)[0]) == b" the"[1 - add :]
+        assert tokenizer.decode(tokenizer.encode("the in</s> a", special=True)) == "the in a"
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("setting", [{}, {"add_prefix_space": True}, {"add_prefix_space": False}])
+@pytest.mark.parametrize("kind", ["bytes", "first"])
+def test_a_folders_settings_are_those_of_transformers(kind, setting, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs the parity extra")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    name = "PreTrainedTokenizerFast" if kind == "bytes" else "LlamaTokenizer"
+    config = {"tokenizer_class": name, "bos_token": "<s>", "extra_special_tokens": ["<image>"]}
+    if kind == "bytes":
+        config["bos_token"] = "<|begin_of_text|>"
+    with_files(tmp_path, kind, **config, **setting)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for text in ("the in", " the<NEW> in", "in  TOK  a", "a<image>in", "inTOKin"):
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert ours.encode(text, bos=False, special=True) == ids, text
 
 
 @pytest.mark.parametrize(
