@@ -202,3 +202,26 @@ def test_settings_that_are_not_there(kind):
         model_type=kind, vocab_size=32, hidden_size=64, num_hidden_layers=2, num_attention_heads=32, intermediate_size=8
     )
     assert config_from_dict(least) == config_from_dict(transformers.AutoConfig.for_model(**least).to_dict())
+
+
+def test_generation_across_the_original_context_of_a_longrope(tmp_path):
+    """Where transformers drops its cache and reads the row again."""
+    import torch
+    import transformers
+
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, "partial_rotary_factor": 1.0}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 3.5, 4.5]}
+    sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    sizes |= dict(intermediate_size=48, max_position_embeddings=128, original_max_position_embeddings=32)
+    theirs = transformers.Phi3Config(**sizes, pad_token_id=0, bos_token_id=0, eos_token_id=None, rope_parameters=rope)
+    torch.manual_seed(0)
+    peer = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
+    peer.save_pretrained(tmp_path)
+    config, params, _ = llama_jax.load(tmp_path)
+    prompt = np.random.default_rng(0).integers(1, 50, 28).tolist()
+    want = peer.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, 28:].tolist()
+    (found,) = llama_jax.generate(config, params, [prompt], max_new_tokens=20)
+    assert found.tokens == want

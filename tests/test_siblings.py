@@ -1,5 +1,6 @@
 """Mistral, Qwen2, Qwen3 and Mixtral: what they have that no Llama has, through all rooms."""
 
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -570,6 +571,54 @@ def test_what_is_not_there_is_what_transformers_takes():
     assert (mixtral.experts, mixtral.experts_per_token, mixtral.norm_eps, mixtral.rope_theta) == (8, 2, 1e-5, 1e6)
     assert config_from_dict(least | {"model_type": "qwen3"}).head_dim == 128
     assert config_from_dict(least | {"model_type": "qwen2"}).window is None
+
+
+@pytest.mark.parametrize("kinds", ["sliding", "full", "mixed"])
+@pytest.mark.parametrize("kind", ["mistral", "ministral3", "mixtral", "phi3", "smollm3", "cwm", "olmo3", "gemma3_text"])
+def test_whatever_windows_layers_have_a_model_that_is_read_is_written_as_it_was(kind, kinds):
+    written = config_to_dict(SIBLINGS[kind])
+    n = written["num_hidden_layers"]
+    types = {"sliding": ["sliding_attention"] * n, "full": ["full_attention"] * n}
+    types["mixed"] = ["full_attention", *types["sliding"][1:]]
+    window = None if kinds == "full" else 7
+    if "layer_types" in written:
+        written |= {"use_sliding_window": kinds != "full"} if kind == "smollm3" else {}
+        written |= {"layer_types": types[kinds], "sliding_window": 7}
+    elif kinds != "mixed":
+        written |= {"sliding_window": window}
+    for more in ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}):
+        config = config_from_dict(written | more)
+        if kinds != "mixed":
+            assert {layer.window for layer in config.layer_kinds} == {window}
+        assert config_from_dict(config_to_dict(config)) == config
+
+
+def test_a_window_of_ministral_3_has_no_place_in_gguf(models, tmp_path):
+    config, params = models["ministral3"]
+    with pytest.raises(CheckpointError, match=r"window=7 has no place in GGUF, whose readers know none in a mistral3"):
+        llama_jax.save(tmp_path / "model.gguf", replace(config, window=7), params)
+
+
+def test_an_olmo_3_of_windows_alone_is_written_in_gguf(models, tmp_path):
+    config, params = replace(models["olmo3"][0], layers=(), window=7, rope_scaling=None), models["olmo3"][1]
+    llama_jax.save(tmp_path / "model.gguf", config, params)
+    assert llama_jax.load(tmp_path / "model.gguf").config == config
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("mixtral", "block_sparse_moe.experts.0.w1.weight"),
+        ("qwen3_moe", "mlp.experts.0.gate_proj.weight"),
+        ("llama4_text", "feed_forward.experts.gate_up_proj"),
+    ],
+)
+def test_missing_experts_are_named_as_files_do(kind, missing, tmp_path):
+    llama_jax.save(tmp_path / "model", PLAIN, random_params(PLAIN))
+    settings = config_to_dict(SIBLINGS[kind])
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=f"'model.layers.0.{missing}' is missing"):
+        llama_jax.load(tmp_path / "model")
 
 
 def test_weights_that_are_not_normalized_have_no_place_in_gguf(models, tmp_path):

@@ -37,6 +37,7 @@ from llama_jax.tokenizers.load import warn_if_small
 
 NAMES = names("gguf")
 NORM = "norm.weight"
+OF_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight|rope_(freqs|factors_long|factors_short)\.weight")
 SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -88,7 +89,7 @@ def open_file(path: Location) -> Opened:
     )
 
 
-def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
+def config_from_fields(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> LlamaConfig:
     """The configuration that a GGUF's settings describe.
 
     Raises:
@@ -118,11 +119,16 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
         raise ConfigError("a vocabulary without weights; give a model, and this as its tokenizer (--tokenizer)")
     if table is None:
         raise ConfigError(f"tensor {NAMES['embedding']!r} is missing")
-    dim, n_heads, n_layers = need("embedding_length"), need("attention.head_count"), need("block_count")
-    for name, value in (("embedding_length", dim), ("attention.head_count", n_heads), ("block_count", n_layers)):
-        require_positive_int(f"{architecture}.{name}", value)
+    n_layers = need("block_count")
+    require_positive_int(f"{architecture}.block_count", n_layers)
     if n_layers > MOST_ENTRIES:  # what is said of each layer is as long as this claims
         raise ConfigError(f"{architecture}.block_count={n_layers} must be at most {MOST_ENTRIES}")
+    fields = fields | {
+        key: _of_all_layers(key, fields[key], n_layers) for name in OF_LAYERS if (key := f"{architecture}.{name}") in fields
+    }
+    dim, n_heads = need("embedding_length"), need("attention.head_count")
+    for name, value in (("embedding_length", dim), ("attention.head_count", n_heads)):
+        require_positive_int(f"{architecture}.{name}", value)
     head_dim = maybe("attention.key_length", 0)
     more = own.fields(maybe, n_layers)
     sizes = LlamaConfig(
@@ -145,8 +151,16 @@ def config_from_fields(fields: Mapping[str, Any], tensors: Mapping[str, Tensor])
             raise ConfigError(
                 f"{architecture}.{key}={shown(maybe(key, 0), 40)} is not supported where head_dim={sizes.head_dim}"
             )
-    as_llama = {re.sub(rf"^{architecture}\.", "llama.", key): value for key, value in fields.items()}
-    return with_scaling(as_llama, sizes, tensors, whole_yarn=own.whole_yarn)
+    return with_scaling(fields, sizes, tensors, architecture, whole_yarn=own.whole_yarn)
+
+
+def _of_all_layers(key: str, value: Any, n_layers: int) -> Any:
+    """A setting of the layers, which a file may say of each."""
+    if not hasattr(value, "__len__") or isinstance(value, str):
+        return value
+    if len(value) != n_layers or any(one != value[0] for one in value):
+        raise ConfigError(f"{key}={shown(list(value), 40)} must be one number, or the same for each of {n_layers} layers")
+    return value[0]
 
 
 def _parts(path: Location) -> list[Location]:
@@ -249,8 +263,7 @@ def write_file(
     most = Counter(stored for piece, stored in zip(todo, kinds, strict=True) if len(piece.tensor.shape) > 1).most_common(1)[
         0
     ][0]
-    rope, rope_tensors = settings_and_tensors(c, whole_yarn=own.whole_yarn)
-    rope = {re.sub(r"^llama\.", f"{architecture}.", key): value for key, value in rope.items()}
+    rope, rope_tensors = settings_and_tensors(c, architecture, whole_yarn=own.whole_yarn)
 
     writer = GGUFWriter(path, architecture)
     try:

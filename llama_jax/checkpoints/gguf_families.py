@@ -225,6 +225,10 @@ def _mistral3(maybe: Maybe, n_layers: int) -> dict[str, Any]:
 
 def _mistral3_settings(config: LlamaConfig) -> dict[str, Any]:
     scaling = config.query_scaling
+    if config.window is not None:
+        raise CheckpointError(
+            f"window={config.window} has no place in GGUF, whose readers know none in a mistral3; write safetensors"
+        )
     if scaling is None:
         return {}
     if config.rope_scaling is None or config.rope_scaling.original_max_seq_len != scaling.context:

@@ -41,22 +41,28 @@ FIXED = {
 }
 # Of these, what architectures with the whole of yarn read, and its name here.
 YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_log_multiplier": ""}
-PREFIX = "llama.rope.scaling."
 LARGEST_NOTE = 1 << 20  # characters
+LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def with_scaling(
-    fields: Mapping[str, Any], plain: LlamaConfig, tensors: Mapping[str, Tensor], *, whole_yarn: bool = False
+    fields: Mapping[str, Any],
+    plain: LlamaConfig,
+    tensors: Mapping[str, Tensor],
+    architecture: str,
+    *,
+    whole_yarn: bool = False,
 ) -> LlamaConfig:
     """The configuration with the rope scaling that settings and tensors describe.
 
     Args:
+      architecture: with whose name the keys begin.
       whole_yarn: whether the architecture reads all settings of yarn.
 
     Raises:
       ConfigError: a scaling that llama.cpp does not have, or settings that contradict each other.
     """
-    found = replace(plain, rope_scaling=_found(fields, plain, tensors, whole_yarn))
+    found = replace(plain, rope_scaling=_found(fields, plain, tensors, f"{architecture}.rope.scaling.", whole_yarn))
     if OUR_NOTE not in fields:
         return found
     note = fields[OUR_NOTE]
@@ -67,48 +73,50 @@ def with_scaling(
 
 
 def _found(
-    fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor], whole_yarn: bool
+    fields: Mapping[str, Any], config: LlamaConfig, tensors: Mapping[str, Tensor], prefix: str, whole_yarn: bool
 ) -> RopeScaling | None:
-    kind = fields.get(f"{PREFIX}type", "none")
+    # llama.cpp's converter stores a longrope without a type: its readers know it by the two tensors.
+    silent = "longrope" if LONG in tensors and SHORT in tensors else "none"
+    kind = fields.get(f"{prefix}type", silent)
     if kind not in ("none", "linear", "yarn", "longrope"):
-        raise ConfigError(f"{PREFIX}type={shown(kind, 40)} is not supported; none, linear, yarn and longrope are")
+        raise ConfigError(f"{prefix}type={shown(kind, 40)} is not supported; none, linear, yarn and longrope are")
     for name, supported in FIXED.items():
-        if fields.get(PREFIX + name, supported) != supported and not (whole_yarn and name in YARN):
+        if fields.get(prefix + name, supported) != supported and not (whole_yarn and name in YARN):
             raise ConfigError(
-                f"{PREFIX}{name}={shown(fields[PREFIX + name], 40)} is not supported; llama.cpp takes {supported}"
+                f"{prefix}{name}={shown(fields[prefix + name], 40)} is not supported; llama.cpp takes {supported}"
             )
-    sharper = short_decimal(fields.get(f"{PREFIX}attn_factor", 1.0))
-    require_number(f"{PREFIX}attn_factor", sharper)
+    sharper = short_decimal(fields.get(f"{prefix}attn_factor", 1.0))
+    require_number(f"{prefix}attn_factor", sharper)
     if sharper != 1 and kind not in ("yarn", "longrope"):
-        raise ConfigError(f"{PREFIX}attn_factor={shown(sharper, 40)} is not supported where the type is {kind!r}")
+        raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported where the type is {kind!r}")
     for name in (FACTORS,) if kind in ("yarn", "longrope") else ():
         if name in tensors:
-            raise ConfigError(f"tensor {name!r} is not supported beside {PREFIX}type={kind!r}")
+            raise ConfigError(f"tensor {name!r} is not supported beside {prefix}type={kind!r}")
     for name in (LONG, SHORT):
         if (name in tensors) != (kind == "longrope"):
             there = "there" if name in tensors else "missing"
-            raise ConfigError(f"tensor {name!r} is {there}, but {PREFIX}type={kind!r}")
-    factor = short_decimal(fields.get(f"{PREFIX}factor", fields.get("llama.rope.scale_linear")))
-    original = fields.get(f"{PREFIX}original_context_length", config.max_seq_len)
-    require_positive_int(f"{PREFIX}original_context_length", original)
+            raise ConfigError(f"tensor {name!r} is {there}, but {prefix}type={kind!r}")
+    factor = short_decimal(fields.get(f"{prefix}factor", fields.get(f"{prefix.removesuffix('scaling.')}scale_linear")))
+    original = fields.get(f"{prefix}original_context_length", config.max_seq_len)
+    require_positive_int(f"{prefix}original_context_length", original)
     if factor is not None:
-        require_number(f"{PREFIX}factor", factor)
+        require_number(f"{prefix}factor", factor)
     if kind == "yarn":
         if factor is None:
-            raise ConfigError(f"{PREFIX}factor is missing")
+            raise ConfigError(f"{prefix}factor is missing")
         settings: dict[str, Any] = {"original_max_seq_len": original}
         if whole_yarn:
-            turns = {name: fields.get(PREFIX + key, FIXED[key]) for key, name in YARN.items() if name}
+            turns = {name: fields.get(prefix + key, FIXED[key]) for key, name in YARN.items() if name}
             settings |= {name: short_decimal(value) for name, value in turns.items()}
-        if weight := fields.get(f"{PREFIX}yarn_log_multiplier", 0.0):
+        if weight := fields.get(f"{prefix}yarn_log_multiplier", 0.0):
             if sharper != 1:
-                raise ConfigError(f"{PREFIX}attn_factor={shown(sharper, 40)} is not supported beside yarn_log_multiplier")
+                raise ConfigError(f"{prefix}attn_factor={shown(sharper, 40)} is not supported beside yarn_log_multiplier")
             return RopeScaling("yarn", factor, **settings, mscale=1.0, mscale_all_dim=short_decimal(weight))
         sharp = None if sharper == 1 else short_decimal(yarn_attention_factor(max(factor, 1.0)) * sharper)
         return RopeScaling("yarn", factor, **settings, attention_factor=sharp)
     if kind == "longrope":
         if factor not in (None, 0, 1):
-            raise ConfigError(f"{PREFIX}factor={shown(factor, 40)} is not supported where the type is 'longrope'")
+            raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported where the type is 'longrope'")
         short, long = (tuple(map(short_decimal, _numbers(tensors[name]).tolist())) for name in (SHORT, LONG))
         longrope = RopeScaling(
             "longrope",
@@ -119,10 +127,10 @@ def _found(
         )
         return longrope if np.isclose(sharper, sharpening(config, longrope)) else replace(longrope, attention_factor=sharper)
     if FACTORS not in tensors:
-        scaled = kind == "linear" or f"{PREFIX}type" not in fields
+        scaled = kind == "linear" or f"{prefix}type" not in fields
         return RopeScaling("linear", factor) if scaled and factor not in (None, 1) else None
     if factor not in (None, 1):
-        raise ConfigError(f"{PREFIX}factor={shown(factor, 40)} is not supported beside the tensor {FACTORS!r}")
+        raise ConfigError(f"{prefix}factor={shown(factor, 40)} is not supported beside the tensor {FACTORS!r}")
     # The stored factors are those of Llama 3.1's scaling: its parameters are found from them, or from our own keys, and must
     # give what is stored.
     stored = _numbers(tensors[FACTORS])
@@ -135,15 +143,17 @@ def _found(
     raise ConfigError(f"{FACTORS} does not hold the frequency factors of Llama 3.1's rope scaling")
 
 
-def settings_and_tensors(config: LlamaConfig, *, whole_yarn: bool = False) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def settings_and_tensors(
+    config: LlamaConfig, architecture: str, *, whole_yarn: bool = False
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Theta and the rope scaling as a file stores them: settings by key, and tensors float32[H/2] by name.
 
     Raises:
       CheckpointError: a scaling that has no place in the format; the message names it.
     """
-    plain, scaling = in_known_kinds(config), config.rope_scaling
+    plain, scaling, prefix = in_known_kinds(config), config.rope_scaling, f"{architecture}.rope.scaling."
     known = plain.rope_scaling
-    settings: dict[str, Any] = {"llama.rope.freq_base": float(plain.rope_theta)}
+    settings: dict[str, Any] = {f"{architecture}.rope.freq_base": float(plain.rope_theta)}
     if scaling is not None and scaling.kind not in ("linear", "llama3"):
         settings[OUR_NOTE] = json.dumps(note_of(config))
     if scaling is None or known is None:
@@ -156,26 +166,26 @@ def settings_and_tensors(config: LlamaConfig, *, whole_yarn: bool = False) -> tu
     if known.kind == "llama3":
         settings |= {key: getattr(known, name) for key, (name, _) in OUR_LLAMA3.items()}
         return settings, {FACTORS: factors_of(config, known).astype(np.float32)}
-    settings[f"{PREFIX}type"] = known.kind
+    settings[f"{prefix}type"] = known.kind
     if known.kind != "longrope":  # to which llama.cpp would apply it as well
-        settings[f"{PREFIX}factor"] = float(known.factor)
+        settings[f"{prefix}factor"] = float(known.factor)
     if known.kind == "linear":
         return settings, {}
     for name, only in (("beta_fast", 32.0), ("beta_slow", 1.0), ("truncate", True)):
         if known.kind == "yarn" and whole_yarn and name != "truncate":
-            settings[f"{PREFIX}yarn_{name}"] = float(getattr(known, name))
+            settings[f"{prefix}yarn_{name}"] = float(getattr(known, name))
         elif known.kind == "yarn" and getattr(known, name) != only:
             raise CheckpointError(
                 f"rope scaling kind={scaling.kind!r} with {name}={getattr(known, name)} has no place in GGUF,"
                 f" whose readers take {only}; write Hugging Face's format or orbax"
             )
-    settings[f"{PREFIX}original_context_length"] = known.original_max_seq_len
+    settings[f"{prefix}original_context_length"] = known.original_max_seq_len
     if whole_yarn and known.mscale == 1.0:
-        settings[f"{PREFIX}yarn_log_multiplier"] = float(known.mscale_all_dim or 0.0)
+        settings[f"{prefix}yarn_log_multiplier"] = float(known.mscale_all_dim or 0.0)
         return settings, {}
-    settings[f"{PREFIX}attn_factor"] = sharpening(config, known)
+    settings[f"{prefix}attn_factor"] = sharpening(config, known)
     if known.kind == "yarn":
-        settings[f"{PREFIX}attn_factor"] /= yarn_attention_factor(known.factor)  # by which llama.cpp multiplies it
+        settings[f"{prefix}attn_factor"] /= yarn_attention_factor(known.factor)  # by which llama.cpp multiplies it
         return settings, {}
     return settings, {LONG: np.array(known.long_factor, np.float32), SHORT: np.array(known.short_factor, np.float32)}
 
@@ -198,8 +208,11 @@ def _scaled(config: LlamaConfig, scaling: RopeScaling) -> tuple[np.ndarray, floa
 
 
 def short_decimal(value: Any) -> Any:
-    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    """A number stored as float32 in the shortest decimal that is that float32: 1e-5, not 9.99999974e-06.
+
+    One beyond float32, which a float64 may be, is given back as it is.
+    """
+    return float(str(np.float32(value))) if isinstance(value, float) and abs(value) < LARGEST_FLOAT32 else value
 
 
 def _numbers(tensor: Tensor) -> np.ndarray:

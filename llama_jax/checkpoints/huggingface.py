@@ -75,7 +75,7 @@ def open_folder(folder: Location) -> Opened:
             format=f"Hugging Face {what}" + (f", {scheme.method}" if scheme else ""),
             path=folder,
             config=config,
-            tensors=_experts_joined(folder, tensors),
+            tensors=_with_experts(folder, config, _experts_joined(folder, tensors)),
             names=names_of(config),
             interleaved=is_interleaved(config),
             tokenizer=partial(find_tokenizer, folder, config.vocab_size),
@@ -159,6 +159,19 @@ def _experts_joined(folder: Location, tensors: Mapping[str, Tensor]) -> dict[str
             )
         found[name] = Stacked(parts)
     return found
+
+
+def _with_experts(folder: Location, config: LlamaConfig, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors; CheckpointError where a layer has no experts, by the name that files have."""
+    names = names_of(config)
+    for layer in range(config.n_layers if config.experts else 0):
+        for part in ("expert_gate", "expert_up", "expert_down"):
+            if (name := names[part].format(layer)) not in tensors:
+                of_one = name.replace(".experts.", ".experts.0.")
+                joined = re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", name)
+                missing = of_one if EXPERT.fullmatch(of_one) else joined
+                raise CheckpointError(f"{folder}: tensor {missing!r} is missing; the configuration needs it")
+    return tensors
 
 
 def _experts_apart(piece: WrittenTensor) -> list[WrittenTensor]:

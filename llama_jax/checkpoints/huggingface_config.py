@@ -9,10 +9,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from llama_jax.checkpoints.huggingface_families import FAMILIES
+from llama_jax.checkpoints.huggingface_families import FAMILIES, object_in
 from llama_jax.checkpoints.quantized_config import Scheme, scheme_from_dict
 from llama_jax.checkpoints.rope import NOTE, in_known_kinds, note_of, with_note
 from llama_jax.config import LlamaConfig, RopeScaling, RopeScalingKind
+from llama_jax.config.numbers import require_positive_int
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.files import read_object
 from llama_jax.storage import Location
@@ -76,6 +77,7 @@ OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", 
 # What else it may say, since it changes nothing.
 HARMLESS = (("partial_rotary_factor", 1), ("finetuned", True), ("finetuned", False))
 ATTEND = "llama_jax_attend"  # `LlamaConfig.attend`, which other libraries do not read
+MOST_LAYERS = 10_000
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -123,6 +125,10 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
     missing = [name for name in _REQUIRED if name not in found]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is missing")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"):  # of which families compute others
+        require_positive_int(name, found[name])
+    if found["num_hidden_layers"] > MOST_LAYERS:  # what is said of each layer is as long as this claims
+        raise ConfigError(f"num_hidden_layers={found['num_hidden_layers']} must be at most {MOST_LAYERS}")
     if "rope_scaling" in family.absent and found.get("rope_parameters"):
         del found["rope_scaling"]  # what is absent is said in the other spelling
     found = family.rope(found)
@@ -154,11 +160,8 @@ def config_from_dict(found: Mapping[str, Any]) -> LlamaConfig:
 
 def _rope(found: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, in the spelling of transformers 5 (``rope_parameters``) or before (``rope_scaling``)."""
-    new, old = found.get("rope_parameters") or {}, found.get("rope_scaling") or {}
-    for name, value in (("rope_parameters", new), ("rope_scaling", old)):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name}={shown(value)} must be an object")
-    scaling = {name: value for name, value in (new or old).items() if value is not None}
+    new, old = object_in(found, "rope_parameters"), object_in(found, "rope_scaling")
+    scaling = dict(new or old)
     if new and old and _plain(new) != _plain(old):
         raise ConfigError(
             f"rope_parameters={shown(new, 80)} and rope_scaling={shown(old, 80)} contradict each other; remove one"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llama_jax.config import LayerConfig, LlamaConfig, QueryScaling
+from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 
 ConfigJson = Mapping[str, Any]
@@ -44,11 +45,25 @@ class Family:
     interleaved: bool = False
 
 
+def number_in(found: ConfigJson, name: str) -> float:
+    """A setting with which something is computed before the configuration checks it."""
+    require_number(name, found[name], above=0.0)
+    return float(found[name])
+
+
+def object_in(found: ConfigJson, name: str) -> dict[str, Any]:
+    """A setting that is an object; without what is null in it, and empty where it is null itself."""
+    value = found.get(name)
+    if not isinstance(value, Mapping | None):
+        raise ConfigError(f"{name}={shown(value)} must be an object")
+    return {key: inner for key, inner in (value or {}).items() if inner is not None}
+
+
 def _layer_types(found: ConfigJson, usual: Callable[[int], str], other: str = SLIDING) -> list[str]:
     """The kind of attention of each layer."""
     n, kinds = found["num_hidden_layers"], found.get("layer_types")
     if kinds is None:
-        return [usual(i) for i in range(n if isinstance(n, int) and 0 < n < 10_000 else 0)]
+        return [usual(i) for i in range(n)]
     if not isinstance(kinds, list) or len(kinds) != n or any(kind not in (FULL, other) for kind in kinds):
         raise ConfigError(f"layer_types={shown(kinds)} must be a list with {FULL!r} or {other!r} for each of {n} layers")
     return kinds
@@ -92,6 +107,7 @@ def _ropes(found: ConfigJson) -> list[int]:
     """Of each layer, whether it has a position embedding."""
     n, ropes, step = found["num_hidden_layers"], found.get("no_rope_layers"), found.get("no_rope_layer_interval", 4)
     if ropes is None:
+        require_positive_int("no_rope_layer_interval", step)
         ropes = [int((i + 1) % step != 0) for i in range(n)]
     if not isinstance(ropes, list) or len(ropes) < n or any(rope not in (0, 1) for rope in ropes):
         raise ConfigError(f"no_rope_layers={shown(ropes)} must be a list with 0 or 1 for each of {n} layers")
@@ -143,11 +159,11 @@ def _rope_by_kind(local: str | None) -> Callable[[dict[str, Any]], dict[str, Any
     """
 
     def rope(found: dict[str, Any]) -> dict[str, Any]:
-        both = found.get("rope_parameters")
-        if not isinstance(both, Mapping) or not (FULL in both or SLIDING in both):
+        both = object_in(found, "rope_parameters")
+        if not (FULL in both or SLIDING in both):
             theta = found.get("rope_theta") if local is None else found.get(local)
             return found | {"sliding_theta": theta}
-        full, sliding = (dict(both.get(kind) or {}) for kind in (FULL, SLIDING))
+        full, sliding = (object_in(both, kind) for kind in (FULL, SLIDING))
         kind = sliding.get("rope_type", sliding.get("type", "default"))
         if kind != "default":
             raise ConfigError(f"rope scaling {shown(kind, 40)} of layers with a window is not supported; 'default' is")
@@ -182,18 +198,20 @@ def _local_rope(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 
 
 def _gemma3(found: ConfigJson) -> dict[str, Any]:
-    head_dim, scalar = found["head_dim"], found["query_pre_attn_scalar"]
+    scalar, period = number_in(found, "query_pre_attn_scalar"), found.get("sliding_window_pattern")
+    if period is not None:
+        require_positive_int("sliding_window_pattern", period)
     activation = found.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise ConfigError(f"hidden_activation={shown(activation)} is not supported; a gemma3_text has 'gelu_pytorch_tanh'")
     return {
-        "layers": _unscaled_windows(found, _every(found.get("sliding_window_pattern") or 6, FULL, SLIDING)),
+        "layers": _unscaled_windows(found, _every(period or 6, FULL, SLIDING)),
         "norm": "both",
         "norm_offset": 1.0,
         "qk_norm": "head",
         "activation": "gelu",
         "embedding_multiplier": float(found["hidden_size"]) ** 0.5,
-        "attention_multiplier": None if scalar == head_dim else float(scalar) ** -0.5,
+        "attention_multiplier": None if scalar == found["head_dim"] else scalar**-0.5,
     }
 
 
@@ -212,7 +230,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multipl
 
 
 def _granite(found: ConfigJson) -> dict[str, Any]:
-    return _alike(found) | {name: float(found[name]) for name in MULTIPLIERS}
+    return _alike(found) | {name: number_in(found, name) for name in MULTIPLIERS}
 
 
 def _granite_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
@@ -220,11 +238,11 @@ def _granite_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any]:
 
 
 def _ministral3_rope(found: dict[str, Any]) -> dict[str, Any]:
-    rope = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
-    beta, context = rope.pop("llama_4_scaling_beta", None), rope.get("original_max_position_embeddings", 0)
+    rope = object_in(found, "rope_parameters") or object_in(found, "rope_scaling")
+    beta, context = rope.pop("llama_4_scaling_beta", 0), rope.get("original_max_position_embeddings", 0)
     rope.pop("max_position_embeddings", None)
     rest = {name: value for name, value in found.items() if name != "rope_scaling"}
-    return rest | {"rope_parameters": rope, "query_scaling": None if not beta else QueryScaling(beta, context)}
+    return rest | {"rope_parameters": rope, "query_scaling": None if beta == 0 else QueryScaling(beta, context)}
 
 
 def _ministral3(found: ConfigJson) -> dict[str, Any]:
@@ -241,18 +259,18 @@ def _ministral3_settings(config: LlamaConfig, rope: ConfigJson) -> dict[str, Any
 
 def _phi3_rope(found: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
-        rope = found.get(name)
-        if isinstance(rope, Mapping):
+        if rope := object_in(found, name):
             kind = rope.get("rope_type", rope.get("type", "default"))
-            found = found | {name: dict(rope) | {"rope_type": "longrope" if kind in ("su", "yarn") else kind}}
-            found = found | {"partial_rotary_factor": rope.get("partial_rotary_factor", found["partial_rotary_factor"])}
-            found[name].pop("partial_rotary_factor", None)
+            rope["rope_type"] = "longrope" if kind in ("su", "yarn") else kind
+            found = found | {"partial_rotary_factor": rope.pop("partial_rotary_factor", found["partial_rotary_factor"])}
+            found |= {name: rope}
     return found
 
 
 def _phi3(found: ConfigJson) -> dict[str, Any]:
     head_dim = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
-    rotated = int(head_dim * found["partial_rotary_factor"])
+    require_positive_int("head_dim", head_dim)
+    rotated = int(head_dim * number_in(found, "partial_rotary_factor"))
     return _windowed(found) | {"rotary_dim": None if rotated == head_dim else rotated}
 
 

@@ -124,7 +124,7 @@ class BatchPrompts(AdapterOptions, DraftOptions, SamplingOptions):
 
         def job(line: int) -> Job:
             ids = tokenizer.encode(prompts[line - 1].prompt, eos=False)
-            room = engine.context - len(ids)
+            room = engine.room(len(ids))
             if room < 1:
                 raise GenerationError(
                     f"{self.prompts}: prompt {line} has {len(ids)} tokens, the model's context {engine.context}; shorten it"

@@ -61,6 +61,21 @@ def check_context(config: LlamaConfig, lengths: np.ndarray, limit: np.ndarray, c
         )
 
 
+def turning_point(config: LlamaConfig) -> int | None:
+    """Tokens after which all earlier keys and values are others, so that a row must be read anew; None for no such point.
+
+    With a "longrope" scaling all frequencies change after the original context, and transformers drops its cache there.
+    """
+    scaling = config.rope_scaling
+    return scaling.original_max_seq_len if scaling is not None and scaling.kind == "longrope" else None
+
+
+def room_before_turning(config: LlamaConfig, length: Any) -> Any:
+    """How many tokens a prompt of this length, a number or int[B], may get without being read anew."""
+    point = turning_point(config)
+    return np.where(np.asarray(length) <= (point or 0), (point or 0) + 1 - np.asarray(length), np.iinfo(np.int32).max)
+
+
 def check_turns(turns: Any) -> None:
     """Raise GenerationError for an invalid number of turns."""
     if isinstance(turns, bool) or not isinstance(turns, int | np.integer) or turns < 1:

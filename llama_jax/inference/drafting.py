@@ -12,6 +12,7 @@ import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
+from llama_jax.inference.checks import room_before_turning
 from llama_jax.inference.state import Piece, Request, State
 from llama_jax.model.params import Llama
 from llama_jax.model.window import CacheOptions
@@ -141,6 +142,13 @@ def drafting(run: Any, drafter: Drafter, prompts: Prompts, options: CacheOptions
             " leave it out"
         )
     _, lengths, request = prompts
+    room = room_before_turning(run.config, lengths)
+    if (request.limit > room).any():
+        row = int(np.argmax(request.limit > room))
+        raise GenerationError(
+            f"draft: row {row} is read again after {lengths[row] + room[row] - 1} tokens, where the frequencies of the"
+            f" model's longrope change, and no draft goes beyond that; leave it out, or generate at most {room[row]} tokens"
+        )
     drafter.check(run.config, run.params, lengths, request, options)
     from llama_jax.inference.speculation.run import drafted_pieces  # imported only where something is drafted
 

@@ -15,12 +15,24 @@ from jax.sharding import NamedSharding
 from llama_jax import ops
 from llama_jax.config import LlamaConfig
 from llama_jax.flags import decoding_on_tpu
-from llama_jax.inference.checks import check_logprobs, check_turns, token_ids
+from llama_jax.inference.checks import check_logprobs, check_turns, room_before_turning, token_ids, turning_point
 from llama_jax.inference.drafting import Counts, Drafter, drafting, with_counts
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, decode, empty_reading, enlarge, read, start
+from llama_jax.inference.state import (
+    CHUNK,
+    Piece,
+    Reading,
+    Request,
+    State,
+    decode,
+    empty_reading,
+    enlarge,
+    read,
+    resume,
+    start,
+)
 from llama_jax.model.cache import KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
@@ -64,7 +76,9 @@ def generate(
     """Continue each prompt. With float32 weights a row of a batch gets the same tokens as it would alone.
 
     With 16-bit and quantized weights a near tie may be decided differently: XLA sums products of different sizes in
-    different orders, and a CPU rounds activations to 8 bits where weights are in blocks.
+    different orders, and a CPU rounds activations to 8 bits where weights are in blocks. With a "longrope" scaling all
+    frequencies change after the original context: rows that go on beyond it wait there for the others, and are read again,
+    as transformers does.
 
     Args:
       config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
@@ -157,13 +171,25 @@ class Run:
     def stream(
         self, tokens: np.ndarray, lengths: np.ndarray, request: Request, options: CacheOptions, turns: int
     ) -> Iterator[Piece]:
-        state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, request)
+        room = room_before_turning(self.config, lengths)
+        first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
+        again = turning_point(self.config) if (request.limit > room).any() else None
+        state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, first)
         piece, done, _ = unpack(packed)
+        given = [piece]
         yield piece
 
         filled = int(lengths.max())
         most = min(turns, LONGEST_PIECE)
-        while not done.all():
+        while not done.all() or again is not None:
+            if done.all():  # rows that go on beyond the point have waited there for the others
+                state, filled = _resume(state, request, self.layout), again
+                done = np.asarray(state.done)
+                if not done.all():
+                    state = state.replace(cache=None)
+                    state = state.replace(cache=self.read_again(tokens, lengths, given, again, options))
+                given, again = [], None
+                continue
             room = most
             if options.window is None:  # with a window slots are reused
                 state = state.replace(cache=self.enlarge(state.cache, bucket(filled + CHUNK, SMALLEST_CACHE)))
@@ -171,6 +197,8 @@ class Run:
             state, packed = self.decode(state, room, most)
             piece, done, taken = unpack(packed)
             filled += taken * CHUNK
+            if again is not None:
+                given.append(piece)
             yield piece
 
     def start(self, reading: Reading, tokens: np.ndarray, lengths: np.ndarray, request: Request) -> tuple[State, jax.Array]:
@@ -186,8 +214,23 @@ class Run:
     def enlarge(self, cache: KVCache, capacity: int) -> KVCache:
         return _enlarge(cache, capacity, self.layout) if capacity > cache.capacity else cache
 
-    def read_prompts(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions) -> Reading:
-        """Prefill in pieces of at most LARGEST_PREFILL tokens; the cache grows with them."""
+    def read_again(
+        self, tokens: np.ndarray, lengths: np.ndarray, given: Sequence[Piece], count: int, options: CacheOptions
+    ) -> KVCache:
+        """The cache of the first `count` tokens of prompts and what they were given, as they are in a longer row."""
+        history = np.zeros((len(tokens), bucket(count, SMALLEST_PREFILL)), np.int32)
+        new, valid = (np.concatenate([getattr(piece, name) for piece in given], axis=1) for name in ("tokens", "valid"))
+        for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
+            whole = np.concatenate([prompt[:length], new[row][valid[row]]])[:count]
+            history[row, : len(whole)] = whole
+        return self.read_prompts(history, np.full(len(tokens), count, np.int32), options, longer=1).cache
+
+    def read_prompts(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions, longer: int = 0) -> Reading:
+        """Prefill in pieces of at most LARGEST_PREFILL tokens; the cache grows with them.
+
+        Args:
+          longer: tokens by which the rows are longer than what is read, for a rope scaling that depends on the length.
+        """
         batch, width = tokens.shape
         capacity = piece = min(width, LARGEST_PREFILL)
         if options.window is not None:
@@ -196,7 +239,7 @@ class Run:
         for begin in range(0, int(lengths.max()), piece):
             if options.window is None and begin + piece > reading.cache.capacity:
                 reading = reading._replace(cache=self.enlarge(reading.cache, bucket(begin + piece, piece)))
-            places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths)
+            places = Places(np.clip(lengths - begin, 0, piece), rope_lengths=lengths + longer)
             part = tokens[:, begin : begin + piece]
             with transferring():
                 reading = _read(self.config, self.params, reading, part, places, self.compute, self.layout)
@@ -262,6 +305,7 @@ def decode_packed(*args: Any) -> tuple[State, jax.Array]:
 _empty_reading = jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
 _read = jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
 _start = jax.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
+_resume = jax.jit(resume, static_argnums=2)
 _enlarge = jax.jit(enlarge, static_argnums=(1, 2))
 
 

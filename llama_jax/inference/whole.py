@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from llama_jax.config import LlamaConfig
+from llama_jax.errors import GenerationError
+from llama_jax.inference.checks import turning_point
 from llama_jax.inference.generate import LARGEST_PREFILL, SMALLEST_CACHE
 from llama_jax.inference.state import CHUNK, Piece, Request, decode, empty_reading, read, start
 from llama_jax.model.cache import bucket
@@ -24,8 +26,17 @@ def complete(
 
     Returns:
       [B, 1 + capacity].
+
+    Raises:
+      GenerationError: a capacity beyond the original context of a "longrope" scaling.
     """
     batch, width = tokens.shape
+    point = turning_point(config)
+    if point is not None and capacity > point:
+        raise GenerationError(
+            f"capacity={capacity}: a row is read again after {point} tokens, where the frequencies of the model's longrope"
+            " change, which one program cannot; use `generate`, or a capacity of at most that"
+        )
     piece = min(width, LARGEST_PREFILL)
     reading = empty_reading(config, params, batch, capacity)
     for begin in range(0, width, piece):

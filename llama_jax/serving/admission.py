@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from llama_jax.config import LlamaConfig
 from llama_jax.errors import GenerationError, shown
-from llama_jax.inference.checks import checked_prompts, token_ids
+from llama_jax.inference.checks import checked_prompts, room_before_turning, token_ids, turning_point
 from llama_jax.inference.sampling import Sampling
 from llama_jax.inference.state import Request
 from llama_jax.model.checks import check_tokens
@@ -71,6 +72,14 @@ class Queue:
         return waiting
 
 
+def room_of(config: LlamaConfig, context: int, length: int) -> int:
+    """How many tokens a prompt of this length may get: within the context, and without being read again.
+
+    An engine reads no row again where the frequencies of a "longrope" scaling change, see `inference.checks`.
+    """
+    return min(context - length, int(room_before_turning(config, length)))
+
+
 def checked(request: GenerationRequest, model: ServedModel, context: int) -> Request:
     """The request for a state of one row, after all checks.
 
@@ -93,6 +102,12 @@ def checked(request: GenerationRequest, model: ServedModel, context: int) -> Req
         raise GenerationError(
             f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed the context of {context};"
             f" shorten the prompt or generate at most {room}"
+        )
+    if request.max_new_tokens > (room := room_of(model.config, context, len(prompt))):
+        raise GenerationError(
+            f"a prompt of {len(prompt)} tokens and max_new_tokens={request.max_new_tokens} exceed"
+            f" {turning_point(model.config)} tokens, after which the frequencies of the model's longrope change and an"
+            f" engine would have to read the row again; generate at most {room}, then send them as a part of the prompt"
         )
     if not isinstance(request.sampling, Sampling):
         raise GenerationError(f"sampling={shown(request.sampling, 40)} must be a Sampling")

@@ -18,7 +18,7 @@ from functools import partial
 
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
-from llama_jax.serving.admission import Queue, checked
+from llama_jax.serving.admission import Queue, checked, room_of
 from llama_jax.serving.choosing import ChosenTokens, unpack
 from llama_jax.serving.drafting import drafting_by
 from llama_jax.serving.model import ServedModel
@@ -120,6 +120,10 @@ class Engine:
                 self._timed.append(ticket)
             self._changed.notify()
         return ticket
+
+    def room(self, length: int) -> int:
+        """How many tokens a prompt of this length may get. From any thread."""
+        return room_of(self.model.config, self.context, length)
 
     def check_room(self, requests: int = 1) -> None:
         """Raise as `submit` does where this many prompts, however short, would not be admitted. From any thread."""

@@ -295,12 +295,12 @@ def test_gguf_rope_scaling_is_found_from_its_factors(tmp_path):
     stored = gguf_file.Dense(path, 0, factors.shape, "F32")
     fields = {"general.architecture": "llama"}
     plain = llama_jax.LlamaConfig(**(vars(config) | {"rope_scaling": None}))
-    assert with_scaling(fields, plain, {"rope_freqs.weight": stored}) == config
+    assert with_scaling(fields, plain, {"rope_freqs.weight": stored}, "llama") == config
     with pytest.raises(ConfigError, match=r"factor=2.0 is not supported beside the tensor"):
-        with_scaling(fields | {"llama.rope.scaling.factor": 2.0}, plain, {"rope_freqs.weight": stored})
+        with_scaling(fields | {"llama.rope.scaling.factor": 2.0}, plain, {"rope_freqs.weight": stored}, "llama")
     path.write_bytes((factors * np.linspace(1, 1.01, 32, dtype=np.float32)).tobytes())
     with pytest.raises(ConfigError, match="frequency factors"):
-        with_scaling(fields, plain, {"rope_freqs.weight": stored})
+        with_scaling(fields, plain, {"rope_freqs.weight": stored}, "llama")
 
 
 @pytest.mark.parametrize(

@@ -92,14 +92,17 @@ def test_settings_out_of_all_bounds(settings, tmp_path):
 @pytest.mark.parametrize("value", ["8", 0, -1, [1.0], True])
 @pytest.mark.parametrize("name", ["factor", "original_context_length", "attn_factor"])
 def test_a_ggufs_rope_scaling_of_another_kind(name, value):
-    from llama_jax.checkpoints.gguf_rope import PREFIX, with_scaling
+    from llama_jax.checkpoints.gguf_rope import with_scaling
     from llama_jax.config import preset
     from llama_jax.errors import ConfigError
 
-    sound = {f"{PREFIX}type": "yarn", f"{PREFIX}factor": 2.0, f"{PREFIX}original_context_length": 64}
+    sound = {
+        f"llama.rope.scaling.{key}": value
+        for key, value in (("type", "yarn"), ("factor", 2.0), ("original_context_length", 64))
+    }
     if name != "attn_factor" or value not in (0, -1):
         with pytest.raises(ConfigError, match=name):
-            with_scaling(sound | {PREFIX + name: value}, preset("llama-2-7b"), {})
+            with_scaling(sound | {f"llama.rope.scaling.{name}": value}, preset("llama-2-7b"), {}, "llama")
 
 
 @pytest.mark.parametrize("name", ["params.json", "consolidated.00.pth"])

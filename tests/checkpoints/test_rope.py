@@ -2,8 +2,10 @@
 
 import json
 import math
+from array import array
 from dataclasses import replace
 
+import jax
 import make_goldens
 import numpy as np
 import pytest
@@ -186,7 +188,7 @@ def test_gguf_has_no_place_for_some(name, params, tmp_path):
 
 def gguf_like():
     """The settings of a GGUF without rope, its tensors with those of a longrope, and the settings of that."""
-    settings, factors = settings_and_tensors(CONFIGS["longrope"])
+    settings, factors = settings_and_tensors(CONFIGS["longrope"], "llama")
     fields = {
         "general.architecture": "llama",
         "llama.context_length": CONFIG.max_seq_len,
@@ -252,6 +254,38 @@ def test_gguf_of_others():
         read(type="yarn")
     with pytest.raises(ConfigError, match=r"attn_factor=1.5 is not supported where the type is 'linear'"):
         read(type="linear", factor=2.0, attn_factor=1.5)
+
+
+def test_a_longrope_as_llama_cpps_converter_writes_it(tmp_path):
+    """Without a type: the two tensors say it. Phi-3-128k, Phi-3.5 and Phi-4-mini are such files."""
+    scaling = RopeScaling("longrope", 4.0, original_max_seq_len=64, short_factor=[1.1] * 6, long_factor=[2.0] * 6)
+    config = replace(CONFIG, head_dim=16, rotary_dim=12, rope_scaling=scaling)
+    assert config.kind == "phi3"
+    save(tmp_path / "model.gguf", config, llama_jax.init(config, jax.random.key(0)))
+    fields, tensors = read_file(tmp_path / "model.gguf")
+    theirs = {key: value for key, value in fields.items() if key != "phi3.rope.scaling.type" and "llama_jax" not in key}
+    scaled = [key for key in theirs if "rope.scaling" in key]
+    assert sorted(scaled) == ["phi3.rope.scaling.attn_factor", "phi3.rope.scaling.original_context_length"]
+    assert config_from_fields(theirs, tensors) == config
+    for changes, without, message in (
+        ({"phi3.rope.scaling.type": "none"}, None, "phi3.rope.scaling.attn_factor=.* where the type is 'none'"),
+        ({}, "rope_factors_long.weight", "phi3.rope.scaling.attn_factor=.* where the type is 'none'"),
+        ({"phi3.rope.scaling.factor": 4.0}, None, "phi3.rope.scaling.factor=4.0 is not supported"),
+        ({"phi3.rope.scaling.factor": 1e39}, None, r"phi3.rope.scaling.factor=1e\+39 must be a finite number"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{message}"), np.errstate(all="raise"):
+            config_from_fields(theirs | changes, {name: tensor for name, tensor in tensors.items() if name != without})
+
+
+@pytest.mark.parametrize("name", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
+def test_a_setting_of_each_layer_is_read_where_all_are_alike(name):
+    fields, tensors, _ = gguf_like()
+    plain, key = {"token_embd.weight": tensors["token_embd.weight"]}, f"llama.{name}"
+    n, value = fields["llama.block_count"], fields[key]
+    assert config_from_fields(fields | {key: array("i", [value] * n)}, plain) == config_from_fields(fields, plain)
+    for wrong in ([value] * (n - 1) + [2 * value], [value] * (n + 1), []):
+        with pytest.raises(ConfigError, match=f"^{key}=.* must be one number, or the same for each of {n} layers"):
+            config_from_fields(fields | {key: array("i", wrong)}, plain)
 
 
 @pytest.mark.parametrize("name", SCALINGS)

@@ -92,6 +92,9 @@ class FakeEngine:
     closing: str | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
 
+    def room(self, length):
+        return self.context - length
+
     def submit(self, request: GenerationRequest, deliver: Callable[[Update], None]) -> Running:
         if not request.prompt or len(request.prompt) + request.max_new_tokens > self.context:
             raise GenerationError("too long")

@@ -306,13 +306,13 @@ class Service:
 
     def _limit(self, asked: Asked, length: int, usual: int | None) -> int:
         """The maximum number of tokens to generate."""
-        room = self.limits.context - length
+        room = self.engine.room(length)
         if length == 0:
             raise refused("the prompt has no tokens; give some text", "prompt")
         if room < (1 if asked.max_tokens is None else asked.max_tokens):
             more = "" if asked.max_tokens is None else f" and max_tokens={asked.max_tokens}"
             raise refused(
-                f"a prompt of {length} tokens{more} exceed the context of {self.limits.context}; shorten the prompt, or"
+                f"a prompt of {length} tokens{more} exceed the context of {length + room}; shorten the prompt, or"
                 f" generate at most {max(room, 0)}",
                 "max_tokens" if room > 0 else "prompt",
                 "context_length_exceeded",
