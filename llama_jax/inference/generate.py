@@ -161,7 +161,7 @@ class Run:
     ) -> Iterator[Piece]:
         room = room_before_turning(self.config, lengths)
         first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
-        again = turning_point(self.config) if (request.limit > room).any() else None
+        again = turning_point(self.config) or 0 if (request.limit > room).any() else 0
         state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, first)
         piece, done, _ = unpack(packed)
         given = [piece]
@@ -169,7 +169,7 @@ class Run:
 
         filled = int(lengths.max())
         most = min(turns, LONGEST_PIECE)
-        while not done.all() or again is not None:
+        while not done.all() or again:
             if done.all():  # rows that go on beyond the point have waited there for the others
                 with transferring():
                     state, filled = _ask(state, request, self.layout), again
@@ -177,7 +177,7 @@ class Run:
                 if not done.all():
                     state = state.replace(cache=None)
                     state = state.replace(cache=self.read_again(tokens, lengths, given, again, options))
-                given, again = [], None
+                given, again = [], 0
                 continue
             room = most
             if options.window is None:  # with a window slots are reused
@@ -186,7 +186,7 @@ class Run:
             state, packed = self.decode(state, room, most)
             piece, done, taken = unpack(packed)
             filled += taken * CHUNK
-            if again is not None:
+            if again:
                 given.append(piece)
             yield piece
 
