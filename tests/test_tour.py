@@ -67,7 +67,7 @@ def test_one_token_through_generate(params):
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 16
-    assert lines(files) < 2650  # "some 2,600"
+    assert lines(files) < 2700  # "some 2,650"
 
 
 def test_one_batch_through_train_step(params):

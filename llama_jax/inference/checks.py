@@ -72,8 +72,8 @@ def turning_point(config: LlamaConfig) -> int | None:
 
 def room_before_turning(config: LlamaConfig, length: Any) -> Any:
     """How many tokens a prompt of this length, a number or int[B], may get without being read anew."""
-    point = turning_point(config)
-    return np.where(np.asarray(length) <= (point or 0), (point or 0) + 1 - np.asarray(length), np.iinfo(np.int32).max)
+    point, length = turning_point(config) or 0, np.asarray(length)
+    return np.where(length <= point, point + 1 - length, np.iinfo(np.int32).max)
 
 
 def check_turns(turns: Any) -> None:

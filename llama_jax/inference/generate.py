@@ -20,19 +20,7 @@ from llama_jax.inference.drafting import Counts, Drafter, drafting, with_counts
 from llama_jax.inference.placement import check_rows, layout_of
 from llama_jax.inference.requests import SMALLEST_PREFILL, prepare
 from llama_jax.inference.sampling import Sampling
-from llama_jax.inference.state import (
-    CHUNK,
-    Piece,
-    Reading,
-    Request,
-    State,
-    decode,
-    empty_reading,
-    enlarge,
-    read,
-    resume,
-    start,
-)
+from llama_jax.inference.state import CHUNK, Piece, Reading, Request, State, ask, decode, empty_reading, enlarge, read, start
 from llama_jax.model.cache import KVCache, bucket
 from llama_jax.model.options import Compute, Layout, Places
 from llama_jax.model.params import Llama
@@ -173,7 +161,7 @@ class Run:
     ) -> Iterator[Piece]:
         room = room_before_turning(self.config, lengths)
         first = request.replace(limit=np.minimum(request.limit, room).astype(np.int32))
-        again = turning_point(self.config) if (request.limit > room).any() else None
+        again = turning_point(self.config) or 0 if (request.limit > room).any() else 0
         state, packed = self.start(self.read_prompts(tokens, lengths, options), tokens, lengths, first)
         piece, done, _ = unpack(packed)
         given = [piece]
@@ -181,14 +169,15 @@ class Run:
 
         filled = int(lengths.max())
         most = min(turns, LONGEST_PIECE)
-        while not done.all() or again is not None:
+        while not done.all() or again:
             if done.all():  # rows that go on beyond the point have waited there for the others
-                state, filled = _resume(state, request, self.layout), again
+                with transferring():
+                    state, filled = _ask(state, request, self.layout), again
                 done = np.asarray(state.done)
                 if not done.all():
                     state = state.replace(cache=None)
                     state = state.replace(cache=self.read_again(tokens, lengths, given, again, options))
-                given, again = [], None
+                given, again = [], 0
                 continue
             room = most
             if options.window is None:  # with a window slots are reused
@@ -197,7 +186,7 @@ class Run:
             state, packed = self.decode(state, room, most)
             piece, done, taken = unpack(packed)
             filled += taken * CHUNK
-            if again is not None:
+            if again:
                 given.append(piece)
             yield piece
 
@@ -221,16 +210,11 @@ class Run:
         history = np.zeros((len(tokens), bucket(count, SMALLEST_PREFILL)), np.int32)
         new, valid = (np.concatenate([getattr(piece, name) for piece in given], axis=1) for name in ("tokens", "valid"))
         for row, (prompt, length) in enumerate(zip(tokens, lengths, strict=True)):
-            whole = np.concatenate([prompt[:length], new[row][valid[row]]])[:count]
-            history[row, : len(whole)] = whole
+            history[row, :count] = np.resize(np.append(prompt[:length], new[row][valid[row]]), count)
         return self.read_prompts(history, np.full(len(tokens), count, np.int32), options, longer=1).cache
 
     def read_prompts(self, tokens: np.ndarray, lengths: np.ndarray, options: CacheOptions, longer: int = 0) -> Reading:
-        """Prefill in pieces of at most LARGEST_PREFILL tokens; the cache grows with them.
-
-        Args:
-          longer: tokens by which the rows are longer than what is read, for a rope scaling that depends on the length.
-        """
+        """Prefill in pieces of at most LARGEST_PREFILL tokens, of rows `longer` than that; the cache grows with them."""
         batch, width = tokens.shape
         capacity = piece = min(width, LARGEST_PREFILL)
         if options.window is not None:
@@ -305,7 +289,7 @@ def decode_packed(*args: Any) -> tuple[State, jax.Array]:
 _empty_reading = jax.jit(empty_reading, static_argnums=(0, 2, 3, 4, 5))
 _read = jax.jit(read, static_argnums=(0, 5, 6), donate_argnums=2)
 _start = jax.jit(start_packed, static_argnums=(0, 7), donate_argnums=2)
-_resume = jax.jit(resume, static_argnums=2)
+_ask = jax.jit(ask, static_argnums=2)
 _enlarge = jax.jit(enlarge, static_argnums=(1, 2))
 
 

@@ -160,11 +160,10 @@ def start(
     return state.replace(token=token, done=done), produced
 
 
-def resume(state: State, request: Request, layout: Layout = Layout()) -> State:
+def ask(state: State, request: Request, layout: Layout = Layout()) -> State:
     """The state with another request for the same rows: those that no stop token has ended go on to the new limits."""
     stopped = jnp.any(state.token[:, None] == request.stop, axis=-1)
-    done = layout.constrain(stopped | (state.count >= request.limit), "everywhere")
-    return state.replace(request=request, done=done)
+    return state.replace(request=request, done=layout.constrain(stopped | (state.count >= request.limit), "everywhere"))
 
 
 def decode(
