@@ -113,6 +113,7 @@ class LoadOptions:
         dtype = None if self.dtype == "auto" else jnp.dtype(self.dtype)
         path = bundled() if self.model is None else self.model
         # What cannot be is said before minutes go into loading.
+        mesh = self.mesh_sizes()
         opened = with_rope(llama_jax.checkpoints.open_checkpoint(path).config, self.rope)
         check_attend(with_attend(opened, adapters if adapter is None else [adapter]), llama_jax.Compute())
         config, params, tokenizer = llama_jax.load(
@@ -122,7 +123,7 @@ class LoadOptions:
             tokenizer=self.tokenizer,
             adapter=adapter,
             adapters=adapters,
-            mesh=self.mesh_sizes(),
+            mesh=mesh,
             progress=loading_bar,
         )
         if self.model is None:

@@ -155,12 +155,14 @@ class SentencePieceTokenizer(EncodesParts):
     def _strict_model(self) -> bytes:
         """A model with the entries as the format has them: one unknown token, and all 256 bytes or none."""
         unknown = [*range(self.vocab_size), *self._aliases][self._processor.unk_id()]
-        all_bytes = {entry.text for entry in self._entries}.issuperset(BYTES)
-        kinds = {kind: kind for kind in EntryKind}
-        kinds |= {EntryKind.UNKNOWN: EntryKind.CONTROL, EntryKind.UNUSED: EntryKind.NORMAL}
+        texts = {entry.text for entry in self._entries}
+        all_bytes = texts.issuperset(BYTES)
         pieces = []
         for i, (text, score, kind) in enumerate(self._entries):
-            kind = EntryKind.UNKNOWN if i == unknown else kinds[kind]
+            if i == unknown or kind == EntryKind.UNKNOWN:
+                kind = EntryKind.UNKNOWN if i == unknown else EntryKind.CONTROL
+            elif kind == EntryKind.UNUSED and any(text[:j] in texts and text[j:] in texts for j in range(1, len(text))):
+                kind = EntryKind.NORMAL  # merging reaches it, and the library takes an unused one apart again
             if text in BYTES:
                 kind = EntryKind.BYTE if all_bytes else EntryKind.CONTROL
             pieces.append(Entry(valid_text(text, i), score, kind))

@@ -244,7 +244,7 @@ def test_released_config_json(name):
         ({"sliding_window": 4096}, "sliding_window=4096"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ({"num_key_value_heads": 3}, "n_kv_heads=3"),
-        ({"hidden_size": "32"}, "dim='32'"),
+        ({"hidden_size": "32"}, "hidden_size='32'"),
         ({"num_hidden_layers": 2.5}, "n_layers=2.5"),
         ({"max_position_embeddings": 10**30}, "max_seq_len=1000"),
         ({"rms_norm_eps": 10**400}, "norm_eps=1000"),
