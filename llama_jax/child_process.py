@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ def isolated(script: Path, packages: Sequence[str], *arguments: str) -> tuple[li
 
 class ChildProcess:
     """A process that answers one request after the other; started when it is first needed, and again after it was killed.
+    It ends with this object, or with this process.
 
     It writes one byte once it can be asked. Requests and answers are preceded by their lengths, as 8 bytes. From any thread.
 
@@ -74,6 +76,7 @@ class ChildProcess:
             stderr=subprocess.DEVNULL,
             env=self._environment,
         )
+        self._end = weakref.finalize(self, _end, process)
         assert process.stdin is not None
         assert process.stdout is not None
         timer = threading.Timer(START, process.kill)
@@ -91,5 +94,9 @@ class ChildProcess:
         """Kill the process; a further request starts another."""
         process, self.process = self.process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            self._end()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()

@@ -292,4 +292,6 @@ def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
     except TypeError:
         known = False
     if not known:
-        raise CheckpointError(f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16', and quantize= for fewer bits")
+        raise CheckpointError(
+            f"dtype={dtype!r} is not a floating-point type; use 'float32', 'bfloat16' or 'float16'; fewer bits are quantize="
+        )

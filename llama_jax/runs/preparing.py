@@ -183,7 +183,8 @@ def describe(log: Log, recipe: Recipe, facts: Sequence[str]) -> None:
     r = recipe
     learnt = ""
     if r.lora is not None:
-        learnt = f" that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
+        kept = "" if r.quantize == "none" else f" in {r.quantize}"
+        learnt = f"{kept} that stay as they are, {adapter_count(r.model, r.lora):,} of adapters of rank {r.lora.rank}"
     log.line(f"model: {parameter_count(r.model):,} parameters{learnt}, computed in {r.dtype}, remat {r.remat}")
     for fact in facts:
         log.line(fact)

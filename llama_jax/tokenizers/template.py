@@ -8,7 +8,6 @@ compilation, which a `Renderer` pays once.
 
 from __future__ import annotations
 
-import atexit
 import json
 import subprocess
 import sys
@@ -94,9 +93,7 @@ class Renderer:
 @cache
 def shared_renderer(process: int) -> Renderer:
     """The renderer of all chats of a process (by its id, as a forked one must have its own pipe) that bring none."""
-    renderer = Renderer()
-    atexit.register(renderer.close)
-    return renderer
+    return Renderer()
 
 
 def _values(bos_token: str, eos_token: str, reply: bool, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

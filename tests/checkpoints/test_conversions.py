@@ -11,6 +11,7 @@ import llama_jax
 from llama_jax.checkpoints.beside import About
 from llama_jax.checkpoints.saving import Format
 
+pytestmark = pytest.mark.parity  # Meta's folder is written by torch
 MODELS = conversions.models()
 
 
@@ -23,25 +24,19 @@ def published(tmp_path):
     """Writes a model of the table as a Hugging Face folder."""
 
     def write(name):
-        pytest.importorskip("torch")  # writes Meta's folder
         return conversions.publish(tmp_path, MODELS[name])
 
     return write
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-3.1-instruct", "qwen2.5", "phi-3", pytest.param("four ends", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["llama-3.1-instruct", "qwen2.5", "phi-3", "four ends"])
 def test_nothing_is_lost_silently(name, tmp_path):
-    pytest.importorskip("torch")
     for pair, outcome in conversions.outcomes(tmp_path, MODELS[name]).items():
         assert not outcome.silent, pair
         if "gguf" not in pair and "llama2c" not in pair:
             assert not outcome.named, pair
 
 
-@pytest.mark.slow
-@pytest.mark.parity
 def test_the_table_is_what_conversions_keep(tmp_path):
     page = conversions.PAGE.read_text()
     conversions.main(tmp_path / "page.md")

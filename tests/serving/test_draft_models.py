@@ -137,7 +137,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
         llama_jax.save(tmp_path / "model", *model)
         there = llama_jax.load(tmp_path / "model", mesh=parse_mesh("tensor=2"))[:2]
         force(at_random(random.Random(4)))
-        engine = Engine(*there, replace(TWO, draft=DraftModel(*there)))
+        engine = Engine(*there, replace(TWO, draft=DraftModel(*there, tokens=4)))
         engine.warm()
         clients = [Client(engine, prompt=[1, *range(5, 5 + 9 * i)], max_new_tokens=20) for i in range(1, 5)]
         exhaust(engine)
