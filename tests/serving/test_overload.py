@@ -98,6 +98,8 @@ def test_a_grammar_whose_client_left_is_not_compiled(monkeypatch):
         for call in calls:
             call.leave()
         answers = [await call.response() for call in calls]
+        for _ in range(20):  # turns of the event loop, in which what was cancelled is told so
+            await asyncio.sleep(0)
         compiling.told.set()
         assert (await (await compiling.begin(client, 1))[0].response()).status == 200
         return answers
