@@ -116,12 +116,12 @@ def run(
     embedded = _times(embedded.astype(compute.dtype or params.embedding.dtype), config.embedding_multiplier)
     hidden = layout.constrain(layout.constrain(embedded, "embedded"), "residual")
 
-    def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
+    def norm(x: jax.Array, weight: jax.Array | None, checked: bool = False) -> jax.Array:
+        return x if weight is None else ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=checked)
 
     def added(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """What a sublayer adds to the residual stream."""
-        return _times(norm(layout.constrain(x, "added"), weight), config.residual_multiplier)
+        return _times(norm(layout.constrain(x, "added"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
         kind: int, block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array | None = None
@@ -171,7 +171,8 @@ def run(
 
 def finish(config: LlamaConfig, params: Llama, hidden: jax.Array) -> jax.Array:
     """What `forward` returns of the residual stream that the last layer leaves, [B, T, D]."""
-    hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps, config.norm_offset)
+    # What overflows stays in the residual stream, so the last norm finds it; norms of sublayers' outputs look themselves.
+    hidden = ops.rms_norm(hidden, params.final_norm, config.norm_eps, config.norm_offset, checked=True)
     # Here and not on the logits, so that whatever makes these need not know of it.
     return _times(hidden, 1 / config.logits_scaling)
 
@@ -327,10 +328,14 @@ def _project_heads(config: LlamaConfig, block: Block, normed: jax.Array, step: _
 def _norm_heads(config: LlamaConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
     """[B, K, T, G, H], each head normalized by itself or, with a weight [K, G, H], all heads of a token together."""
     if weight.ndim == 1:
-        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset)
+        return ops.rms_norm(x, weight, config.norm_eps, config.norm_offset, checked=True)
     tokens = x.swapaxes(1, 2)  # [B, T, K, G, H]
     flat = tokens.reshape(*tokens.shape[:2], -1)
-    return ops.rms_norm(flat, weight.reshape(-1), config.norm_eps, config.norm_offset).reshape(tokens.shape).swapaxes(1, 2)
+    return (
+        ops.rms_norm(flat, weight.reshape(-1), config.norm_eps, config.norm_offset, checked=True)
+        .reshape(tokens.shape)
+        .swapaxes(1, 2)
+    )
 
 
 def _rotate(config: LlamaConfig, x: jax.Array, rope: tuple[Rope, ...], kind: int | jax.Array) -> jax.Array:

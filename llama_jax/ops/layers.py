@@ -99,7 +99,7 @@ def recomputed(function: F) -> F:
     return for_cpu(variant)(cast(F, jax.checkpoint(function, prevent_cse=False)))
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0, *, checked: bool = False) -> jax.Array:
     """Divide by the root of the mean square and scale (Zhang & Sennrich 2019, equation 4).
 
     Computed in float32 whatever the dtype of `x`: in bfloat16 a sum over D loses the small terms.
@@ -109,17 +109,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
       weight: [D].
       eps: added to the mean square.
       offset: added to the weight.
+      checked: give NaN where a square of `x` overflows, in place of zeros; one kernel more on a GPU.
 
     Returns:
-      [..., D] in the dtype of `x`; NaN where a square of `x` overflows.
+      [..., D] in the dtype of `x`.
     """
 
     @recomputed
     def normalise(x: jax.Array, weight: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)  # [..., 1]
-        # Where the squares overflow, the root's inverse is zero, and zeros in the place of `x` would go unnoticed.
-        scale = jnp.where(mean_square < jnp.inf, lax.rsqrt(mean_square + eps), jnp.nan)
+        scale = lax.rsqrt(mean_square + eps)
+        if checked:
+            scale = jnp.where(mean_square < jnp.inf, scale, jnp.nan)
         # Rounded before it is scaled, as transformers does; multiplied wide, so that the weight's gradient is summed so.
         rounded = (wide * scale).astype(x.dtype).astype(wide.dtype)
         factor = weight.astype(wide.dtype)
