@@ -93,8 +93,8 @@ _HOME = {
     "Llama": "model.params",
     "init": "model.trees",
     "parameter_count": "model.trees",
+    "layers_of": "model.trees",
     "stack": "model.trees",
-    "unstack": "model.trees",
     "MeshSizes": "parallel.mesh",
     "Divergence": "runs.divergence",
     "divergence": "runs.divergence",
@@ -194,6 +194,7 @@ __all__ = [
     "init_adapters",
     "init_cache",
     "init_state",
+    "layers_of",
     "load",
     "load_adapter",
     "load_tokenizer",
@@ -214,7 +215,6 @@ __all__ = [
     "train",
     "train_step",
     "unembed",
-    "unstack",
     "with_base",
 ]
 
@@ -234,7 +234,7 @@ if TYPE_CHECKING:
     from llama_jax.model.options import Compute, Layout, Places
     from llama_jax.model.params import Llama
     from llama_jax.model.rope import rotary_frequencies
-    from llama_jax.model.trees import init, parameter_count, stack, unstack
+    from llama_jax.model.trees import init, layers_of, parameter_count, stack
     from llama_jax.model.whole import logits, observe
     from llama_jax.model.window import CacheOptions
     from llama_jax.parallel.mesh import MeshSizes

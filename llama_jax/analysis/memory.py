@@ -289,8 +289,8 @@ def decode_programs(
     held, config = laid_out(config, sizes), fitted(config, sizes)
     rows, whole, by_vocabulary = shardings(mesh, (batch_spec(sizes, batch), P(), P(BATCH, "tensor")))
     placement = shardings(mesh, cache_specs(config, sizes, batch, quantized=quantized))
-    specs = param_specs(config, sizes, stacked=False, fitted=True)
-    params = _placed(param_shapes(held, dtype, stacked=False), shardings(mesh, specs))
+    specs = param_specs(config, sizes, fitted=True)
+    params = _placed(param_shapes(held, dtype), shardings(mesh, specs))
     params = _in_kinds(params, weights)
     layout, compute = layout_of(params), Compute(attention=attention)
 

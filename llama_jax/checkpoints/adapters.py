@@ -26,7 +26,6 @@ from llama_jax.files import read_object
 from llama_jax.model.adapter_table import side_by_side, tabled
 from llama_jax.model.adapters import Lora, adapted, adapter_shapes, settled
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import unstack
 from llama_jax.parallel.fit import fit
 from llama_jax.parallel.mesh import MeshSizes, make_mesh
 from llama_jax.storage import Location, StoredPath, locate
@@ -150,7 +149,7 @@ def save_adapter(
     Args:
       path: a folder for PEFT, or a file whose name ends in ``.gguf`` for llama.cpp.
       config: of the base, as its file has it.
-      adapters: stacked or not, also as a mesh holds them.
+      adapters: also as a mesh holds them.
       base: the name of the base to write down, a path or a name on a hub.
       overwrite: replace a folder that holds an adapter, or a model, and nothing else.
 
@@ -183,7 +182,7 @@ def attached(config: LlamaConfig, params: Llama, adapter: Adapter, mesh: MeshSiz
 def attached_table(config: LlamaConfig, params: Llama, adapters: Sequence[Adapter], mesh: MeshSizes | None) -> Llama:
     """The same with several adapters, one of which each row of a batch may use, see `model.adapter_table`."""
     given = [(adapter.params, adapter.lora) for adapter in adapters]
-    table = side_by_side(config, given, params.embedding.dtype, stacked=False)
+    table = side_by_side(config, given, params.embedding.dtype)
     return tabled(params, table._replace(params=_placed(config, table.params, table.lora, mesh)))
 
 
@@ -193,7 +192,7 @@ def _placed(config: LlamaConfig, pairs: Llama, lora: Lora, mesh: MeshSizes | Non
         return pairs
     from llama_jax.parallel.specs import adapter_specs, shardings  # imports what training needs too
 
-    specs = adapter_specs(config, mesh, lora, stacked=False, fitted=True)
+    specs = adapter_specs(config, mesh, lora, fitted=True)
     return jax.device_put(fit(config, mesh, pairs), shardings(make_mesh(mesh), specs))
 
 
@@ -220,4 +219,4 @@ def _of_run(step: Path, config: LlamaConfig, dtype: jax.typing.DTypeLike) -> Ada
     wanted = jax.tree.map(lambda leaf: store.OnHost(leaf.shape, target), shapes)
     found: Any = store.asking_orbax(step / name, lambda: store.read_arrays(step, name, wanted))
     note = read_object(step / ABOUT / NOTE, CheckpointError)
-    return Adapter(lora, unstack(jax.tree.map(jnp.asarray, found)), note.get("base", {}).get("path"))
+    return Adapter(lora, jax.tree.map(jnp.asarray, found), note.get("base", {}).get("path"))

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
-from llama_jax.checkpoints.fill import THREADS, ArrayMemory, ArrayParts, Part
+from llama_jax.checkpoints.fill import THREADS, ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.checkpoints.names import shares_of
-from llama_jax.checkpoints.quantising import Quantization, fill_weight, placed
+from llama_jax.checkpoints.quantising import Quantization, filling_of, placed
 from llama_jax.checkpoints.tensors import FLOATS, Opened, default_dtype, target_dtype
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.model.mixtures import kinds_of_parameter
@@ -33,13 +32,13 @@ def assemble(
     shardings: Llama | None = None,
     progress: Progress | None = None,
 ) -> Llama:
-    """Parameters with a tuple of blocks. All names and shapes are checked before the first tensor is read.
+    """Parameters with stacked layers. All names and shapes are checked before the first tensor is read.
 
     Args:
       dtype: of all parameters; for None see `tensors.default_dtype`, and mixed files are then cast to it.
-      quantize: the kind that the matrices are kept in, see `quantising.fill_weight`; None gives floats.
-      shardings: a `Llama` of `jax.sharding.Sharding`, its `blocks` one `Block` for all layers; None puts all on the default
-        device. Each process reads only the rows of a sharded array that its own devices need.
+      quantize: the kind that the matrices are kept in, see `quantising.filling_of`; None gives floats.
+      shardings: a `Llama` of `jax.sharding.Sharding`; None puts all on the default device. Each process reads only the rows
+        of a sharded array that its own devices need.
       progress: wraps the sequence of layers, as `tqdm.tqdm` does.
 
     Raises:
@@ -51,28 +50,32 @@ def assemble(
 
     memory = ArrayMemory()
 
-    def kinds(array: ArrayParts) -> tuple[str, ...] | Literal["keep"] | None:
-        if quantize is None or quantize == "keep":
-            return quantize
+    def kinds(array: ArrayParts) -> tuple[str, ...]:
+        assert quantize is not None
         return kinds_of_parameter(array.path, quantize, array.layer, opened.config.n_layers)
 
-    def read(part: Any, sharding: Any) -> Any:
-        places = jax.tree.map(lambda _: None, part) if sharding is None else sharding
-        fill = lambda array, place: fill_weight(array, target, kinds(array), place, memory)
-        found = jax.tree.map(fill, part, places)
-        return placed(found) if sharding is None else found
+    wanted = quantize if quantize in (None, "keep") else kinds
+    parameters, structure = jax.tree.flatten(made_of)
+    places = [None] * len(parameters) if shardings is None else structure.flatten_up_to(shardings)
+    fillings = [filling_of(parts, target, wanted, place, memory) for parts, place in zip(parameters, places, strict=True)]
+    stacks = [one for one, parts in zip(fillings, parameters, strict=True) if isinstance(parts, StackParts)]
+    alone = [one for one, parts in zip(fillings, parameters, strict=True) if not isinstance(parts, StackParts)]
 
-    outside = [field.name for field in fields(Llama) if field.name != "blocks" and getattr(made_of, field.name) is not None]
-    specs: Any = made_of.blocks
+    def read(layer: int) -> None:
+        for stack in stacks:
+            stack.fill(layer)
+
     with _filling(alone=isinstance(opened.path, StoredPath)) as begin:
         # The largest matrices first: the buffers for reading them are freed before memory holds everything else.
-        filling = {name: begin(read, getattr(made_of, name), getattr(shardings, name, None)) for name in outside}
-        waiting = [begin(read, block, getattr(shardings, "blocks", None)) for block in specs]
-        rest = {name: wait() for name, wait in filling.items()}
         layers = range(opened.config.n_layers)
-        blocks = tuple(waiting[i]() for i in (progress(layers) if progress else layers))
+        waiting = [begin(one.fill, 0) for one in alone], [begin(read, layer) for layer in layers]
+        for wait in waiting[0]:
+            wait()
+        for layer in progress(layers) if progress else layers:
+            waiting[1][layer]()
     _check_tied(opened)
-    return made_of.replace(**rest, blocks=blocks)
+    found = jax.tree.unflatten(structure, [one.done() for one in fillings])
+    return placed(found) if shardings is None else found
 
 
 @contextmanager
@@ -92,7 +95,7 @@ def _filling(*, alone: bool) -> Iterator[Callable[..., Callable[[], Any]]]:
 
 
 def plan(opened: Opened) -> Llama:
-    """A `Llama` of `ArrayParts`: the tensors of each parameter.
+    """A `Llama` of `ArrayParts`, and in its blocks `StackParts`: the tensors of each parameter.
 
     Raises:
       CheckpointError: a tensor that is missing, unexpected or of the wrong shape.
@@ -135,7 +138,11 @@ def plan(opened: Opened) -> Llama:
         unread.discard(head)
         if table not in opened.tensors:  # some writers keep the other name of the one tensor
             table = head
-    found = build(c, array, stacked=False)
+
+    def parameter(row: Row) -> ArrayParts | StackParts:
+        return StackParts(tuple(array(row, layer) for layer in range(c.n_layers))) if row.in_blocks else array(row, 0)
+
+    found = build(c, parameter)
     if unread:
         raise CheckpointError(
             f"{where}: tensor {shown(min(unread), 80)} is not part of a Llama of this configuration"

@@ -83,6 +83,18 @@ class ArrayParts:
         return out
 
 
+@dataclass(frozen=True)
+class StackParts:
+    """What a parameter of all layers is made of."""
+
+    layers: tuple[ArrayParts, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all layers."""
+        return (len(self.layers), *self.layers[0].shape)
+
+
 class ArrayMemory:
     """Memory for the arrays of a model. Small ones lie side by side in large pieces, which have huge pages: to be given
     98 MB takes 8 ms by those, and 50 by pages of 4 KB. A piece is freed with the last of its arrays."""
@@ -130,60 +142,94 @@ class ArrayToFill:
         }
 
 
-# Given the first and the last of some rows, and the memory for them in each target where one holds them whole (else None).
-Rows = Callable[[int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
+# Given an array, the first and the last of some of its rows, and the memory for them in each target where one holds them
+# whole (else None).
+Rows = Callable[[ArrayParts, int, int, Sequence[np.ndarray | None]], Sequence[np.ndarray]]
 
 
 def fill(
     array: ArrayParts, dtype: np.dtype, sharding: jax.sharding.Sharding | None, memory: ArrayMemory | None = None
 ) -> Any:
     """The array on the devices of `sharding`, of which only the rows that they need are read; of NumPy where it is None."""
-    target = ArrayToFill(array.shape, dtype, sharding)
-    rows: Rows = lambda start, stop, out: [array.rows(start, stop, dtype, out[0])]
-    return fill_targets(array, [target], rows, memory or ArrayMemory())[0]
+    filling = Filling((array,), [ArrayToFill(array.shape, dtype, sharding)], floats_of(dtype), memory or ArrayMemory())
+    filling.fill(0)
+    return filling.done()[0]
 
 
-def fill_targets(array: ArrayParts, targets: Sequence[ArrayToFill], rows: Rows, memory: ArrayMemory) -> list[Any]:
-    """Arrays with one leading axis, made of the rows of `array` by `rows`; of NumPy where they have no sharding."""
-    places = [target.places() for target in targets]
-    distinct = [{_key(place): place for place in there.values()} for there in places]  # several devices may hold the same
-    wanted = [(target, list(parts.values())) for target, parts in zip(targets, distinct, strict=True)]
-    found: list[Any] = []
-    for target, there, keys, held in zip(targets, places, distinct, shards(array, wanted, rows, memory), strict=True):
-        if target.sharding is None:
-            found += held
-            continue
-        parts = dict(zip(keys, held, strict=True))
-        pieces = [jax.device_put(parts[_key(place)], device, may_alias=True) for device, place in there.items()]
-        found.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, pieces))
-    return found
+def floats_of(dtype: np.dtype) -> Rows:
+    """The rows of an array themselves."""
+    return lambda array, start, stop, out: [array.rows(start, stop, dtype, out[0])]
 
 
-def shards(
-    array: ArrayParts, wanted: Sequence[tuple[ArrayToFill, Sequence[Place]]], rows: Rows, memory: ArrayMemory
-) -> list[list[np.ndarray]]:
-    """The parts of each target that lie at its places, checked and cast; each run of rows that any needs is read once.
+class Filling:
+    """Arrays that are filled from files, layer by layer; each run of rows that any of them needs is read once.
 
     What a device will hold is written once, into memory aligned as XLA wants it, so that a CPU device takes that memory over
     and no second copy is made. NumPy asks for huge pages for it, XLA's own allocator does not.
+
+    Args:
+      arrays: what each layer is made of, all of one shape; or a single one, of an array without an axis of layers.
+      targets: with one leading axis, that of the layers where they are `stacked`.
+      rows: makes their rows.
     """
-    held = [[memory.take([i.stop - i.start for i in place], target.dtype) for place in places] for target, places in wanted]
-    whole = [
-        next((part for part in parts if part.shape == target.shape), None)
-        for (target, _), parts in zip(wanted, held, strict=True)
-    ]
 
-    def scatter(start: int, stop: int) -> None:
-        found = rows(start, stop, [None if part is None else part[start:stop] for part in whole])
-        for run, (_, places), parts, complete in zip(found, wanted, held, whole, strict=True):
-            for place, part in zip(places, parts, strict=True):
-                low, high = max(start, place[0].start), min(stop, place[0].stop)
-                if low < high and part is not complete:
-                    some = run[low - start : high - start]
-                    part[low - place[0].start : high - place[0].start] = some[(slice(None), *place[1:])]
+    def __init__(
+        self,
+        arrays: Sequence[ArrayParts],
+        targets: Sequence[ArrayToFill],
+        rows: Rows,
+        memory: ArrayMemory,
+        *,
+        stacked: bool = False,
+    ) -> None:
+        self._arrays, self._targets, self._rows, self._stacked = arrays, targets, rows, stacked
+        self._places = [target.places() for target in targets]
+        # Several devices may hold the same part.
+        self._parts: list[dict[tuple, tuple[Place, np.ndarray]]] = []
+        for target, there in zip(targets, self._places, strict=True):
+            distinct = {_key(place): place for place in there.values()}
+            take = lambda place, dtype=target.dtype: memory.take([i.stop - i.start for i in place], dtype)
+            self._parts.append({key: (place, take(place)) for key, place in distinct.items()})
 
-    _each_run(array, sorted({(place[0].start, place[0].stop) for _, places in wanted for place in places}), scatter)
-    return held
+    def fill(self, layer: int) -> None:
+        """Read what the devices need of a layer, checked and cast."""
+        array, wanted = self._arrays[layer], [self._of_layer(parts, layer) for parts in self._parts]
+        whole = [
+            next((part for _, part in parts if part.shape == target.shape[int(self._stacked) :]), None)
+            for parts, target in zip(wanted, self._targets, strict=True)
+        ]
+
+        def scatter(start: int, stop: int) -> None:
+            found = self._rows(array, start, stop, [None if part is None else part[start:stop] for part in whole])
+            for run, parts, complete in zip(found, wanted, whole, strict=True):
+                for place, part in parts:
+                    low, high = max(start, place[0].start), min(stop, place[0].stop)
+                    if low < high and part is not complete:
+                        some = run[low - start : high - start]
+                        part[low - place[0].start : high - place[0].start] = some[(slice(None), *place[1:])]
+
+        _each_run(array, sorted({(place[0].start, place[0].stop) for parts in wanted for place, _ in parts}), scatter)
+
+    def _of_layer(self, parts: dict[tuple, tuple[Place, np.ndarray]], layer: int) -> list[tuple[Place, np.ndarray]]:
+        """The parts of a target that hold some of a layer, without the axis of layers."""
+        if not self._stacked:
+            return list(parts.values())
+        return [
+            (place[1:], part[layer - place[0].start])
+            for place, part in parts.values()
+            if place[0].start <= layer < place[0].stop
+        ]
+
+    def done(self) -> list[Any]:
+        """The arrays on their devices; of NumPy where they have no sharding."""
+        found: list[Any] = []
+        for target, there, parts in zip(self._targets, self._places, self._parts, strict=True):
+            if target.sharding is None:
+                found += [part for _, part in parts.values()]
+                continue
+            pieces = [jax.device_put(parts[_key(place)][1], device, may_alias=True) for device, place in there.items()]
+            found.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, pieces))
+        return found
 
 
 def _key(place: Place) -> tuple:

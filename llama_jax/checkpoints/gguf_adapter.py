@@ -25,8 +25,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, shown
 from llama_jax.gguf_header import is_gguf
 from llama_jax.model.adapters import TARGETS, Lora
-from llama_jax.model.params import Block, Llama
-from llama_jax.model.trees import unstack
+from llama_jax.model.params import Llama
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location
 
@@ -77,9 +76,7 @@ def write(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: st
         raise CheckpointError(
             "dora=True: llama.cpp does not support magnitudes; merge the adapter into its model, or write it for PEFT"
         )
-    blocks = unfit(config, unstack(adapters)).blocks
-    assert isinstance(blocks, tuple)
-    tensors = _as_file(config, blocks, lora)
+    tensors = _as_file(config, unfit(config, adapters), lora)
     writer = GGUFWriter(path, architecture_of(config.kind))
     try:
         writer.add_type("adapter")
@@ -102,8 +99,10 @@ def write(path: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: st
         writer.close()
 
 
-def _as_file(config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora) -> dict[str, np.ndarray]:
-    held: dict[str, Any] = {name: Held(np.ascontiguousarray(array)) for name, array in pairs_of(config, blocks, lora, _keys)}
+def _as_file(config: LlamaConfig, adapters: Llama, lora: Lora) -> dict[str, np.ndarray]:
+    held: dict[str, Any] = {
+        name: Held(np.ascontiguousarray(array)) for name, array in pairs_of(config, adapters, lora, _keys)
+    }
     in_file = _turned(held, config, interleave=True)
     return {name: tensor.read(0, tensor.shape[0]) for name, tensor in in_file.items()}
 

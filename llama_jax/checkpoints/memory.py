@@ -16,7 +16,8 @@ from llama_jax.checkpoints.huggingface import names_of
 from llama_jax.checkpoints.names import shares_of
 from llama_jax.checkpoints.tensors import Opened, kind_of
 from llama_jax.config import LlamaConfig
-from llama_jax.model.params import BLOCKS, Block, Llama, Row, rows, shape_of
+from llama_jax.model.params import BLOCKS, Llama, Row, rows, shape_of
+from llama_jax.model.trees import layers_of
 from llama_jax.ops.weights import JoinedWeight, QuantizedWeight
 from llama_jax.ops.weights.planes import join
 from llama_jax.tokenizers import Tokenizer
@@ -109,7 +110,7 @@ class HeldBytes:
 
 def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None, about: About = About()) -> Opened:
     """The parameters under Hugging Face's names, as if they had been opened."""
-    stacked = jax.tree.map(np.asarray, params.blocks) if isinstance(params.blocks, Block) else None
+    on_host = params.replace(blocks=jax.tree.map(np.asarray, params.blocks))
     tensors: dict[str, Held | HeldBlocks] = {}
     names = names_of(config)
 
@@ -125,11 +126,12 @@ def from_params(config: LlamaConfig, params: Llama, tokenizer: Tokenizer | None,
             quantized = isinstance(held, QuantizedWeight)
             tensors[names[share.name].format(layer)] = HeldBlocks(held, shape) if quantized else Held(held, shape)
 
+    layers = layers_of(on_host)
     for row in rows(config):
         if not row.in_blocks:
             put(row, params)
             continue
         for i in range(config.n_layers):
-            put(row, params.blocks[i] if isinstance(params.blocks, tuple) else jax.tree.map(lambda a, i=i: a[i], stacked), i)
+            put(row, layers[i], i)
     where = Path("parameters")
     return Opened("parameters in memory", where, config, tensors, names, False, lambda: tokenizer, lambda: about)

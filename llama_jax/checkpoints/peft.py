@@ -23,8 +23,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, ConfigError, reading, shown
 from llama_jax.files import read_object
 from llama_jax.model.adapters import TARGETS, Lora, build_adapters
-from llama_jax.model.params import BLOCKS, TABLE, Block, Llama, Row, shape_of
-from llama_jax.model.trees import unstack
+from llama_jax.model.params import TABLE, Llama, Row, shape_of
 from llama_jax.ops.weights import LowRank
 from llama_jax.parallel.fit import unfit
 from llama_jax.storage import Location
@@ -71,9 +70,7 @@ def read_folder(folder: Location, config: LlamaConfig, dtype: jax.typing.DTypeLi
 
 def write_folder(folder: Path, config: LlamaConfig, adapters: Llama, lora: Lora, base: str | None) -> None:
     """Write adapters into an empty folder; see `adapters.save_adapter`."""
-    blocks = unfit(config, unstack(adapters)).blocks
-    assert isinstance(blocks, tuple)
-    tensors = dict(pairs_of(config, blocks, lora, _keys))
+    tensors = dict(pairs_of(config, unfit(config, adapters), lora, _keys))
     if is_interleaved(config):
         held: dict[str, Tensor] = {name: Held(np.ascontiguousarray(array)) for name, array in tensors.items()}
         held = turned(held, config, _keys, interleave=True)
@@ -150,7 +147,7 @@ def read_pairs(
     dtype: jax.typing.DTypeLike,
     names: Names,
 ) -> Llama:
-    """Adapters for a tuple of blocks, of the tensors in a file; for errors see `adapters.load_adapter`."""
+    """Adapters, of the tensors in a file; for errors see `adapters.load_adapter`."""
     target, unread = target_dtype(where, dtype, np.dtype(np.float32)), set(tensors)
     of_whom = "" if names.base is None else f", which was trained on {shown(names.base)}"
 
@@ -192,12 +189,16 @@ def read_pairs(
         a = np.stack([thin[name] for name in sizes]).reshape(shape.a.shape)
         return LowRank(jnp.asarray(a), rows_of(tall), rows_of(long) if lora.dora else None)
 
+    def pairs(row: Row, shape: LowRank) -> LowRank:
+        one = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape[1:], array.dtype), shape)
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *(pair(row, one, layer) for layer in range(config.n_layers)))
+
     if config.n_layers > len(tensors):
         raise CheckpointError(
             f"{where} has {len(tensors)} tensors, the base {config.n_layers} layers; is this the adapter's base{of_whom}?"
         )
     try:
-        found = build_adapters(config, lora, pair, stacked=False)
+        found = build_adapters(config, lora, pairs)
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
     if unread:
@@ -209,13 +210,14 @@ def read_pairs(
 
 
 def pairs_of(
-    config: LlamaConfig, blocks: tuple[Block, ...], lora: Lora, names: Callable[[str, int], tuple[str, str, str]]
+    config: LlamaConfig, adapters: Llama, lora: Lora, names: Callable[[str, int], tuple[str, str, str]]
 ) -> list[tuple[str, np.ndarray]]:
     """The tensors of a file, layer by layer, under its names."""
     found: list[tuple[str, np.ndarray]] = []
+    on_host = jax.tree.map(np.asarray, adapters)
 
-    def put(row: Row, _: LowRank, layer: int) -> None:
-        pair, first = jax.tree.map(np.asarray, attrgetter(row.path.removeprefix(BLOCKS))(blocks[layer])), 0
+    def put(row: Row, layer: int) -> None:
+        pair, first = jax.tree.map(lambda array: array[layer], attrgetter(row.path)(on_host)), 0
         for part, (name, share) in enumerate(_shares_at(row)):
             a, b, magnitude = (pair.a[part] if pair.a.ndim > 2 else pair.a), pair.b, pair.magnitude
             if share.width:
@@ -226,7 +228,11 @@ def pairs_of(
                 arrays += [] if magnitude is None else [magnitude.reshape(-1)]
                 found.extend(zip(names(name, layer), arrays, strict=False))
 
-    build_adapters(config, lora, put, stacked=False)
+    matrices: list[Row] = []
+    build_adapters(config, lora, lambda row, _: matrices.append(row))
+    for layer in range(config.n_layers):
+        for row in matrices:
+            put(row, layer)
     return found
 
 

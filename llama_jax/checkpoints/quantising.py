@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from llama_jax.checkpoints.exchange import fill_by_rows, reads_others
-from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Part, check, fill, fill_targets
+from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, ArrayToFill, Filling, Part, StackParts, check, floats_of
 from llama_jax.checkpoints.quantized_tensors import Reordered
 from llama_jax.checkpoints.stored_weights import StoredWeight
 from llama_jax.checkpoints.tensors import FLOATS, Described, Tensor, blocks_of
@@ -24,6 +26,7 @@ from llama_jax.ops.weights import (
     KINDS,
     JoinedWeight,
     Kind,
+    MixedStack,
     Name,
     Pure,
     QuantizedWeight,
@@ -92,45 +95,185 @@ def kinds_of(array: ArrayParts) -> tuple[str | None, ...]:
     return kinds if array.is_matrix and len(set(kinds)) > 1 else (kinds[0] if array.is_matrix else None,)
 
 
-def fill_weight(
-    array: ArrayParts,
+class WeightFilling(Protocol):
+    """A parameter that is filled layer by layer."""
+
+    def fill(self, layer: int) -> None:
+        """Read a layer; 0 of what has no axis of layers."""
+        ...
+
+    def done(self) -> Any:
+        """The parameter."""
+        ...
+
+
+def filling_of(
+    parts: ArrayParts | StackParts,
     dtype: np.dtype,
-    quantize: tuple[str, ...] | Literal["keep"] | None,
+    quantize: Callable[[ArrayParts], tuple[str, ...]] | Literal["keep"] | None,
     sharding: Any,
     memory: ArrayMemory,
-) -> Any:
-    """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: one by `fill`, or a quantised weight.
+) -> WeightFilling:
+    """A parameter on the devices of `sharding`, of NumPy's arrays where it is None: floats, or a quantized weight.
 
     Args:
-      dtype: of the computation, and of parameters that are not quantised.
-      quantize: the kind into which numbers are rounded, or that of each part; or "keep": quantised tensors as they are in
-        the files, floats for other tensors. In several parts if queries, keys and values are of different kinds.
+      dtype: of the computation, and of parameters that are not quantized.
+      quantize: gives the kind into which a matrix of a layer is rounded, or that of each part; or "keep": quantized tensors
+        as they are in the files, floats for other tensors. In several parts if queries, keys and values are of different
+        kinds, and in a stack for each kind if layers are.
+      sharding: with the axis of layers where there is one.
 
     Raises:
-      CheckpointError: rows that are not made of whole blocks, or what `fill` raises.
+      CheckpointError: rows that are not made of whole blocks; of `fill` what `ArrayParts.rows` raises.
     """
-    forms = [_kept_as(part) if quantize == "keep" else None for part in array.parts]
-    if not array.is_matrix or (quantize in (None, "keep") and not any(forms)):
-        if array.stored and reads_others(array.shape, sharding):
-            return fill_by_rows(array, dtype, sharding)
-        return fill(array, dtype, sharding, memory)
-    kinds = quantize if isinstance(quantize, tuple) else None
-    if kinds is not None and len(kinds) == 1:
-        form = with_fallback(kinds[0], columns_on_each(array.shape, sharding))
-        _check_columns(array, form, sharding)
-        return _fill_planes(array, form, dtype, sharding, partial(_encoded, array, form), memory)
-    if kinds is not None or len(set(forms)) > 1:
-        parts = [replace(part, columns=None) for part in array.parts]
-        shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
-        alone = [replace(array, shape=shape, parts=(part,)) for shape, part in zip(shapes, parts, strict=True)]
-        each = [quantize] * len(parts) if kinds is None else [(kind,) for kind in kinds]
-        filled = [fill_weight(one, dtype, own, sharding, memory) for one, own in zip(alone, each, strict=True)]
-        return JoinedWeight(tuple(filled))
-    assert forms[0] is not None
-    form = fitting(forms[0].name, columns_on_each(array.shape, sharding))
-    _check_columns(array, form, sharding)
-    blocks = replace(array, parts=tuple(replace(part, tensor=_blocks(part)) for part in array.parts))
-    return _fill_planes(blocks, form, dtype, sharding, partial(_kept, blocks, forms[0], form), memory)
+    stacked = isinstance(parts, StackParts)
+    layers: tuple[ArrayParts, ...] = parts.layers if isinstance(parts, StackParts) else (parts,)
+
+    def kinds(array: ArrayParts) -> tuple[str | None, ...]:
+        if quantize is None or not array.is_matrix:
+            return (None,)
+        return kinds_of(array) if quantize == "keep" else quantize(array)
+
+    def of_kind(arrays: Sequence[ArrayParts], kind: str | None) -> WeightFilling:
+        if kind is None:
+            if arrays[0].stored and reads_others(arrays[0].shape, of_layer(sharding) if stacked else sharding):
+                return _ByRows(arrays, dtype, sharding, stacked)
+            return _Floats(arrays, dtype, sharding, memory, stacked)
+        if quantize == "keep":
+            form = fitting(kind, columns_on_each(arrays[0].shape, _of_one(sharding, stacked)))
+        else:
+            form = with_fallback(kind, columns_on_each(arrays[0].shape, _of_one(sharding, stacked)))
+        _check_columns(arrays[0], form, _of_one(sharding, stacked))
+        if quantize != "keep":
+            return _Planes(arrays, form, dtype, sharding, partial(_encoded, form), memory, stacked)
+        blocks = [replace(one, parts=tuple(replace(part, tensor=_blocks(part)) for part in one.parts)) for one in arrays]
+        return _Planes(blocks, form, dtype, sharding, partial(_kept, KINDS[kind], form), memory, stacked)
+
+    def of_kinds(arrays: Sequence[ArrayParts], own: Sequence[str | None]) -> WeightFilling:
+        different = list(dict.fromkeys(own))
+        if len(different) == 1:
+            return of_kind(arrays, own[0])
+        stacks = [[one for one, its in zip(arrays, own, strict=True) if its == kind] for kind in different]
+        before = [own[:layer].count(kind) for layer, kind in enumerate(own)]
+        places = tuple((different.index(kind), at) for kind, at in zip(own, before, strict=True))
+        return _Mixed([of_kind(stack, kind) for stack, kind in zip(stacks, different, strict=True)], places)
+
+    each = [kinds(array) for array in layers]
+    count = max(map(len, each))
+    if count == 1:
+        return of_kinds(layers, [kind for (kind,) in each])
+    alone = [_apart(array) for array in layers]
+    own = [kinds if len(kinds) == count else kinds * count for kinds in each]
+    return _Joined([of_kinds(*some) for some in zip(zip(*alone, strict=True), zip(*own, strict=True), strict=True)])
+
+
+def of_layer(sharding: Any) -> Any:
+    """The sharding of a layer, of that of all layers."""
+    return sharding.update(spec=P(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _of_one(sharding: Any, stacked: bool) -> Any:
+    return of_layer(sharding) if stacked else sharding
+
+
+def _apart(array: ArrayParts) -> list[ArrayParts]:
+    """The parts of an array as arrays of their own."""
+    parts = [replace(part, columns=None) for part in array.parts]
+    shapes = [(array.shape[0], _width(part), *array.shape[2:]) for part in array.parts]
+    return [replace(array, shape=shape, parts=(part,)) for shape, part in zip(shapes, parts, strict=True)]
+
+
+class _Floats:
+    """A parameter of floats."""
+
+    def __init__(
+        self, arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any, memory: ArrayMemory, stacked: bool
+    ) -> None:
+        target = ArrayToFill((*[len(arrays)] * stacked, *arrays[0].shape), dtype, sharding)
+        self._filling = Filling(arrays, [target], floats_of(dtype), memory, stacked=stacked)
+        self.fill = self._filling.fill
+
+    def done(self) -> Any:
+        return self._filling.done()[0]
+
+
+class _ByRows:
+    """The same of a store, of which each process reads some rows of each layer, see `exchange`."""
+
+    def __init__(self, arrays: Sequence[ArrayParts], dtype: np.dtype, sharding: Any, stacked: bool) -> None:
+        self._arrays, self._dtype, self._sharding, self._stacked = arrays, dtype, sharding, stacked
+        self._found: list[Any] = [None] * len(arrays)
+
+    def fill(self, layer: int) -> None:
+        self._found[layer] = fill_by_rows(self._arrays[layer], self._dtype, _of_one(self._sharding, self._stacked))
+
+    def done(self) -> Any:
+        if not self._stacked:
+            return self._found[0]
+        found = jax.jit(lambda layers: jnp.stack(layers), out_shardings=self._sharding)(self._found)
+        self._found.clear()
+        return jax.block_until_ready(found)
+
+
+class _Planes:
+    """A quantized weight, whose planes a function fills, given an array, the first and the last of some of its rows, and
+    contiguous memory for them."""
+
+    def __init__(
+        self,
+        arrays: Sequence[ArrayParts],
+        form: Kind,
+        dtype: np.dtype,
+        sharding: Any,
+        put: Callable[[ArrayParts, int, int, Sequence[np.ndarray]], None],
+        memory: ArrayMemory,
+        stacked: bool,
+    ) -> None:
+        shape = (*[len(arrays)] * stacked, *arrays[0].shape)
+        places = shardings_of_planes(form, sharding, len(shape))
+        targets = [ArrayToFill(*plane.packed(shape), place) for plane, place in zip(form.planes, places, strict=True)]
+
+        def rows(array: ArrayParts, start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
+            found = [
+                np.empty((stop - start, *target.shape[1 + stacked :]), target.dtype) if there is None else there
+                for there, target in zip(out, targets, strict=True)
+            ]
+            put(array, start, stop, found)
+            return found
+
+        self._filling, self._form, self._dtype = Filling(arrays, targets, rows, memory, stacked=stacked), form, dtype
+        self.fill = self._filling.fill
+
+    def done(self) -> QuantizedWeight:
+        return QuantizedWeight(tuple(self._filling.done()), self._form.name, str(self._dtype)).arranged()
+
+
+class _Joined:
+    """Parts side by side, each of its own kind."""
+
+    def __init__(self, parts: Sequence[WeightFilling]) -> None:
+        self._parts = parts
+
+    def fill(self, layer: int) -> None:
+        for part in self._parts:
+            part.fill(layer)
+
+    def done(self) -> JoinedWeight:
+        return JoinedWeight(tuple(part.done() for part in self._parts))
+
+
+class _Mixed:
+    """Layers of several kinds, in a stack for each."""
+
+    def __init__(self, stacks: Sequence[WeightFilling], places: tuple[tuple[int, int], ...]) -> None:
+        self._stacks, self._places = stacks, places
+
+    def fill(self, layer: int) -> None:
+        stack, at = self._places[layer]
+        self._stacks[stack].fill(at)
+
+    def done(self) -> MixedStack:
+        return MixedStack(tuple(stack.done() for stack in self._stacks), self._places)
 
 
 def placed(params: Any) -> Any:
@@ -147,7 +290,7 @@ def _blocks(part: Part) -> Tensor:
     return found
 
 
-def _encoded(array: ArrayParts, form: Kind, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+def _encoded(form: Kind, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
     """Fill planes with entries [start, stop), few rows at a time: encoding makes several arrays as large as its input."""
     assert form.encode is not None  # `check_quantize` refuses the others
     columns = array.shape[-1]
@@ -164,11 +307,6 @@ def _width(part: Part) -> int:
     return part.columns.stop - part.columns.start
 
 
-def _kept_as(part: Part) -> Kind | None:
-    """The kind of the blocks that a tensor has, if it is one that is kept."""
-    return KINDS[part.tensor.kind.lower()] if can_be_kept(part.tensor) else None
-
-
 def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
     columns = array.shape[-1]
     parts = columns // columns_on_each(array.shape, sharding)
@@ -180,30 +318,7 @@ def _check_columns(array: ArrayParts, form: Kind, sharding: Any) -> None:
         )
 
 
-def _fill_planes(
-    array: ArrayParts,
-    form: Kind,
-    dtype: np.dtype,
-    sharding: Any,
-    put: Callable[[int, int, Sequence[np.ndarray]], None],
-    memory: ArrayMemory,
-) -> QuantizedWeight:
-    """A weight whose planes a function fills, given the first and the last of some rows, and contiguous memory for them."""
-    places = shardings_of_planes(form, sharding, len(array.shape))
-    targets = [ArrayToFill(*plane.packed(array.shape), place) for plane, place in zip(form.planes, places, strict=True)]
-
-    def rows(start: int, stop: int, out: Sequence[np.ndarray | None]) -> Sequence[np.ndarray]:
-        found = [
-            np.empty((stop - start, *target.shape[1:]), target.dtype) if there is None else there
-            for there, target in zip(out, targets, strict=True)
-        ]
-        put(start, stop, found)
-        return found
-
-    return QuantizedWeight(tuple(fill_targets(array, targets, rows, memory)), form.name, str(dtype)).arranged()
-
-
-def _kept(array: ArrayParts, kept: Kind, form: Kind, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
+def _kept(kept: Kind, form: Kind, array: ArrayParts, start: int, stop: int, planes: Sequence[np.ndarray]) -> None:
     """Fill planes of `form`, which may have smaller groups, with entries [start, stop) of tensors of a kind.
 
     Blocks lie along the columns, so that rows may be moved as those of floats are.

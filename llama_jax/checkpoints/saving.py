@@ -316,9 +316,9 @@ def _check_vocabulary(tokenizer: Tokenizer | None, config: LlamaConfig) -> None:
 
 def _check_leaves(params: Llama) -> None:
     """Raise CheckpointError for something in a weight's place that is not a weight, such as an adapter."""
-    is_weight = lambda leaf: hasattr(leaf, "project")
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_weight):
-        if is_weight(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
+    is_leaf = lambda leaf: hasattr(leaf, "project")
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_leaf):
+        if is_leaf(leaf) and not isinstance(leaf, QuantizedWeight | JoinedWeight):
             raise CheckpointError(
                 f"{store.name_of(path)} is a {type(leaf).__name__}; files hold weights: merge it with its weight"
             )

@@ -1,7 +1,7 @@
 """The orbax format: the parameters as they are in memory; nothing is renamed or reordered.
 
 There are two layouts: a folder that `save` wrote, with ``config.json`` and ``params``, its blocks one by one; and a step of
-a training run (`steps`), its blocks stacked, from which the moving average is read if the run keeps one.
+a training run (`steps`), from which the moving average is read if the run keeps one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 from llama_jax.checkpoints import stored_weights
 from llama_jax.checkpoints.beside import About, read_about
 from llama_jax.checkpoints.chunks import ArrayRows, ChunkedArray, read_index
-from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, Part
+from llama_jax.checkpoints.fill import ArrayMemory, ArrayParts, Part, StackParts
 from llama_jax.checkpoints.huggingface_config import read_config, write_config
 from llama_jax.checkpoints.orbax_errors import error_of_writing, is_passing, quiet, root_cause, wait_for_writers
-from llama_jax.checkpoints.quantising import fill_weight
+from llama_jax.checkpoints.quantising import filling_of
 from llama_jax.checkpoints.step_fetching import FetchedStep, fetch_step, of_model
 from llama_jax.checkpoints.steps import ABOUT, EMA, NOTE, PARAMS, DamagedError, cannot_read, is_step, steps_in
 from llama_jax.checkpoints.sums import verify
@@ -32,7 +32,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError
 from llama_jax.files import read_object
 from llama_jax.model.params import Llama, Row
-from llama_jax.model.trees import build, param_shapes, unstack
+from llama_jax.model.trees import build, is_weight, param_shapes
 from llama_jax.ops.weights import QuantizedWeight
 from llama_jax.storage import Location, StoredPath
 from llama_jax.tokenizers import Tokenizer, find_tokenizer
@@ -74,7 +74,7 @@ class Stored:
 
     Attributes:
       arrays: the folder that orbax wrote, and by which name the parameters are in it.
-      stacked: whether they are one block whose arrays have a leading axis L, as in a step of a training run.
+      of_run: whether it is a step of a training run.
       found: all arrays that are stored, by name; several may be one of the tensors.
       kinds: of the weights that are quantised, see `stored_weights`.
       fetched: what `arrays` lie in, of a step in a store.
@@ -86,7 +86,7 @@ class Stored:
     tensors: Mapping[str, StoredArray | stored_weights.StoredWeight]
     tokenizer: Callable[[], Tokenizer | None]
     arrays: tuple[Path, str]
-    stacked: bool
+    of_run: bool
     found: Mapping[str, StoredArray]
     kinds: stored_weights.Kinds
     fetched: FetchedStep | None = None
@@ -105,8 +105,8 @@ def open_folder(folder: Path) -> Stored:
     Raises:
       CheckpointError: a damaged file, or arrays that are not those of the configuration.
     """
-    stacked = is_step(folder)
-    if stacked:
+    of_run = is_step(folder)
+    if of_run:
         if adapters_of(folder) is not None:
             raise CheckpointError(
                 f"{folder} holds adapters and not a model; give their base as the model, and this as its adapter (--adapter)"
@@ -115,16 +115,16 @@ def open_folder(folder: Path) -> Stored:
     else:
         about, arrays = folder, (folder / PARAMS, "state")
     config = read_config(about)
-    kinds, dtype = ({}, "float32") if stacked else stored_weights.read_kinds(folder)
+    kinds, dtype = ({}, "float32") if of_run else stored_weights.read_kinds(folder)
     found = describe(*arrays)
     stored = Stored(
-        format=f"orbax, step {folder.resolve().name} of a run" if stacked else "orbax",
+        format=f"orbax, step {folder.resolve().name} of a run" if of_run else "orbax",
         path=folder,
         config=config,
         tensors=found,
         tokenizer=partial(find_tokenizer, about, config.vocab_size),
         arrays=arrays,
-        stacked=stacked,
+        of_run=of_run,
         found=found,
         kinds=kinds,
         about=partial(read_about, about),
@@ -282,7 +282,6 @@ def save(folder: Path, config: LlamaConfig, params: Llama, path: Path | None = N
     from orbax.checkpoint import v1 as ocp
 
     write_config(folder, config)
-    params = unstack(params)
     stored_weights.write_kinds(folder, stored_weights.kinds_of(params, name_of), str(params.embedding.dtype))
     with quiet():
         try:
@@ -298,7 +297,7 @@ def load_params(
     *,
     shardings: Llama | None = None,
 ) -> Llama:
-    """The parameters with a tuple of blocks, cast to `dtype` (None: as the embedding is stored) and placed; see `assemble`.
+    """The parameters, cast to `dtype` (None: as the embedding is stored) and placed; see `assemble`.
 
     Raises:
       CheckpointError: a file that is damaged, or an array that is not finite.
@@ -328,16 +327,25 @@ def _load_shares(
     _check_same_step(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
 
-    def parts(row: Row, layer: int) -> ArrayParts:
+    def parts(row: Row) -> ArrayParts | StackParts:
         shape = row.shape(stored.config)
         rows = math.prod(shape[:-1])
-        tensor = ArrayRows(arrays[row.path], layer * rows, shape if len(shape) == 1 else (rows, shape[-1]))
-        return ArrayParts(shape, (Part(f"{stored.path}: array {row.path!r}", tensor),), row.is_matrix, stored=True)
 
-    made_of = build(stored.config, parts, stacked=False)
-    places = _places(stored.config, shardings)
+        def of_layer(layer: int) -> ArrayParts:
+            tensor = ArrayRows(arrays[row.path], layer * rows, shape if len(shape) == 1 else (rows, shape[-1]))
+            return ArrayParts(shape, (Part(f"{stored.path}: array {row.path!r}", tensor),), row.is_matrix, stored=True)
+
+        return StackParts(tuple(map(of_layer, range(stored.config.n_layers)))) if row.in_blocks else of_layer(0)
+
     memory = ArrayMemory()
-    return jax.tree.map(lambda array, place: fill_weight(array, target, None, place, memory), made_of, places)
+
+    def read(array: ArrayParts | StackParts, place: Any) -> Any:
+        filling = filling_of(array, target, None, place, memory)
+        for layer in range(len(array.layers) if isinstance(array, StackParts) else 1):
+            filling.fill(layer)
+        return filling.done()
+
+    return jax.tree.map(read, build(stored.config, parts), shardings)
 
 
 def _check_same_step(stored: Stored) -> None:
@@ -357,44 +365,32 @@ def _load_params(stored: Stored, dtype: jax.typing.DTypeLike | None, shardings: 
     shape = _shape(stored)
     target = target_dtype(stored.path, dtype, stored.tensors["embedding"].dtype)
     folder, name = stored.arrays
-    places = _places(stored.config, shardings)
-    if stored.stacked:
+    if stored.of_run:
         try:
             verify(folder, {ABOUT, name})
         except DamagedError as damage:
             raise DamagedError(f"{folder / name} is not a whole orbax checkpoint ({damage}); {_remedy(folder)}") from None
-    if stored.stacked:  # onto the host first, so that devices never hold both a stack and the blocks cut from it
-        wanted = jax.tree.map(lambda array: OnHost(array.shape, target), shape)
-    else:
-        asked = partial(stored_weights.placed, target=target, where=stored.path)
-        wanted = jax.tree.map(
-            lambda array, place: asked(array, place=place), shape, places, is_leaf=stored_weights.is_weight
-        )
+    asked = partial(stored_weights.placed, target=target, where=stored.path)
+    places = shardings
+    if places is None:
+        default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = jax.tree.map(lambda _: default, param_shapes(stored.config))
+    wanted = jax.tree.map(lambda array, place: asked(array, place=place), shape, places, is_leaf=is_weight)
     params = stored_weights.from_arrays(asking_orbax(folder / name, lambda: read_arrays(folder, name, wanted)))
-    if stored.stacked:
-        params = jax.tree.map(jax.device_put, unstack(params), places)
     for path, array in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(array.dtype, jnp.floating) and not _all_finite(array):
             name = name_of(path)
             raise CheckpointError(
                 f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the training went wrong, or {target} is"
                 " too small"
-                if stored.stacked
+                if stored.of_run
                 else f"{stored.path}: array {name!r} holds NaN or infinity for {target}; the file is damaged"
             )
     return params
 
 
-def _places(config: LlamaConfig, shardings: Llama | None) -> Llama:
-    """The sharding of every array of a model with a tuple of blocks."""
-    if shardings is not None:
-        return shardings.replace(blocks=(shardings.blocks,) * config.n_layers)
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda _: default, param_shapes(config, stacked=False))
-
-
 def _shape(stored: Stored) -> Llama:
-    """The shapes of the configuration, with blocks as they are stored.
+    """The shapes of the configuration, of weights as they are stored.
 
     Raises:
       CheckpointError: the stored arrays have others.
@@ -402,7 +398,7 @@ def _shape(stored: Stored) -> Llama:
     config, found = stored.config, stored.found
     if config.n_layers > 1 << 16:
         raise CheckpointError(f"{stored.path}: its config.json has {config.n_layers} layers; copy it again")
-    shape = param_shapes(config, stacked=stored.stacked)
+    shape = param_shapes(config)
     if stored.kinds:
         shape = stored_weights.with_kinds(config, shape, stored.kinds, name_of, stored.path)
     needed = {name_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shape)}

@@ -21,14 +21,17 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import CheckpointError, shown
 from llama_jax.files import read_object
 from llama_jax.model.params import Llama, row_at
-from llama_jax.ops.weights import KINDS, JoinedWeight, Plane, QuantizedWeight, shardings_of_planes
+from llama_jax.model.trees import in_kinds, is_weight
+from llama_jax.ops.weights import KINDS, JoinedWeight, MixedStack, Plane, QuantizedWeight, shardings_of_planes
 from llama_jax.ops.weights.order import arranged
 from llama_jax.ops.weights.planes import FP8, INT4, packed
 from llama_jax.ops.weights.weight import columns_on_each
 from llama_jax.storage import Location
 
 FILE = "quantized.json"
-Kinds = Mapping[str, Any]  # by the name of a weight: its kind; of a joined one those of its parts, None where one is floats
+# By the name of a weight: its kind, None of floats; of a joined one a list of those of its parts; of layers that differ
+# {"layers": [the kind of each]}.
+Kinds = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,17 @@ class StoredWeight:
 
 def kinds_of(params: Llama, name_of: Callable[[tuple[Any, ...]], str]) -> dict[str, Any]:
     """The kinds of the weights that are quantised."""
-    found: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_weight):
-        if isinstance(leaf, JoinedWeight):
-            found[name_of(path)] = [getattr(part, "kind", None) for part in leaf.parts]
-        elif isinstance(leaf, QuantizedWeight):
-            found[name_of(path)] = leaf.kind
-    return found
+    weights = jax.tree.leaves_with_path(params, is_leaf=is_weight)
+    return {name_of(path): _kind_of(leaf) for path, leaf in weights if is_weight(leaf)}
+
+
+def _kind_of(leaf: Any) -> Any:
+    if isinstance(leaf, JoinedWeight):
+        return [_kind_of(part) for part in leaf.parts]
+    if isinstance(leaf, MixedStack):
+        kinds = [_kind_of(stack) for stack in leaf.stacks]
+        return {"layers": [kinds[stack] for stack, _ in leaf.places]}
+    return getattr(leaf, "kind", None)
 
 
 def write_kinds(folder: Path, kinds: Kinds, dtype: str) -> None:
@@ -71,17 +78,18 @@ def read_kinds(folder: Path) -> tuple[Kinds, str]:
     if not isinstance(kinds, dict) or dtype not in {str(each) for each in FLOATS.values()}:
         raise CheckpointError(f"{folder / FILE} has no kinds, or no type ({shown(dtype, 40)}); copy it again")
     for name, kind in kinds.items():
-        for each in kind if isinstance(kind, list) else [kind]:
-            if not (isinstance(each, str) and each in KINDS) and not (each is None and isinstance(kind, list)):
+        for each in _single_kinds(kind):
+            if not (isinstance(each, str) and each in KINDS) and (each is not None or each is kind):
                 raise CheckpointError(
                     f"{folder / FILE} has {shown(name, 60)} in the kind {shown(each, 40)}, which is not known"
                 )
     return kinds, dtype
 
 
-def is_weight(leaf: Any) -> bool:
-    """Whether something stands in the place of a matrix."""
-    return isinstance(leaf, QuantizedWeight | JoinedWeight)
+def _single_kinds(kind: Any) -> list[Any]:
+    if isinstance(kind, dict) and isinstance(layers := kind.get("layers"), list):
+        return layers
+    return [one for each in kind for one in _single_kinds(each)] if isinstance(kind, list) else [kind]
 
 
 def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callable[..., str], where: Location) -> Llama:
@@ -97,23 +105,20 @@ def with_kinds(config: LlamaConfig, shapes: Llama, kinds: Kinds, name_of: Callab
         if kind is None:
             return leaf
         left.discard(name_of(path))
-        widths = (config.queries_per_kv_head, 1, 1)
-        if not row.is_matrix or (isinstance(kind, list) and (len(kind) != len(widths) or row.axes != "K G+2 H D")):
+        layers = leaf.shape[0] if row.in_blocks else 1
+        is_joined, parts = isinstance(kind, list), kind if isinstance(kind, list) else [kind]
+        own = [one["layers"] if isinstance(one, dict) else [one] * layers for one in parts]
+        possible = row.is_matrix and (not is_joined or (len(parts) == 3 and row.axes == "K G+2 H D"))
+        if not possible or any(len(one) != layers for one in own):
             raise CheckpointError(
                 f"{where / FILE} has {name_of(path)} in {shown(kind, 40)}, which is impossible; copy it again"
             )
-        if not isinstance(kind, list):
-            return of_kind(leaf.shape, kind, name_of(path))
-        heads, _, *rest = leaf.shape
-        shapes = [(heads, width, *rest) for width in widths]
-        parts = [
-            jax.ShapeDtypeStruct(shape, leaf.dtype) if each is None else of_kind(shape, each, name_of(path))
-            for shape, each in zip(shapes, kind, strict=True)
-        ]
-        return JoinedWeight(tuple(parts))
+        return in_kinds(leaf, list(zip(*own, strict=True)), lambda leaf, kind: of_kind(leaf, kind, name_of(path)))
 
-    def of_kind(shape: tuple[int, ...], kind: str, name: str) -> QuantizedWeight:
-        form = KINDS[kind]
+    def of_kind(leaf: jax.ShapeDtypeStruct, kind: str | None, name: str) -> Any:
+        if kind is None:
+            return leaf
+        form, shape = KINDS[kind], leaf.shape
         if shape[-1] % form.block:
             raise CheckpointError(f"{where / FILE} has {name} in {kind}, and its rows of {shape[-1]} are no whole blocks")
         return QuantizedWeight(tuple(_stored(plane, shape) for plane in form.planes), kind, "float32")
@@ -131,8 +136,9 @@ def _stored(plane: Plane, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def placed(shape: Any, target: np.dtype, place: Any, where: Location) -> Any:
     """The request to orbax for a parameter to be placed at `place`: floats cast, planes as they are."""
-    if isinstance(shape, JoinedWeight):
-        return JoinedWeight(tuple(placed(part, target, place, where) for part in shape.parts))
+    if isinstance(shape, JoinedWeight | MixedStack):
+        is_inner = lambda leaf: leaf is not shape and is_weight(leaf)
+        return jax.tree.map(lambda part: placed(part, target, place, where), shape, is_leaf=is_inner)
     if not isinstance(shape, QuantizedWeight):
         return jax.ShapeDtypeStruct(shape.shape, target, sharding=place)
     form, matrix = shape.form, matrix_of(shape)
@@ -167,14 +173,12 @@ def from_arrays(params: Llama) -> Llama:
 
 def _over_planes(params: Llama, change: Callable[[Any, Plane], Any]) -> Llama:
     def changed(leaf: Any) -> Any:
-        if isinstance(leaf, JoinedWeight):
-            return JoinedWeight(tuple(map(changed, leaf.parts)))
         if not isinstance(leaf, QuantizedWeight):
             return leaf
         planes = zip(leaf.planes, leaf.form.planes, strict=True)
         return leaf.replace(planes=tuple(change(array, plane) for array, plane in planes))
 
-    return jax.tree.map(changed, params, is_leaf=is_weight)
+    return jax.tree.map(changed, params, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
 
 
 def _to_bytes(array: Any, plane: Plane) -> Any:

@@ -154,7 +154,7 @@ class Estimate:
         trained = self.mode == "train" and not self.lora
         if trained or (self.quantize == "auto" and self.dtype != "auto"):
             return "none", None
-        words, kinds = kinds_in_files(self.model, stacked=self.mode == "train")
+        words, kinds = kinds_in_files(self.model)
         if self.quantize == "keep" and kinds is None:
             raise ConfigError(f"--quantize keep: {self.model} has no quantized tensors; leave it out, or give a kind")
         return words, kinds
@@ -298,14 +298,11 @@ def read_config(model: str) -> LlamaConfig:
     return open_checkpoint(path).config
 
 
-def kinds_in_files(model: str, *, stacked: bool) -> tuple[str, Llama | None]:
-    """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats.
-
-    Args:
-      stacked: of all layers together; a matrix whose kind differs from layer to layer is then of floats.
-    """
+def kinds_in_files(model: str) -> tuple[str, Llama | None]:
+    """The kinds of the matrices that the files of a model hold, in words and by parameter; "none" and None of floats."""
     from llama_jax.checkpoints import huggingface
     from llama_jax.checkpoints.assemble import plan
+    from llama_jax.checkpoints.fill import StackParts
     from llama_jax.checkpoints.loading import open_checkpoint
     from llama_jax.checkpoints.quantising import can_be_kept, kinds_of, quantized_kinds
     from llama_jax.checkpoints.tensors import Opened
@@ -325,11 +322,8 @@ def kinds_in_files(model: str, *, stacked: bool) -> tuple[str, Llama | None]:
         raise ConfigError(f"{model} is in orbax, whose kinds are not planned for; pass them with --quantize, or a --dtype")
     import jax
 
-    kinds = jax.tree.map(kinds_of, plan(opened))
-    if stacked:
-        alike = lambda *layers: layers[0] if len(set(layers)) == 1 else (None,)
-        kinds = kinds.replace(blocks=jax.tree.map(alike, *kinds.blocks, is_leaf=lambda leaf: isinstance(leaf, tuple)))
-    return words, kinds
+    of_parameter = lambda parts: tuple(map(kinds_of, parts.layers if isinstance(parts, StackParts) else [parts]))
+    return words, jax.tree.map(of_parameter, plan(opened))
 
 
 def simulate_devices(count: int) -> None:

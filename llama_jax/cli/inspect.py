@@ -154,7 +154,7 @@ def _check_sums(opened: Opened | Stored) -> None:
         missing = [name for name in fetched.sums if not (fetched.url / name).is_file()]
         if missing:
             raise DamagedError(f"{fetched.url / missing[0]} is missing")
-    elif opened.stacked:
+    elif opened.of_run:
         verify(opened.path)
 
 
@@ -167,8 +167,8 @@ def _files(opened: Opened | Stored) -> list[Location]:
         if opened.fetched is not None:
             listed = [opened.fetched.url / file for file in opened.fetched.sums if file.startswith(f"{name}/")]
             return [file for file in sorted(listed) if file.is_file()]
-        where = folder / name if opened.stacked else folder.parent
-        within = folder if opened.stacked else folder.parent
+        where = folder / name if opened.of_run else folder.parent
+        within = folder if opened.of_run else folder.parent
         files = sorted(file for file in where.rglob("*") if file.is_file())
         return [opened.path / file.relative_to(within).as_posix() for file in files]
     return sorted({file for tensor in opened.tensors.values() for file in _files_of(tensor)}, key=str)

@@ -118,7 +118,7 @@ class Verify:
         if self.quantize == "keep":
             check_kept(list(opened.tensors.values()), opened.path)
         elif self.quantize != "auto":
-            quantize(param_shapes(opened.config, stacked=False), self.quantize)
+            quantize(param_shapes(opened.config), self.quantize)
 
     def _quantized(self, config: LlamaConfig) -> tuple[str, float] | None:
         """What the weights are rounded by while they are read."""

@@ -5,8 +5,6 @@ Start with a state of empty rows, `insert` a row whenever a prompt has been read
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +39,7 @@ def insert(state: State, row: jax.Array, one: State) -> State:
       one: a state of a single row, whose cache has at most as many slots; with a window, exactly as many.
 
     Raises:
-      GenerationError: `one` is not a single row, or its cache differs: stacked, dtype, window, sinks, slots; or it has more
+      GenerationError: `one` is not a single row, or its cache differs: dtype, window, sinks, slots; or it has more
         stop tokens than the state has room for; or the state has no such row, where the row number is known.
     """
     _check(state, row, one)
@@ -61,12 +59,10 @@ def insert(state: State, row: jax.Array, one: State) -> State:
 
 def insert_cache(cache: KVCache, row: jax.Array, one: KVCache) -> KVCache:
     """The cache with its row `row` replaced by the only row of `one`, of the same kind and with at most as many slots."""
-    stacked = not isinstance(cache.k, tuple)
-    buffers = jax.tree.map(lambda whole, new: _put(whole, new, row, int(stacked)), (cache.k, cache.v), (one.k, one.v))
+    buffers = jax.tree.map(lambda whole, new: _put(whole, new, row, 1), (cache.k, cache.v), (one.k, one.v))
     return cache.replace(k=buffers[0], v=buffers[1], length=_put(cache.length, one.length, row, 0))
 
 
-@partial(jax.jit, static_argnums=3)  # traced once for all layers
 def _put(whole: jax.Array, new: jax.Array, row: jax.Array, axis: int) -> jax.Array:
     start = [jnp.zeros((), jnp.int32)] * whole.ndim
     start[axis] = row
@@ -84,9 +80,9 @@ def _check(state: State, row: jax.Array, one: State) -> None:
         if getattr(ours, name) != getattr(theirs, name):
             wanted = getattr(ours, name)
             raise GenerationError(f"a row whose cache has {name}={getattr(theirs, name)} does not fit into {name}={wanted}")
-    kinds = [(jax.tree.structure((cache.k, cache.v)), jax.tree.leaves(cache.k)[0].dtype) for cache in (ours, theirs)]
+    kinds = [(jax.tree.structure(cache.k), jax.tree.leaves(cache.k)[0].dtype) for cache in (ours, theirs)]
     if kinds[0] != kinds[1]:
-        raise GenerationError("a row whose cache is of another form or dtype does not fit: both stacked or not, int8 or not")
+        raise GenerationError("a row whose cache is of another dtype does not fit: both int8 or not")
     if theirs.capacity > ours.capacity or (ours.window is not None and theirs.capacity != ours.capacity):
         raise GenerationError(
             f"a row whose cache has {theirs.capacity} slots does not fit into {ours.capacity}; `grow` the state's first,"

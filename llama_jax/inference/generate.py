@@ -69,8 +69,8 @@ def generate(
     as transformers does.
 
     Args:
-      config, params: the model; a tuple of blocks, as `load` gives it and `llama_jax.unstack` makes it, decodes fastest.
-        Where the parameters lie on a mesh, as `load(..., mesh=...)` puts them, the generation runs there.
+      config, params: the model. Where the parameters lie on a mesh, as `load(..., mesh=...)` puts them, the generation runs
+        there.
       prompts: one sequence of token ids per row, of any lengths, as `tokenizer.encode` gives them (it puts the
         begin-of-sequence token before them).
       max_new_tokens: maximum number of tokens to generate, one for all rows or one per row.

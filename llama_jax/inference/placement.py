@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from llama_jax.errors import MeshError
 from llama_jax.model.options import Layout
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Llama
 from llama_jax.ops.attention import Division, Seen, View, attend
 from llama_jax.ops.moe import ExpertSharding
 from llama_jax.ops.platform import device_elsewhere
@@ -54,8 +54,8 @@ class Placement:
                 spec = P(self.rows)
             case "logits":  # [B, V], and other arrays with one entry per token of the vocabulary
                 spec = P(self.rows, self.vocabulary)
-            case "cache":  # [B, K, S, H], or stacked [L, B, K, S, H]
-                spec = P(*(None,) * (x.ndim - 4), self.rows, self.heads)
+            case "cache":  # [L, B, K, S, H]
+                spec = P(None, self.rows, self.heads)
             case "everywhere":  # what the host reads
                 spec = P()
             case _:
@@ -89,16 +89,13 @@ def layout_of(params: Llama) -> Layout:
         return Layout(mesh=None if device is None else _abstract(Mesh([device], ("device",))))
     if sharding.mesh.size == 1:
         return Layout(mesh=_abstract(sharding.mesh))
-    stacked = isinstance(params.blocks, Block)
-    block = params.blocks if isinstance(params.blocks, Block) else params.blocks[0]
     head = params.embedding if params.lm_head is None else params.lm_head
-    heads, vocabulary = _axes(block.attention.qkv, int(stacked)), _axes(head, 0)
+    heads, vocabulary = _axes(params.blocks.attention.qkv, 1), _axes(head, 0)
     rows = tuple(axis for axis in sharding.mesh.axis_names if axis not in (*heads, *vocabulary, "context"))
     placement = Placement(sharding.mesh, rows, heads, vocabulary, _axes(params.embedding, 1))
-    gate = block.feed_forward.gate
-    experts = None
-    if block.feed_forward.router is not None:  # [E, F, D]
-        experts = ExpertSharding(rows, _axes(gate, int(stacked) + 1), _axes(gate, int(stacked) + 2))
+    gate, experts = params.blocks.feed_forward.gate, None
+    if params.blocks.feed_forward.router is not None:  # [L, E, F, D]
+        experts = ExpertSharding(rows, _axes(gate, 2), _axes(gate, 3))
     return Layout(placement, _DividedAttention(Division(rows, heads)), experts, mesh=_abstract(sharding.mesh))
 
 

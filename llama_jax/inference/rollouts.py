@@ -16,7 +16,7 @@ from llama_jax.inference.sampling import Sampling, sample
 from llama_jax.inference.state import CHUNK, Reading, Request, State, advance, enlarge, lay_out, logits_of, read
 from llama_jax.model.cache import init_cache, over_buffers
 from llama_jax.model.options import Compute, Layout, Places
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Llama
 
 SLOTS = 16  # a cache has a multiple of this many
 
@@ -138,7 +138,7 @@ def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute
     tokens, lengths = jnp.asarray(prompts.tokens), jnp.asarray(prompts.lengths)
     batch, width = tokens.shape
     dtype = jnp.dtype(compute.dtype or params.embedding.dtype)
-    cache = init_cache(config, batch, width, dtype, stacked=isinstance(params.blocks, Block), fresh=True)
+    cache = init_cache(config, batch, width, dtype, fresh=True)
     reading = Reading(lay_out(cache, layout), layout.constrain(jnp.zeros((batch, config.dim), dtype), "row"))
     for begin in range(0, width, LARGEST_PREFILL):
         part = tokens[:, begin : begin + LARGEST_PREFILL]
@@ -150,8 +150,7 @@ def _read(config: LlamaConfig, params: Llama, prompts: Prompts, compute: Compute
 def _started(reading: Reading, prompts: Prompts, options: RolloutOptions, layout: Layout) -> State:
     """A state with `group` rows for each prompt, before the first token of any."""
     batch = reading.hidden.shape[0] * options.group
-    rows = int(not isinstance(reading.cache.k, tuple))  # the axis of the rows
-    repeated = over_buffers(lambda buffer: jnp.repeat(buffer, options.group, axis=rows), reading.cache)
+    repeated = over_buffers(lambda buffer: jnp.repeat(buffer, options.group, axis=1), reading.cache)
     cache = repeated.replace(length=jnp.repeat(reading.cache.length, options.group))
     capacity = -(-(cache.capacity + options.most) // SLOTS) * SLOTS
     sampling = Sampling(temperature=options.temperature).per_row(batch).replace(seed=jnp.asarray(prompts.seeds))

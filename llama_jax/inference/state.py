@@ -89,14 +89,13 @@ def empty_reading(
     options: CacheOptions = CacheOptions(),
     layout: Layout = Layout(),
 ) -> Reading:
-    """An empty cache in the parameters' form and dtype, and hidden states before any token."""
+    """An empty cache in the parameters' dtype, and hidden states before any token."""
     dtype = params.embedding.dtype
     cache = init_cache(
         config,
         batch,
         capacity,
         jnp.dtype(options.dtype or dtype),
-        stacked=not isinstance(params.blocks, tuple),
         window=options.window,
         sinks=options.sinks,
         fresh=not options.sinks,  # the first piece may be longer than the window: queries then see the sinks from afar

@@ -17,8 +17,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, shown
 from llama_jax.model.adapters import TARGETS, Lora, beside, build_adapters, settled
-from llama_jax.model.params import BLOCKS, Block, Llama, Row
-from llama_jax.model.trees import stack, unstack
+from llama_jax.model.params import Llama, Row
 from llama_jax.ops.weights import LowRank, TabledWeight
 
 
@@ -44,18 +43,15 @@ def adapter_table(config: LlamaConfig, params: Llama, adapters: Sequence[tuple[L
 
     Args:
       params: dense or quantised, on one device (`load(adapters=...)` reads a table over a mesh).
-      adapters: each with its settings, as `load_adapter` gives them; stacked or not.
+      adapters: each with its settings, as `load_adapter` gives them.
 
     Raises:
       ConfigError: no adapter, or one of another model; the message names the matrix.
     """
-    stacked = isinstance(params.blocks, Block)
-    return tabled(params, side_by_side(config, adapters, params.embedding.dtype, stacked=stacked))
+    return tabled(params, side_by_side(config, adapters, params.embedding.dtype))
 
 
-def side_by_side(
-    config: LlamaConfig, adapters: Sequence[tuple[Llama, Lora]], dtype: jax.typing.DTypeLike, *, stacked: bool
-) -> SideBySide:
+def side_by_side(config: LlamaConfig, adapters: Sequence[tuple[Llama, Lora]], dtype: jax.typing.DTypeLike) -> SideBySide:
     """Adapters of one model as a single one: concatenated in A and B, lower ranks padded with zeros.
 
     Raises:
@@ -67,15 +63,13 @@ def side_by_side(
     used = {name for _, lora in adapters for name in lora.targets}
     dora = any(lora.dora for _, lora in adapters)
     whole = Lora(rank=count * rank, targets=tuple(name for name in TARGETS if name in used), dora=dora)
-    trees = [stack(params) if stacked else unstack(params) for params, _ in adapters]
 
-    def join(row: Row, shape: LowRank, layer: int) -> LowRank:
+    def join(row: Row, shape: LowRank) -> LowRank:
         a = np.zeros((*shape.a.shape[:-2], count, rank, shape.a.shape[-1]), jnp.dtype(dtype))
         b = np.zeros((*shape.b.shape[:-1], count, rank), jnp.dtype(dtype))
         magnitude = np.zeros((*shape.b.shape[:-1], count), np.float32) if dora else None
-        for i, tree in enumerate(trees):
-            block = tree.blocks[layer] if isinstance(tree.blocks, tuple) else tree.blocks
-            pair = attrgetter(row.path.removeprefix(BLOCKS))(block)
+        for i, (tree, _) in enumerate(adapters):
+            pair = attrgetter(row.path)(tree)
             if pair is None:
                 continue
             own, wanted = pair.a.shape[-2], (pair.a.shape[:-2], pair.a.shape[-1], pair.b.shape[:-1])
@@ -91,7 +85,7 @@ def side_by_side(
         a, b = a.reshape(shape.a.shape), b.reshape(shape.b.shape)
         return LowRank(jnp.asarray(a), jnp.asarray(b), None if magnitude is None else jnp.asarray(magnitude))
 
-    return SideBySide(build_adapters(config, whole, join, stacked=stacked), whole, tuple(lora.scale for _, lora in adapters))
+    return SideBySide(build_adapters(config, whole, join), whole, tuple(lora.scale for _, lora in adapters))
 
 
 def tabled(params: Llama, table: SideBySide) -> Llama:
@@ -117,13 +111,11 @@ def choose_adapters(params: Llama, rows: jax.Array | Sequence[int]) -> Llama:
     numbers = rows if isinstance(rows, jax.Array) else np.asarray(rows, np.int32)
     if not isinstance(numbers, jax.core.Tracer):
         check_choice(params, np.asarray(numbers).tolist())
-    stacked = isinstance(params.blocks, Block)
 
     def choose(leaf: Any) -> Any:
         if not isinstance(leaf, TabledWeight):
             return leaf
-        layers = (leaf.shape[0],) if stacked else ()
-        return leaf.replace(rows=jnp.broadcast_to(jnp.asarray(numbers, jnp.int32), (*layers, len(numbers))))
+        return leaf.replace(rows=jnp.broadcast_to(jnp.asarray(numbers, jnp.int32), (leaf.shape[0], len(numbers))))
 
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, TabledWeight))
 

@@ -20,7 +20,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.config.numbers import require_number, require_positive_int
 from llama_jax.errors import ConfigError, shown
 from llama_jax.model.options import Layout
-from llama_jax.model.params import Block, Llama, Row
+from llama_jax.model.params import Llama, Row
 from llama_jax.model.trees import build
 from llama_jax.ops.weights import AdaptedWeight, ChangedWeight, LowRank, TabledWeight, row_lengths
 
@@ -113,7 +113,7 @@ def init_adapters(
         groups = config.queries_per_kv_head
         return lengths * jnp.asarray([own[0]] * groups + own[1:], lengths.dtype)[:, None]  # [L, K, G + 2, H]
 
-    def start(row: Row, shape: LowRank, _: int) -> LowRank:
+    def start(row: Row, shape: LowRank) -> LowRank:
         layers, *_, rank, columns = shape.a.shape
         bound = 1 / math.sqrt(columns)
 
@@ -130,30 +130,25 @@ def init_adapters(
     return build_adapters(config, lora, start)
 
 
-def adapter_shapes(
-    config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True
-) -> Llama:
+def adapter_shapes(config: LlamaConfig, lora: Lora, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
     """The shapes of `init_adapters`, as `jax.ShapeDtypeStruct`.
 
     Raises:
       ConfigError: as `init_adapters`.
     """
-    return build_adapters(config, lora, lambda row, shape, layer: shape, dtype, stacked=stacked)
+    return build_adapters(config, lora, lambda row, shape: shape, dtype)
 
 
 def build_adapters(
     config: LlamaConfig,
     lora: Lora,
-    pair_of: Callable[[Row, LowRank, int], Any],
+    pair_of: Callable[[Row, LowRank], Any],
     dtype: jax.typing.DTypeLike = jnp.float32,
-    *,
-    stacked: bool = True,
 ) -> Llama:
     """A `Llama` with the result of a function for each matrix that has an adapter, and None elsewhere.
 
     Args:
-      pair_of: given the row of the table, the shapes as a `LowRank` of `jax.ShapeDtypeStruct`, and the layer: 0 for stacked
-        blocks.
+      pair_of: given the row of the table, and the shapes as a `LowRank` of `jax.ShapeDtypeStruct`.
 
     Raises:
       ConfigError: as `init_adapters`.
@@ -166,15 +161,15 @@ def build_adapters(
         )
     paths = {TARGETS[name].path for name in lora.targets}
 
-    def leaf(row: Row, layer: int) -> Any:
+    def leaf(row: Row) -> Any:
         if row.path not in paths:
             return None
-        shape = row.shape_of_all(config) if stacked else row.shape(config)
-        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(row.path, shape, lora.rank, stacked))
+        shape = row.shape_of_all(config)
+        a, b = (jax.ShapeDtypeStruct(one, jnp.dtype(dtype)) for one in _shapes(row.path, shape, lora.rank))
         magnitude = jax.ShapeDtypeStruct(shape[:-1], jnp.dtype(dtype)) if lora.dora else None
-        return pair_of(row, LowRank(a, b, magnitude), layer)
+        return pair_of(row, LowRank(a, b, magnitude))
 
-    return build(config, leaf, stacked=stacked)
+    return build(config, leaf)
 
 
 def adapter_count(config: LlamaConfig, lora: Lora) -> int:
@@ -182,7 +177,7 @@ def adapter_count(config: LlamaConfig, lora: Lora) -> int:
     widths = {"q_proj": config.queries_per_kv_head, "k_proj": 1, "v_proj": 1}  # of G + 2
     numbers = 0
 
-    def count(row: Row, shape: LowRank, _: int) -> None:
+    def count(row: Row, shape: LowRank) -> None:
         nonlocal numbers
         layers, *_, columns = shape.a.shape
         for name in set(_names_at(row.path)) & set(lora.targets):
@@ -200,10 +195,10 @@ def adapted(params: Llama, adapters: Llama, lora: Lora) -> Llama:
 
     Args:
       params: the base, dense or quantised, on any devices.
-      adapters: in the same form: for stacked blocks or for a tuple of them, as `stack` and `unstack` make them.
+      adapters: as `init_adapters` and `load_adapter` give them.
 
     Raises:
-      ConfigError: adapters of another form or for another model; the message names the matrix.
+      ConfigError: adapters of another model; the message names the matrix.
     """
 
     def join(leaf: Any, pair: LowRank) -> AdaptedWeight:
@@ -222,12 +217,10 @@ def settled(params: Llama) -> Llama:
     Parameters without DoRA are returned unchanged, and nothing else is copied.
     """
 
-    run = _factors_of if isinstance(params.blocks, Block) else _factor_of
-
     def of(leaf: Any) -> Any:
         if not isinstance(leaf, ChangedWeight) or leaf.low_rank.magnitude is None:
             return leaf
-        return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=run(leaf))
+        return leaf.replace(low_rank=leaf.low_rank.replace(magnitude=None), factor=_factors_of(leaf))
 
     return jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, ChangedWeight))
 
@@ -236,19 +229,18 @@ def _settled_factor(leaf: AdaptedWeight | TabledWeight) -> Any:
     return leaf.settled().factor
 
 
-_factor_of, _factors_of = jax.jit(_settled_factor), jax.jit(jax.vmap(_settled_factor))
+_factors_of = jax.jit(jax.vmap(_settled_factor))
 
 
 def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, LowRank], Any]) -> Llama:
     """The parameters with each matrix that has a pair replaced by a function of both, see `adapted`."""
-    stacked = isinstance(params.blocks, Block)
     pairs = {_name(path): pair for path, pair in jax.tree.leaves_with_path(adapters, is_leaf=_is_pair)}
 
     def join(path: tuple[Any, ...], leaf: Any) -> Any:
         pair = pairs.pop(_name(path), None)
         if pair is None:
             return leaf
-        needed = _shapes(_path(path), tuple(leaf.shape), rank, stacked)
+        needed = _shapes(_path(path), tuple(leaf.shape), rank)
         found = tuple(pair.a.shape), tuple(pair.b.shape)
         if found != needed:
             raise ConfigError(
@@ -259,9 +251,7 @@ def beside(params: Llama, adapters: Llama, rank: int, joined: Callable[[Any, Low
 
     found = jax.tree_util.tree_map_with_path(join, params, is_leaf=lambda leaf: hasattr(leaf, "project"))
     if pairs:
-        raise ConfigError(
-            f"adapter of {min(pairs)}: the model has no such matrix; are both of one model, and both stacked or both not?"
-        )
+        raise ConfigError(f"adapter of {min(pairs)}: the model has no such matrix; are both of one model?")
     return found
 
 
@@ -294,7 +284,7 @@ def merge(params: Llama, adapters: Llama, lora: Lora) -> Llama:
       ConfigError: as `adapted`.
     """
     one = AdaptedWeight.decoded
-    run = jax.jit(jax.vmap(one) if isinstance(params.blocks, Block) else one)
+    run = jax.jit(jax.vmap(one))
     is_adapted = lambda leaf: isinstance(leaf, AdaptedWeight)
     joined = adapted(params, adapters, lora)
     return jax.tree.map(lambda leaf: run(leaf) if is_adapted(leaf) else leaf, joined, is_leaf=is_adapted)
@@ -305,15 +295,15 @@ def _names_at(path: str) -> list[str]:
     return [name for name, target in TARGETS.items() if target.path == path]
 
 
-def _shapes(path: str, shape: tuple[int, ...], rank: int, stacked: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of A and B for the matrix at a path of the table."""
+def _shapes(path: str, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of A and B for the matrix of all layers at a path of the table."""
     parts = len(_names_at(path))
     several = (parts,) if parts > 1 else ()
-    return (*shape[: int(stacked)], *several, rank, shape[-1]), (*shape[:-1], rank)
+    return (shape[0], *several, rank, shape[-1]), (*shape[:-1], rank)
 
 
 def _path(path: tuple[Any, ...]) -> str:
-    """In the table, of a place in a `Llama` of either form."""
+    """In the table, of a place in a `Llama`."""
     return ".".join(key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
 
 

@@ -20,6 +20,7 @@ from llama_jax.errors import ConfigError
 from llama_jax.model.forward import forward
 from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
 from llama_jax.model.params import Attention, Block, Llama
+from llama_jax.model.trees import layers_of, stack
 from llama_jax.ops.layers import project
 from llama_jax.ops.weights import with_fallback
 
@@ -45,7 +46,7 @@ class _Recorded(struct.PyTreeNode):
 
     def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
         rows = x.reshape(-1, x.shape[-1])
-        jax.debug.callback(self._note, rows[:: -(-len(rows) // ROWS)].astype(jnp.float32))
+        jax.debug.callback(self._note, rows[:: -(-len(rows) // ROWS)].astype(jnp.float32), ordered=True)
         return project(x, self.matrix, out_dtype=out_dtype)
 
     def _note(self, rows: Any) -> None:
@@ -58,28 +59,28 @@ def scale_channels(
     """The same model with channels scaled for a kind, into which its matrices are then quantized as any others.
 
     Args:
-      params: floats, with a block for each layer.
+      params: floats.
       tokens: int32[B, T], a text like those that the model is for; a thousand tokens are enough.
       kind: see `trees.quantize`.
       progress: wraps the sequence of layers.
 
     Raises:
-      ConfigError: a model with experts, or parameters that are stacked or quantized; a kind that cannot be made.
+      ConfigError: a model with experts, or parameters that are quantized; a kind that cannot be made.
     """
     if kind not in MIXTURES:
         raise ConfigError(f"kind={kind!r} is not one of {', '.join(MIXTURES)}")
     if config.experts:
         raise ConfigError(f"a model with experts={config.experts} has no channels that are scaled for one matrix alone")
-    if not isinstance(params.blocks, tuple) or any(hasattr(leaf, "planes") for leaf in _leaves(params)):
-        raise ConfigError("channels are scaled of floats with a block for each layer: load with a dtype, or unstack")
-    recorded, blocks = [_recorded(block) for block in params.blocks], []
-    forward(config, params.replace(blocks=tuple(recorded)), jnp.asarray(tokens))
+    if any(hasattr(leaf, "planes") for leaf in _leaves(params)):
+        raise ConfigError("channels are scaled of floats: load with a dtype")
+    given, recorded, blocks = layers_of(params), _recorded(params.blocks), []
+    forward(config, params.replace(blocks=recorded), jnp.asarray(tokens))
     jax.effects_barrier()
     layers = range(config.n_layers)
     for i in progress(layers) if progress else layers:
         quantized = lambda path, matrix, i=i: _quantized(matrix, kinds_of_parameter(path, kind, i, config.n_layers))
-        blocks.append(_scaled(config, params.blocks[i], recorded[i], quantized))
-    return params.replace(blocks=tuple(blocks))
+        blocks.append(_scaled(config, given[i], i, recorded, quantized))
+    return params.replace(blocks=stack(blocks))
 
 
 def _leaves(params: Llama) -> list[Any]:
@@ -95,25 +96,27 @@ def _recorded(block: Block) -> Block:
     )
 
 
-def _scaled(config: LlamaConfig, block: Block, recorded: Block, quantized: Callable[[str, np.ndarray], np.ndarray]) -> Block:
+def _scaled(
+    config: LlamaConfig, block: Block, layer: int, recorded: Block, quantized: Callable[[str, np.ndarray], np.ndarray]
+) -> Block:
     """A layer, its matrices from the last to the first: those before `out` and `down` get other rows."""
     attention, ffn = block.attention, block.feed_forward
     heads = (config.n_kv_heads, config.queries_per_kv_head, config.head_dim)
-    inputs = recorded.attention.out.inputs[0]
+    inputs = recorded.attention.out.inputs[layer]
     # The queries of a group share their values, and so the factors.
     shared = lambda sizes: np.broadcast_to(sizes.reshape(heads).mean(1, keepdims=True), heads).reshape(-1)
     factors = _best(inputs, {"blocks.attention.out": attention.out}, quantized, shared)
     attention = _attention_with(attention, factors.reshape(heads)[:, 0])
-    factors = _best(recorded.feed_forward.down.inputs[0], {"blocks.feed_forward.down": ffn.down}, quantized)
+    factors = _best(recorded.feed_forward.down.inputs[layer], {"blocks.feed_forward.down": ffn.down}, quantized)
     ffn = ffn.replace(up=ffn.up / factors[:, None], down=ffn.down * factors)
     offset, norms = config.norm_offset, {}
     if block.attention_norm is not None:
-        factors = _best(recorded.attention.qkv.inputs[0], {"blocks.attention.qkv": attention.qkv}, quantized)
+        factors = _best(recorded.attention.qkv.inputs[layer], {"blocks.attention.qkv": attention.qkv}, quantized)
         attention = attention.replace(qkv=attention.qkv * factors)
         norms["attention_norm"] = (block.attention_norm + offset) / factors - offset
     if block.ffn_norm is not None:
         both = {"blocks.feed_forward.gate": ffn.gate, "blocks.feed_forward.up": ffn.up}
-        factors = _best(recorded.feed_forward.gate.inputs[0], both, quantized)
+        factors = _best(recorded.feed_forward.gate.inputs[layer], both, quantized)
         ffn = ffn.replace(gate=ffn.gate * factors, up=ffn.up * factors)
         norms["ffn_norm"] = (block.ffn_norm + offset) / factors - offset
     return block.replace(attention=attention, feed_forward=ffn, **norms)

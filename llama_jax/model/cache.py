@@ -20,14 +20,15 @@ from llama_jax.ops.platform import mesh_in_force
 from llama_jax.ops.quantized import Quantized, over_rows, quantize
 
 Buffer = jax.Array | Quantized
+MOST_SCATTERED = 1  # tokens of a row that are written by one scatter
 
 
 class KVCache(struct.PyTreeNode):
     """Keys and values of the tokens that the model has read.
 
     Attributes:
-      k, v: a tuple of L arrays [B, K, S, H] (for a tuple of blocks) or one array [L, B, K, S, H] (for stacked blocks);
-        `Quantized` ones for a cache of int8. Head-major, so that the product with a query reads contiguous memory.
+      k, v: [L, B, K, S, H]; `Quantized` for a cache of int8. Head-major, so that the product with a query reads contiguous
+        memory.
       length: int32[B], tokens that each row has read. Rows may have different lengths.
       window: how many positions back a token sees, or None for all. With it the slots are a ring: see `ring_slots`.
       sinks: with a window, this many first tokens stay visible (Xiao et al. 2023, section 3.2, attention sinks).
@@ -50,7 +51,7 @@ class KVCache(struct.PyTreeNode):
     @property
     def capacity(self) -> int:
         """S, the slots of each row."""
-        return (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
+        return self.k.shape[-2]
 
 
 def init_cache(
@@ -59,12 +60,11 @@ def init_cache(
     capacity: int,
     dtype: jnp.dtype = jnp.float32,
     *,
-    stacked: bool = False,
     window: int | None = None,
     sinks: int = 0,
     fresh: bool = False,
 ) -> KVCache:
-    """An empty cache for `batch` rows of at most `capacity` tokens; `stacked` to match stacked blocks.
+    """An empty cache for `batch` rows of at most `capacity` tokens.
 
     Args:
       dtype: that of the parameters; or int8, with a factor for each head and position.
@@ -80,17 +80,14 @@ def init_cache(
         raise GenerationError(f"dtype={dtype!r} of the cache must be a floating-point type, that of the parameters, or int8")
     if window is not None or sinks:
         check_window(window, sinks, capacity)
-    shape = (batch, config.n_kv_heads, capacity, config.head_dim)
+    shape = (config.n_layers, batch, config.n_kv_heads, capacity, config.head_dim)
 
-    def zeros(*shape: int) -> Buffer:
+    def zeros() -> Buffer:
         if dtype == jnp.int8:
             return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32))
         return jnp.zeros(shape, dtype)
 
-    def buffers() -> Buffer | tuple[Buffer, ...]:
-        return zeros(config.n_layers, *shape) if stacked else tuple(zeros(*shape) for _ in range(config.n_layers))
-
-    return KVCache(buffers(), buffers(), jnp.zeros((batch,), jnp.int32), window, sinks, fresh)
+    return KVCache(zeros(), zeros(), jnp.zeros((batch,), jnp.int32), window, sinks, fresh)
 
 
 def cache_bytes(config: LlamaConfig, batch: int, length: int, dtype: jax.typing.DTypeLike) -> int:
@@ -124,7 +121,7 @@ def grow(cache: KVCache, capacity: int) -> KVCache:
 
 def is_quantized(cache: KVCache) -> bool:
     """Whether it is a cache of int8, whose keys are kept as `ops.smooth_keys` has them."""
-    return isinstance(cache.k[0] if isinstance(cache.k, tuple) else cache.k, Quantized)
+    return isinstance(cache.k, Quantized)
 
 
 def over_buffers(change: Callable[[jax.Array], jax.Array], cache: KVCache) -> KVCache:
@@ -150,17 +147,17 @@ def key_positions(cache: KVCache, new: int) -> jax.Array | None:
     return None if cache.window is None else ring_positions(cache.length, new, cache.capacity, cache.sinks)
 
 
-def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | None = None) -> Buffer:
+def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array) -> Buffer:
     """Put T new tokens of each row into a buffer of keys or values, in place where XLA owns the buffer.
 
     No gradient flows into the cache. Positions are not checked here (`forward` does if it can): XLA drops a single token
     without a slot, and shifts several that do not fit, or drops them.
 
     Args:
-      buffer: [B, K, S, H], or [L, B, K, S, H] with `layer`.
+      buffer: [L, B, K, S, H].
       new: [B, K, T, H].
       slots: int32[B], the slot of each row's first new token; or int32[B, T], of each token.
-      layer: int32[], which layer of a stacked buffer.
+      layer: int32[].
     """
     new = lax.stop_gradient(new)
     if isinstance(buffer, Quantized):
@@ -170,38 +167,36 @@ def write(buffer: Buffer, new: jax.Array, slots: jax.Array, layer: jax.Array | N
 
 
 @for_cpu(cpu.put)
-def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None) -> jax.Array:
-    """Of [(L,) B, K, S, ...] and [B, K, T, ...]."""
-    layers = () if layer is None else (layer.astype(slots.dtype),)
-    zero, rest, at = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3), len(layers)  # rows are axis `at`
+def _put(buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
+    """Of [L, B, K, S, ...] and [B, K, T, ...]."""
+    layer = layer.astype(slots.dtype)
+    zero, rest = jnp.zeros((), slots.dtype), (0,) * (new.ndim - 3)
     if slots.ndim == 1 and new.shape[0] == 1:  # one row needs no scatter
-        start = (*layers, zero, zero, slots[0], *(zero for _ in rest))
-        return lax.dynamic_update_slice(buffer, new.reshape(*(1 for _ in layers), *new.shape), start)
+        return lax.dynamic_update_slice(buffer, new[None], (layer, zero, zero, slots[0], *(zero for _ in rest)))
     mesh, count = mesh_in_force(), new.shape[2]
-    if count == 1 or (count <= 16 and layer is None):
+    if count <= MOST_SCATTERED:
         # One scatter, of each row, head and token: of updates by whole rows a TPU makes a loop over the rows.
         slots = slots[:, None] + jnp.arange(count, dtype=slots.dtype)[None] if slots.ndim == 1 else slots
         plainly: Any = dict(unique_indices=True, indices_are_sorted=count == 1, mode="promise_in_bounds")
         if math.prod(mesh.values()) == 1:
             rows, heads = jnp.arange(new.shape[0])[:, None, None], jnp.arange(new.shape[1])[:, None]
-            return buffer.at[(*layers, rows, heads, slots[:, None])].set(new, **plainly)
+            return buffer.at[layer, rows, heads, slots[:, None]].set(new, **plainly)
 
         # Over devices both axes are the scatter's own and no indices, so that devices with parts of them exchange nothing.
         # Of more than one head on a device a TPU would then want the heads first and copy the cache.
-        def put_head(head: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) S, ...], [T, ...], [T]
-            return head.at[(*layers, slots)].set(new, **plainly)
+        def put_head(head: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [L, S, ...], [T, ...], [T]
+            return head.at[layer, slots].set(new, **plainly)
 
         if new.shape[1] <= mesh.get("tensor", 1):
-            return jax.vmap(jax.vmap(put_head, (at, 0, None), at), (at, 0, 0), at)(buffer, new, slots)
+            return jax.vmap(jax.vmap(put_head, (1, 0, None), 1), (1, 0, 0), 1)(buffer, new, slots)
 
-    def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [(L,) K, S, ...], [K, T, ...], [] or [T]
+    def put_row(row: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:  # [L, K, S, ...], [K, T, ...], [] or [T]
         if slots.ndim == 0:
-            start = (*layers, zero, slots, *(zero for _ in rest))
-            return lax.dynamic_update_slice(row, new.reshape(*(1 for _ in layers), *new.shape), start)
-        one_head = lambda row, new: row.at[(*layers, slots)].set(new, unique_indices=True, mode="promise_in_bounds")
-        return jax.vmap(one_head, in_axes=(at, 0), out_axes=at)(row, new)
+            return lax.dynamic_update_slice(row, new[None], (layer, zero, slots, *(zero for _ in rest)))
+        one_head = lambda row, new: row.at[layer, slots].set(new, unique_indices=True, mode="promise_in_bounds")
+        return jax.vmap(one_head, in_axes=(1, 0), out_axes=1)(row, new)
 
-    return jax.vmap(put_row, in_axes=(at, 0, 0), out_axes=at)(buffer, new, slots)
+    return jax.vmap(put_row, in_axes=(1, 0, 0), out_axes=1)(buffer, new, slots)
 
 
 def bucket(length: int, smallest: int) -> int:

@@ -14,7 +14,7 @@ from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError, GenerationError
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Attend, Compute, Places
-from llama_jax.model.params import BLOCKS, TABLE, Block, Llama, Row, rows
+from llama_jax.model.params import TABLE, Llama, Row, rows
 from llama_jax.ops.attention import Seen, View
 
 
@@ -48,15 +48,9 @@ def check_arguments(config: LlamaConfig, params: Llama, tokens: jax.Array, cache
 
 def _check_cache(config: LlamaConfig, params: Llama, cache: KVCache, batch: int, new: int) -> None:
     """Raise if `new` tokens do not fit: XLA would shift the write and overwrite earlier tokens."""
-    if isinstance(params.blocks, tuple) != isinstance(cache.k, tuple):
-        forms = ("a tuple", "stacked") if isinstance(params.blocks, tuple) else ("stacked", "a tuple")
-        raise GenerationError(
-            f"the blocks are {forms[0]}, the cache is {forms[1]}; give init_cache stacked=True for stacked blocks only"
-        )
     if cache.length.shape[0] != batch:
         raise GenerationError(f"tokens have batch={batch} but the cache has {cache.length.shape[0]} rows")
-    layers = len(cache.k) if isinstance(cache.k, tuple) else cache.k.shape[0]
-    heads, width = (cache.k[0] if isinstance(cache.k, tuple) else cache.k).shape[-3::2]
+    layers, heads, width = cache.k.shape[0], *cache.k.shape[-3::2]
     if (layers, heads, width) != (config.n_layers, config.n_kv_heads, config.head_dim):
         raise GenerationError(
             f"a cache of {layers} layers, {heads} heads of {width} is not one of this configuration; make it with init_cache"
@@ -85,23 +79,13 @@ def check_params(config: LlamaConfig, params: Llama) -> None:
       ConfigError: a parameter that is missing, unexpected or of the wrong shape; the message names it.
     """
     check_head(config, params)
-    blocks = params.blocks
-    stacked = isinstance(blocks, Block)
-    layers = (blocks,) if isinstance(blocks, Block) else blocks
-    for path, (row, wanted) in _shapes(config, stacked).items():
-        for i, node in enumerate(layers if row.in_blocks else (params,)):
-            shape = getattr(attrgetter(path.removeprefix(BLOCKS))(node), "shape", None)
-            if shape == wanted or (row.has_vocabulary and _is_padded(shape, wanted)):
-                continue
-            where = path if stacked or not row.in_blocks else f"{BLOCKS}{i}.{path.removeprefix(BLOCKS)}"
+    for path, (row, wanted) in _shapes(config).items():
+        shape = getattr(attrgetter(path)(params), "shape", None)
+        if shape != wanted and not (row.has_vocabulary and _is_padded(shape, wanted)):
             raise ConfigError(
-                f"parameters whose {where} is {_in_words(shape)} are not those of the configuration, which needs"
+                f"parameters whose {path} is {_in_words(shape)} are not those of the configuration, which needs"
                 f" {_in_words(wanted)}"
             )
-    if not stacked and len(layers) != config.n_layers:
-        raise ConfigError(
-            f"parameters of {len(layers)} layers are not those of the configuration: n_layers={config.n_layers}"
-        )
 
 
 def check_head(config: LlamaConfig, params: Llama) -> None:
@@ -112,10 +96,10 @@ def check_head(config: LlamaConfig, params: Llama) -> None:
 
 
 @cache
-def _shapes(config: LlamaConfig, stacked: bool) -> dict[str, tuple[Row, tuple[int, ...] | None]]:
+def _shapes(config: LlamaConfig) -> dict[str, tuple[Row, tuple[int, ...] | None]]:
     """The row and the shape of the parameter at each path; None where a model of this configuration has none."""
     absent: dict[str, tuple[Row, tuple[int, ...] | None]] = {row.path: (row, None) for row in TABLE}
-    there = {row.path: (row, row.shape_of_all(config) if stacked else row.shape(config)) for row in rows(config)}
+    there = {row.path: (row, row.shape_of_all(config)) for row in rows(config)}
     return absent | there
 
 

@@ -16,10 +16,12 @@ from llama_jax.errors import ConfigError, MeshError
 from llama_jax.model.cache import KVCache, is_quantized, key_positions, slots_of, write
 from llama_jax.model.checks import check_arguments, check_attend, check_head, checked_attention
 from llama_jax.model.options import Compute, Layout, Places, identity
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Block, Llama, is_matrix_in_block
 from llama_jax.model.remat import rematerialise
 from llama_jax.model.rope import scaled_frequencies
 from llama_jax.ops.attention import Seen, View
+from llama_jax.ops.platform import lowering_platform
+from llama_jax.ops.weights.layers import is_held, split
 
 
 def forward(
@@ -40,9 +42,8 @@ def forward(
     Args:
       tokens: int32[B, T], ids in [0, V). An id outside is not noticed here, unlike in `whole.logits` and `generate`. Nor is
         a position beyond `config.max_seq_len`, which `generate` refuses.
-      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. Its form follows that of
-        `params.blocks`: a tuple for a tuple, stacked for stacked. No gradient flows through it, not even through the new
-        tokens' own keys and values unless it is fresh: leave it out to differentiate.
+      cache: the keys and values of earlier tokens; None starts at position 0 and keeps nothing. No gradient flows through
+        it, not even through the new tokens' own keys and values unless it is fresh: leave it out to differentiate.
       places: the positions of the tokens, if they do not just follow those in the cache.
       compute: dtype, rematerialisation, attention.
       layout: over which devices. `constrain` is called with "tokens" [B, T], before the lookup; and with activations
@@ -55,8 +56,8 @@ def forward(
 
     Raises:
       ConfigError: the parameters are not those of the configuration.
-      GenerationError: the tokens are not int[B, T], or do not fit into the cache, or its form is not that of the blocks;
-        places of another shape, or packed rows together with a cache. Under `jit` the filled length is not known, and only
+      GenerationError: the tokens are not int[B, T], or do not fit into the cache; places of another shape, or packed rows
+        together with a cache. Under `jit` the filled length is not known, and only
         tokens that an empty cache could not take are noticed: count as `generate` does.
     """
     with layout.context(), ops.native_beside(params):
@@ -124,43 +125,47 @@ def run(
         return _times(norm(layout.constrain(x, "added"), weight, checked=True), config.residual_multiplier)
 
     def run_layer(
-        kind: int, block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array | None = None
+        block: Block, hidden: jax.Array, buffers: Any, step: _Step, index: jax.Array, layer: int | None = None
     ) -> Any:
         # Where layers are scanned and differ, which kind one is is known when the program runs.
-        which = kind if index is None or len(kinds) == 1 else jnp.asarray(kind_of)[index]
+        number = layer if len(kinds) > 1 else 0
+        kind = jnp.asarray(kind_of)[index] if number is None else kind_of[number]
         normed = layout.constrain(norm(hidden, block.attention_norm), "normed")
-        heads = _project_heads(config, block, normed, step, which)
+        heads = _project_heads(config, block, normed, step, kind)
         kept = heads if cache is None or not is_quantized(cache) else _smoothed(config, block, heads)
         buffers, view = _view_of(cache, buffers, kept, step, index)
-        mixed = mix(which, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
+        mixed = mix(kind, kept, view, step.seen).swapaxes(1, 2).reshape(*tokens.shape, -1)  # [B, T, N * H]
         after = hidden + added(ops.project(mixed, block.attention.out), block.attention_post_norm)
         normed = layout.constrain(norm(after, block.ffn_norm), "normed")
         after = after + added(_feed_forward(config, block, normed, layout), block.ffn_post_norm)
         after = layout.constrain(after, "residual")
         return after, buffers, None if tap is None else tap(hidden, after, heads.keys, heads.values)
 
-    layer_steps: list[Callable[..., Any]] = [partial(run_layer, kind) for kind in range(len(kinds))]
-    if compute.remat != "none":
-        stacked = isinstance(params.blocks, Block)
-        layer_steps = [rematerialise(compute.remat, layer_step, stacked=stacked) for layer_step in layer_steps]
-    buffers: Any = None if cache is None else (cache.k, cache.v)
-    if isinstance(params.blocks, Block):
+    def step_of(layer: int | None) -> Callable[..., Any]:
+        one = partial(run_layer, layer=layer)
+        return one if compute.remat == "none" else rematerialise(compute.remat, one)
+
+    carry: Any = hidden, None if cache is None else (cache.k, cache.v)
+    unrolled = cache is not None and lowering_platform() == "gpu"
+    held = lambda path, leaf: unrolled or is_held(leaf, is_constant=cache is not None and is_matrix_in_block(path))
+    sliced, layer_of = split(params.blocks, held)
+    if unrolled:
+        # XLA for GPUs copies each slice of a scan, 118 MB a layer of 8B; slices at places that it knows it reads in place.
+        each = []
+        for i in range(config.n_layers):
+            *carry, found = step_of(i)(layer_of([], i), *carry, step, jnp.int32(i))
+            each.append(found)
+        taken = jax.tree.map(lambda *arrays: jnp.stack(arrays), *each)
+    else:
+        layer_step = step_of(None)
 
         def scan_layer(carry: Any, layer: Any) -> tuple[Any, Any]:
-            hidden, buffers, taken = layer_steps[0](layer[0], *carry, step, layer[1])
-            return (hidden, buffers), taken
+            *carry, taken = layer_step(layer_of(*layer), *carry, step, layer[1])
+            return tuple(carry), taken
 
         # The cache is in the carry: as input and output of the scan it would be copied whole at every call.
-        (hidden, buffers), taken = lax.scan(scan_layer, (hidden, buffers), (params.blocks, jnp.arange(config.n_layers)))
-    else:
-        layers: list[Any] = [None] * config.n_layers if cache is None else list(zip(cache.k, cache.v, strict=True))
-        each = []
-        for i, block in enumerate(params.blocks):
-            hidden, layers[i], found = layer_steps[kind_of[i]](block, hidden, layers[i], step)
-            each.append(found)
-        buffers = None if cache is None else tuple(zip(*layers, strict=True))
-        taken = tuple(each)
-
+        carry, taken = lax.scan(scan_layer, carry, (sliced, jnp.arange(config.n_layers)))
+    hidden, buffers = carry
     hidden = finish(config, params, hidden)
     if cache is None:
         return hidden, None, taken

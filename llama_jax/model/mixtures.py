@@ -40,11 +40,6 @@ def kinds_of_parameter(path: str, quantize: str, layer: int, layers: int) -> tup
     return tuple(kinds) if len(set(kinds)) > 1 else (kinds[0],)
 
 
-def differs_by_layer(quantize: str) -> bool:
-    """Whether a matrix has one kind in some layers and another in others, so that layers cannot be stacked."""
-    return quantize in MIXED
-
-
 def base_kind(quantize: str) -> str:
     """The kind of most matrices."""
     return quantize.removesuffix("-pure")

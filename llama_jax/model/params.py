@@ -75,14 +75,13 @@ class Llama(struct.PyTreeNode):
 
     Attributes:
       embedding: [V, D].
-      blocks: a tuple of L blocks (read from a file, fastest to decode with), or one `Block` whose arrays have a leading
-        axis L (fast to compile, for training); `stack` and `unstack` convert.
+      blocks: one `Block` whose arrays have a leading axis L, the layers; see `trees.layer_of` for one of them.
       final_norm: [D].
       lm_head: [V, D], or None if the output projection is the embedding.
     """
 
     embedding: Leaf
-    blocks: Block | tuple[Block, ...]
+    blocks: Block
     final_norm: Leaf
     lm_head: Leaf | None
 
@@ -215,8 +214,14 @@ def rows(config: LlamaConfig) -> tuple[Row, ...]:
     return tuple(row for row in TABLE if row.when(config))
 
 
+def is_matrix_in_block(path: tuple[Any, ...]) -> bool:
+    """Whether the leaf at a path within the blocks is a matrix, and not a part of what stands in its place."""
+    row = row_at((jax.tree_util.GetAttrKey("blocks"), *path))
+    return row.is_matrix and not any(getattr(key, "name", "") in ("low_rank", "factor", "rows") for key in path)
+
+
 def row_at(path: tuple[Any, ...]) -> Row:
-    """The row of a leaf, of which `jax.tree_util.tree_map_with_path` gives the path in a `Llama` of either form.
+    """The row of a leaf, of which `jax.tree_util.tree_map_with_path` gives the path in a `Llama`.
 
     Of several rows for one place the first: they differ in shape and condition alone. The arrays inside of what stands in
     the place of a weight are all of its row.

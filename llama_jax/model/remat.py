@@ -16,7 +16,7 @@ from llama_jax.ops.platform import recomputing
 LAYER_INPUT = "layer_input"
 
 
-def rematerialise(remat: Remat, layer: Callable[..., Any], *, stacked: bool) -> Callable[..., Any]:
+def rematerialise(remat: Remat, layer: Callable[..., Any]) -> Callable[..., Any]:
     """The function of one layer, whose first two arguments are its parameters and the residual stream."""
     policies = jax.checkpoint_policies
     policy = {
@@ -36,5 +36,5 @@ def rematerialise(remat: Remat, layer: Callable[..., Any], *, stacked: bool) -> 
         with recomputing(True):
             return layer(block, checkpoint_name(hidden, LAYER_INPUT), *rest)
 
-    # Nothing of a scan can be merged with the forward pass: the barrier that prevents it would only cost.
-    return jax.checkpoint(named, prevent_cse=not stacked, policy=policy)
+    # Nothing of a scan over layers can be merged with the forward pass: the barrier that prevents it would only cost.
+    return jax.checkpoint(named, prevent_cse=False, policy=policy)

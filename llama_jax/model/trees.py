@@ -5,26 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from llama_jax.config import LlamaConfig
 from llama_jax.errors import ConfigError
-from llama_jax.model.mixtures import MIXTURES, differs_by_layer, kinds_of_parameter
+from llama_jax.model.mixtures import MIXTURES, kinds_of_parameter
 from llama_jax.model.params import Attention, Block, FeedForward, Leaf, Llama, Row, row_at, rows
 from llama_jax.ops.weights import (
     ChangedWeight,
     JoinedWeight,
     Kind,
+    MixedStack,
     Name,
     Pure,
     QuantizedWeight,
     fitting,
+    layer_of,
     quantized,
     shardings_of_planes,
     with_fallback,
@@ -47,7 +50,7 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
         its_key = keys[number] if number < len(keys) else jax.random.fold_in(key, number)
         return (std * jax.random.normal(its_key, shape, jnp.float32)).astype(dtype)
 
-    def start(row: Row, layer: int) -> jax.Array:
+    def start(row: Row) -> jax.Array:
         shape = row.shape_of_all(config)
         if not row.decays:
             return jnp.full(shape, 1 - config.norm_offset if row.start == "ones" else 0, dtype)
@@ -60,38 +63,25 @@ def init(config: LlamaConfig, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.
     return build(config, start)
 
 
-def build(config: LlamaConfig, leaf_of: Callable[[Row, int], Leaf], *, stacked: bool = True) -> Llama:
-    """A `Llama` with what a function gives for each row of the table, and None for what the configuration has not.
-
-    Args:
-      leaf_of: given a row and a layer: 0 for what stands outside the blocks, and for stacked ones.
-      stacked: whether the blocks are one, or a tuple.
-    """
+def build(config: LlamaConfig, leaf_of: Callable[[Row], Leaf]) -> Llama:
+    """A `Llama` with what a function gives for each row of the table, and None for what the configuration has not."""
     table = {row.path: row for row in rows(config)}
 
-    def leaf(path: str, layer: int) -> Leaf | None:
-        return leaf_of(table[path], layer) if path in table else None
+    def leaf(path: str) -> Leaf | None:
+        return leaf_of(table[path]) if path in table else None
 
-    def node(kind: Any, start: str, layer: int, **nodes: Any) -> Any:
+    def node(kind: Any, start: str, **nodes: Any) -> Any:
         leaves = {field.name: start + field.name for field in fields(kind) if field.name not in nodes}
-        return kind(**nodes, **{name: leaf(path, layer) for name, path in leaves.items()})
+        return kind(**nodes, **{name: leaf(path) for name, path in leaves.items()})
 
-    def block(layer: int) -> Block:
-        attention = node(Attention, "blocks.attention.", layer)
-        feed_forward = node(FeedForward, "blocks.feed_forward.", layer)
-        return node(Block, "blocks.", layer, attention=attention, feed_forward=feed_forward)
-
-    blocks = block(0) if stacked else tuple(block(i) for i in range(config.n_layers))
-    return node(Llama, "", 0, blocks=blocks)
+    attention = node(Attention, "blocks.attention.")
+    feed_forward = node(FeedForward, "blocks.feed_forward.")
+    return node(Llama, "", blocks=node(Block, "blocks.", attention=attention, feed_forward=feed_forward))
 
 
-def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32, *, stacked: bool = True) -> Llama:
+def param_shapes(config: LlamaConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Llama:
     """A `Llama` of `jax.ShapeDtypeStruct`: what `init` would give, without allocating it."""
-
-    def shape(row: Row, layer: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(row.shape_of_all(config) if stacked else row.shape(config), jnp.dtype(dtype))
-
-    return build(config, shape, stacked=stacked)
+    return build(config, lambda row: jax.ShapeDtypeStruct(row.shape_of_all(config), jnp.dtype(dtype)))
 
 
 def quantize(params: Llama, kind: Name | Pure) -> Llama:
@@ -109,9 +99,6 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
     planned = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
     if kind not in (*MIXTURES, *(KINDS if planned else ())):
         raise ConfigError(f"quantize={kind!r} is not one of {', '.join(MIXTURES)}")
-    layers = len(params.blocks) if isinstance(params.blocks, tuple) else None
-    if layers is None and differs_by_layer(kind):
-        raise ConfigError(f"quantize={kind!r} differs from layer to layer, and these layers are stacked; use '{kind}-pure'")
 
     def of_leaf(path: tuple[Any, ...], leaf: Leaf) -> Leaf:
         row = row_at(path)
@@ -119,14 +106,11 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
             return leaf
         if isinstance(leaf, ChangedWeight):
             return leaf.replace(base=of_leaf(path, leaf.base))
-        layer = next((key.idx for key in path if isinstance(key, jax.tree_util.SequenceKey)), 0)
-        own = kinds_of_parameter(row.path, kind, layer, layers or 1)
-        if len(own) > 1:
-            leaf = leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight) else leaf
-            return JoinedWeight(
-                tuple(in_kind(row, part, each) for part, each in zip(_parts(leaf, len(own)), own, strict=True))
-            )
-        return in_kind(row, leaf, own[0])
+        layers = leaf.shape[0] if row.in_blocks else 1
+        each = [kinds_of_parameter(row.path, kind, layer, layers) for layer in range(layers)]
+        if len(set(each)) > 1 or len(each[0]) > 1:
+            leaf = leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack) else leaf
+        return in_kinds(leaf, each, partial(in_kind, row))
 
     def in_kind(row: Row, leaf: Leaf, own: str) -> Leaf:
         form = with_fallback(own, columns_on_each(leaf.shape, leaf.sharding))
@@ -135,27 +119,52 @@ def quantize(params: Llama, kind: Name | Pure) -> Llama:
         if leaf.shape[-1] % form.block:
             raise ConfigError(f"{row.path} has rows of {leaf.shape[-1]} numbers, and {own} needs multiples of {form.block}")
         if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return quantized(leaf.decoded() if isinstance(leaf, QuantizedWeight | JoinedWeight) else leaf, own)
+            return quantized(leaf.decoded() if is_weight(leaf) else leaf, own)
         return _planned(leaf, form)
 
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight)
-    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_weight)
+    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, ChangedWeight)
+    return jax.tree_util.tree_map_with_path(of_leaf, params, is_leaf=is_leaf)
+
+
+def in_kinds(leaf: Any, each: Sequence[tuple[Any, ...]], in_kind: Callable[[Any, Any], Any]) -> Any:
+    """A matrix, or one of all layers, whose parts side by side, and whose layers, are of several kinds.
+
+    Args:
+      leaf: an array or its shape.
+      each: for each layer the kinds of its parts, or one for all parts.
+      in_kind: makes a weight of an array or shape and a kind.
+    """
+    count = max(map(len, each))
+    if count > 1:
+        own = [kinds if len(kinds) == count else kinds * count for kinds in each]
+        parts = zip(_parts(leaf, count), zip(*own, strict=True), strict=True)
+        return JoinedWeight(tuple(in_kinds(part, [(kind,) for kind in kinds], in_kind) for part, kinds in parts))
+    kinds = [kind for (kind,) in each]
+    different = list(dict.fromkeys(kinds))
+    if len(different) == 1:
+        return in_kind(leaf, kinds[0])
+    layers = {kind: [layer for layer, own in enumerate(kinds) if own == kind] for kind in different}
+    places = tuple((different.index(kind), layers[kind].index(layer)) for layer, kind in enumerate(kinds))
+    return MixedStack(tuple(in_kind(_some_layers(leaf, layers[kind]), kind) for kind in different), places)
+
+
+def _some_layers(leaf: Any, layers: list[int]) -> Any:
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf[np.asarray(layers)]
+    return jax.ShapeDtypeStruct((len(layers), *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
 
 
 def planned_in_kinds(params: Llama, kinds: Llama) -> Llama:
     """A tree of `jax.ShapeDtypeStruct` leaves as it is where matrices have kinds of their own, as in a file.
 
     Args:
-      kinds: a tuple for each parameter: the kind of each of its parts side by side, None for floats.
+      kinds: for each parameter a tuple for each layer: the kind of each of its parts side by side, None for floats.
     """
 
-    def of_leaf(leaf: jax.ShapeDtypeStruct, own: tuple[str | None, ...]) -> Any:
-        if len(set(own)) > 1:
-            parts = _parts(leaf, len(own))
-            return JoinedWeight(tuple(of_leaf(part, (kind,)) for part, kind in zip(parts, own, strict=True)))
-        return leaf if own[0] is None else _planned(leaf, fitting(own[0], columns_on_each(leaf.shape, leaf.sharding)))
+    def in_kind(leaf: jax.ShapeDtypeStruct, kind: str | None) -> Any:
+        return leaf if kind is None else _planned(leaf, fitting(kind, columns_on_each(leaf.shape, leaf.sharding)))
 
-    return jax.tree.map(of_leaf, params, kinds)
+    return jax.tree.map(lambda leaf, each: in_kinds(leaf, each, in_kind), params, kinds)
 
 
 def _parts(leaf: Any, count: int) -> list[Any]:
@@ -177,16 +186,20 @@ def _planned(leaf: jax.ShapeDtypeStruct, form: Kind) -> QuantizedWeight:
     return QuantizedWeight(tuple(shapes), form.name, str(leaf.dtype)).arranged()
 
 
+def is_weight(leaf: Any) -> bool:
+    """Whether a quantized weight stands in the place of a matrix, of one kind or several."""
+    return isinstance(leaf, QuantizedWeight | JoinedWeight | MixedStack)
+
+
 def dequantize(params: Llama) -> Llama:
     """The parameters with the numbers that quantised matrices stand for."""
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
     return jax.tree.map(lambda leaf: leaf.decoded() if is_weight(leaf) else leaf, params, is_leaf=is_weight)
 
 
 def count(params: Llama) -> int:
     """How many numbers the parameters hold; works on the shapes that `jax.eval_shape` gives as well."""
-    is_weight = lambda leaf: hasattr(leaf, "project")
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_weight))
+    is_one = lambda leaf: hasattr(leaf, "project") or is_weight(leaf)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params, is_leaf=is_one))
 
 
 def bytes_in_memory(params: Any) -> int:
@@ -198,10 +211,10 @@ def bytes_in_memory(params: Any) -> int:
 def kinds_in_memory(params: Any) -> str:
     """As what the matrices of a model are kept, most numbers first: "bfloat16", "int8", "q4_k and q6_k"."""
     numbers: Counter[str] = Counter()
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
+    is_quantized = lambda leaf: isinstance(leaf, QuantizedWeight)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         if row_at(path).is_matrix:
-            numbers[leaf.kind if is_weight(leaf) else str(leaf.dtype)] += math.prod(leaf.shape)
+            numbers[leaf.kind if is_quantized(leaf) else str(leaf.dtype)] += math.prod(leaf.shape)
     return " and ".join(kind for kind, _ in numbers.most_common())
 
 
@@ -210,20 +223,25 @@ def parameter_count(config: LlamaConfig) -> int:
     return sum(math.prod(row.shape_of_all(config)) for row in rows(config))
 
 
-def unstack(params: Llama) -> Llama:
-    """The same parameters with a tuple of blocks, one per layer; each array is copied out of its stack."""
-    if isinstance(params.blocks, tuple):
-        return params
-    stacked = params.blocks
-    layers = jax.tree.leaves(stacked)[0].shape[0]  # of adapters most places hold None
-    blocks = tuple(jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(layers))
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight)
-    arrange = lambda leaf: leaf.arranged() if is_weight(leaf) else leaf
-    return params.replace(blocks=jax.tree.map(arrange, blocks, is_leaf=is_weight))
+def layers_of(params: Llama) -> tuple[Block, ...]:
+    """Each layer's block, of arrays of its own."""
+    layers = jax.tree.leaves(params.blocks, is_leaf=is_weight)[0].shape[0]  # of adapters most places hold None
+    return tuple(layer_of(params.blocks, layer) for layer in range(layers))
 
 
-def stack(params: Llama) -> Llama:
-    """The same parameters with one block whose arrays have a leading axis L."""
-    if isinstance(params.blocks, Block):
-        return params
-    return params.replace(blocks=jax.tree.map(lambda *arrays: jnp.stack(arrays), *params.blocks))
+def stack(blocks: Sequence[Block]) -> Block:
+    """One block whose arrays have a leading axis L, of those of all layers; of NumPy where they are."""
+    is_one = lambda leaf: isinstance(leaf, QuantizedWeight)
+    layers = [jax.tree.flatten(block, is_leaf=is_one) for block in blocks]
+    return jax.tree.unflatten(layers[0][1], [_join(leaves) for leaves in zip(*(each for each, _ in layers), strict=True)])
+
+
+def _join(leaves: Sequence[Any]) -> Any:
+    forms = [(jax.tree.structure(leaf), [array.dtype for array in jax.tree.leaves(leaf)]) for leaf in leaves]
+    different = [form for i, form in enumerate(forms) if form not in forms[:i]]
+    join = lambda *arrays: (np if isinstance(arrays[0], np.ndarray) else jnp).stack(arrays)
+    stacks = [
+        jax.tree.map(join, *(leaf for leaf, own in zip(leaves, forms, strict=True) if own == form)) for form in different
+    ]
+    places = tuple((different.index(form), forms[:layer].count(form)) for layer, form in enumerate(forms))
+    return stacks[0] if len(stacks) == 1 else MixedStack(tuple(stacks), places)

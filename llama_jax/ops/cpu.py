@@ -215,7 +215,8 @@ def multiply_group(
 def blocks_for(plain: Callable[..., Any], weight: Any, rows: int, groups: int) -> Any:
     """`grouped`'s blocks: where groups have few rows as `native` multiplies, which reads a matrix once for each block."""
     found = plain(weight, rows, groups)
-    most = FEW_ROWS.get(str(weight.dtype), 0) if native_code.value and not hasattr(weight, "project") else 0
+    is_float = not hasattr(weight, "project") or not hasattr(getattr(weight, "stack", weight), "project")
+    most = FEW_ROWS.get(str(weight.dtype), 0) if native_code.value and is_float else 0
     if rows > most * groups:
         return found
     return found._replace(lengths=tuple(1 << i for i in range(most.bit_length() - 1, -1, -1)), at_once=True).within(rows)
@@ -277,42 +278,17 @@ def look_up(plain: Callable[..., jax.Array], table: Any, rows: jax.Array) -> jax
 # --- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def put(
-    plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array | None
-) -> jax.Array:
+def put(plain: Callable[..., jax.Array], buffer: jax.Array, new: jax.Array, slots: jax.Array, layer: jax.Array) -> jax.Array:
     """`model.cache`'s write of new tokens.
 
-    Of a single row the batch axis is merged into the heads for the matmul with a query, and XLA fuses that reshape with the
-    update of the slice: the written buffer is then made twice, and a whole layer copied at every step. Out of a branch it
-    fuses nothing. Several rows are a scatter, which XLA does on 16-bit floats by way of float32, the whole buffer there and
-    back; on integers of the same bits it does not. Of a scatter of single tokens it makes a loop over all of them: several
-    of each row are written as a slice.
+    Several rows are a scatter, which XLA does on 16-bit floats by way of float32, the whole buffer there and back; on
+    integers of the same bits it does not.
     """
-    if layer is None and slots.ndim == 1 and new.shape[0] == 1:
-        fits = slots[0] + new.shape[2] <= buffer.shape[2]
-        return lax.cond(fits, lambda buffer: plain(buffer, new, slots, layer), lambda buffer: buffer, buffer)
-    slices = layer is None and slots.ndim == 1 and new.shape[2] > 1
-    way = put_slices if slices else functools.partial(plain, layer=layer)
-    put_bits = jax.tree.map(lambda buffer, new: way(buffer, new, slots=slots), keep(buffer), keep(new))
+    put_bits = jax.tree.map(lambda buffer, new: plain(buffer, new, slots, layer), keep(buffer), keep(new))
     return restore(put_bits)
 
 
-def put_slices(buffer: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
-    """[B, K, S, ...] with [B, K, T, ...] in each row from its slot on."""
-    put_row = lambda row, new, slot: lax.dynamic_update_slice_in_dim(row, new, slot, 1)
-    return jax.vmap(put_row)(buffer, new, slots)
-
-
-# --- sampling from stacked layers ----------------------------------------------------------------------------------------
-
-
-def taken_apart(plain: Callable[..., Any], model: Any, apart: Callable[[Any], Any]) -> Any:
-    """The layers of a model that answers are sampled from in training, as arrays of their own: `apart` makes them.
-
-    64 answers of 48 tokens by 2.4 million parameters take 0.5 s so, and 1.2 s by a scan over stacked layers. The weights are
-    there a second time meanwhile.
-    """
-    return apart(model)
+# --- several processes ---------------------------------------------------------------------------------------------------
 
 
 def one_by_one(plain: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Any:
@@ -465,6 +441,19 @@ def _attend_natively_backward(plain: Any, scale: float, residuals: Any, gradient
 
 
 _attend_natively.defvjp(_attend_natively_forward, _attend_natively_backward)
+
+
+def attend_in_stack(plain: Callable[..., jax.Array], queries: jax.Array, view: Any, seen: Any, **options: Any) -> jax.Array:
+    """`attention.attend`, which reads a layer's keys and values where they lie in the stack; XLA would copy them."""
+    few = seen.by_slot and options.get("window") is None and queries.shape[2] <= MOST_QUERIES
+    dtypes = {str(getattr(x, "dtype", None)) for x in (queries, view.keys, view.values)}
+    plainly = options.get("backend", "auto") == "auto"
+    if view.layer is None or not (native_code.value and few and plainly and len(dtypes) == 1):
+        return plain(queries, view, seen, **options)
+    if not dtypes <= {"float32", "bfloat16"}:
+        return plain(queries, view, seen, **options)
+    found = native.attend(queries, view.keys, view.values, seen.query_positions + 1, options["scale"], view.layer)
+    return found.astype(queries.dtype)
 
 
 def multiply_heads(plain: Callable[..., jax.Array], a: jax.Array, b: jax.Array) -> jax.Array:

@@ -105,7 +105,7 @@ def _project_backward(residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
 
     def transposed(rows: jax.Array, weight: Any, group: jax.Array) -> jax.Array:
         zeros = jnp.zeros((len(rows), columns), dtype)
-        return jax.vjp(lambda x: project(x, _matrix(weight, group)), zeros)[1](rows)[0]
+        return jax.vjp(lambda x: project(x, expert_of(weight, group)), zeros)[1](rows)[0]
 
     like = jax.ShapeDtypeStruct((len(gradient), columns), dtype)
     return _by_blocks(transposed, gradient, weight, sizes, like), None, None
@@ -221,7 +221,7 @@ def _by_loop(mode: Any, a: jax.Array, b: jax.Array, sizes: jax.Array, out_dtype:
 
     def transposed(rows: jax.Array, weight: jax.Array, group: jax.Array) -> jax.Array:
         wide = jnp.promote_types(rows.dtype, jnp.float32)
-        return jnp.tensordot(rows, _matrix(weight, group), 1, preferred_element_type=wide)
+        return jnp.tensordot(rows, expert_of(weight, group), 1, preferred_element_type=wide)
 
     return _by_blocks(transposed, a, b, sizes, jax.ShapeDtypeStruct((len(a), b.shape[2]), out_dtype))
 
@@ -331,7 +331,12 @@ def _slice(array: Any, start: jax.Array, length: int) -> jax.Array:
     return cpu.restore(jax.tree.map(lambda bits: lax.dynamic_slice_in_dim(bits, start, length), array))
 
 
-def _matrix(weight: Any, group: jax.Array) -> Any:
+def expert_of(weight: Any, group: jax.Array | int) -> Any:
+    """The matrix of a group, of an array or a weight [E, N, K]."""
+    if hasattr(weight, "expert"):
+        return weight.expert(group)
+    if isinstance(group, int):
+        return jax.tree.map(lambda array: array[group], weight)
     take = partial(lax.dynamic_index_in_dim, index=group, keepdims=False)
     return cpu.restore(jax.tree.map(take, cpu.keep(weight)))
 
@@ -343,7 +348,7 @@ def multiply_group(x: jax.Array, weight: Any, group: jax.Array, out_dtype: Any) 
     Args:
       weight: [E, N, K], an array or a quantized weight.
     """
-    return project(x, _matrix(weight, group), out_dtype=out_dtype)
+    return project(x, expert_of(weight, group), out_dtype=out_dtype)
 
 
 def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -352,7 +357,7 @@ def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
 
     def multiply_row(row: tuple[jax.Array, jax.Array]) -> jax.Array:
         numbers, group = row
-        return jnp.sum(_matrix(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
+        return jnp.sum(expert_of(weight, group).astype(wide) * numbers.astype(wide), axis=-1)
 
     return lax.map(multiply_row, (x, _groups_of_rows(sizes, len(x))))
 

@@ -116,8 +116,8 @@ def unfit(config: LlamaConfig, params: Llama) -> Llama:
 
 def changed(params: Llama, change: Callable[[Row, Any], Any]) -> Llama:
     """The parameters with a function applied to each, given its row of the table."""
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight | LowRank)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: change(row_at(path), leaf), params, is_leaf=is_weight)
+    is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight | ChangedWeight | LowRank)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: change(row_at(path), leaf), params, is_leaf=is_leaf)
 
 
 def _over_planes(leaf: Any, change: Callable[[Any], Any]) -> Any:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from llama_jax.config import LlamaConfig
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Layout, Places
-from llama_jax.model.params import Block, Llama
+from llama_jax.model.params import Llama
 from llama_jax.model.whole import Layer, observe
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import AXIS, BATCH, PARTS, divide_over, join, positions_of, ring_attention
@@ -55,9 +55,7 @@ def prefill_over(config: LlamaConfig, mesh: Mesh) -> Read:
             return gather(layer.keys), gather(layer.values)
 
         hidden, kept = observe(config, params, rows.tokens, keep, places=places, layout=layout)
-        k, v = kept if isinstance(params.blocks, Block) else zip(*kept, strict=True)
-        cache = KVCache(k, v, lengths)
-        return cache, _last_of_rows(mesh, hidden, lengths)
+        return KVCache(*kept, lengths), _last_of_rows(mesh, hidden, lengths)
 
     return read
 

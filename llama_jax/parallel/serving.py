@@ -22,7 +22,7 @@ from llama_jax.parallel.specs import EXPERTS, layout_over, param_specs, sharding
 
 
 def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, fitted: bool = True) -> Llama:
-    """A `Llama` of shardings, its `blocks` one `Block` that holds for every layer.
+    """A `Llama` of shardings.
 
     Args:
       fitted: of the parameters that `fit` gives; otherwise of those of `config`.
@@ -30,9 +30,7 @@ def param_shardings(config: LlamaConfig, sizes: MeshSizes, *, fitted: bool = Tru
     Raises:
       MeshError: the model cannot be made to fit, or there are fewer devices.
     """
-    specs = param_specs(config, sizes, stacked=False, fitted=fitted)
-    assert isinstance(specs.blocks, tuple)
-    return shardings(make_mesh(sizes), specs.replace(blocks=specs.blocks[0]))
+    return shardings(make_mesh(sizes), param_specs(config, sizes, fitted=fitted))
 
 
 def fit_on_mesh(config: LlamaConfig, sizes: MeshSizes, params: Llama) -> Llama:

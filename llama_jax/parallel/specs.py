@@ -29,12 +29,12 @@ from llama_jax.errors import MeshError
 from llama_jax.model.adapters import Lora, adapter_shapes, build_adapters
 from llama_jax.model.cache import KVCache
 from llama_jax.model.options import Layout, identity
-from llama_jax.model.params import BLOCKS, Llama, Row, rows
-from llama_jax.model.trees import build, param_shapes
+from llama_jax.model.params import Llama, Row, rows
+from llama_jax.model.trees import build, is_weight, param_shapes
 from llama_jax.ops.attention import Division, attend
 from llama_jax.ops.moe import ExpertSharding
 from llama_jax.ops.quantized import Quantized
-from llama_jax.ops.weights import ChangedWeight, LowRank, QuantizedWeight, shardings_of_planes
+from llama_jax.ops.weights import ChangedWeight, JoinedWeight, LowRank, MixedStack, QuantizedWeight, shardings_of_planes
 from llama_jax.parallel import fit
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.ring import BATCH, PARTS, check_length, divide_over, ring_attention
@@ -43,8 +43,8 @@ from llama_jax.training.step import TrainState, init_state, train_step
 EXPERTS = ExpertSharding(PARTS, ("tensor",), ("fsdp", "context"))  # how a step's rows, and F and D of the experts, are cut
 
 
-def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, fitted: bool = False) -> Llama:
-    """A `Llama` of partition specs, for stacked blocks or for a tuple of them.
+def param_specs(config: LlamaConfig, sizes: MeshSizes, *, fitted: bool = False) -> Llama:
+    """A `Llama` of partition specs.
 
     Training keeps a model in its own shape, whatever the mesh, so that every checkpoint fits every mesh. What `tensor`
     cannot cut by rows, because `fit` must fill it up or copy heads first, it cuts with `fsdp` by columns.
@@ -58,14 +58,14 @@ def param_specs(config: LlamaConfig, sizes: MeshSizes, *, stacked: bool = True, 
     check_model(config, sizes)
     changed = () if fitted else _fitted_arrays(config, sizes)
 
-    def spec(row: Row, layer: int) -> P:
+    def spec(row: Row) -> P:
         found = row.mesh
         if row.path in changed:
             found = P(*(None,) * (len(found) - 1), ("fsdp", "tensor")) if row.axes.endswith("D") else P()
         found = _with_context(found, sizes)
-        return P(None, *found) if stacked and row.in_blocks else found
+        return P(None, *found) if row.in_blocks else found
 
-    return build(config, spec, stacked=stacked)
+    return build(config, spec)
 
 
 def _with_context(spec: P, sizes: MeshSizes) -> P:
@@ -80,22 +80,21 @@ def _with_context(spec: P, sizes: MeshSizes) -> P:
     return P(*cut)
 
 
-def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, stacked: bool = True, fitted: bool = False) -> Llama:
+def adapter_specs(config: LlamaConfig, sizes: MeshSizes, lora: Lora, *, fitted: bool = False) -> Llama:
     """Adapters of partition specs: A is cut by columns and B by rows as their matrices are, and neither by the rank.
 
     Args:
-      stacked, fitted: as for `param_specs`.
+      fitted: as for `param_specs`.
 
     Raises:
       MeshError: as `param_specs`.
     """
-    specs = param_specs(config, sizes, stacked=stacked, fitted=fitted)
+    specs = param_specs(config, sizes, fitted=fitted)
 
-    def spec(row: Row, shape: LowRank, layer: int) -> LowRank:
-        node = specs.blocks[layer] if isinstance(specs.blocks, tuple) else specs.blocks
-        return _specs_of_pair(attrgetter(row.path.removeprefix(BLOCKS))(node), shape)
+    def spec(row: Row, shape: LowRank) -> LowRank:
+        return _specs_of_pair(attrgetter(row.path)(specs), shape)
 
-    return build_adapters(config, lora, spec, stacked=stacked)
+    return build_adapters(config, lora, spec)
 
 
 def _specs_of_pair(matrix: P, pair: LowRank) -> LowRank:
@@ -137,9 +136,7 @@ def _left_out(kept: Any) -> bool:
     return isinstance(kept, optax.MaskedNode)
 
 
-def cache_specs(
-    config: LlamaConfig, sizes: MeshSizes, batch: int, *, stacked: bool = False, quantized: bool = False
-) -> KVCache:
+def cache_specs(config: LlamaConfig, sizes: MeshSizes, batch: int, *, quantized: bool = False) -> KVCache:
     """A `KVCache` of partition specs: rows over `data` and `fsdp`, key/value heads over `tensor`.
 
     Args:
@@ -151,11 +148,8 @@ def cache_specs(
     """
     _check("n_kv_heads", config.n_kv_heads, "tensor", sizes.tensor, config.n_kv_heads)
     rows = batch_spec(sizes, batch)
-    layer = P(*rows, "tensor")  # [B, K, S, H]
-    if stacked:
-        layer = P(None, *layer)
-    one = Quantized(layer, layer) if quantized else layer
-    buffers = one if stacked else (one,) * config.n_layers
+    spec = P(None, *rows, "tensor")  # [L, B, K, S, H]
+    buffers = Quantized(spec, spec) if quantized else spec
     return KVCache(k=buffers, v=buffers, length=rows)
 
 
@@ -311,14 +305,18 @@ def places_of(params: Llama, matrices: Llama) -> Llama:
     def of(leaf: Any, place: Any) -> Any:
         if isinstance(leaf, QuantizedWeight):
             return leaf.replace(planes=shardings_of_planes(leaf.form, place, leaf.ndim))
+        if isinstance(leaf, MixedStack):
+            return leaf.replace(stacks=tuple(of(stack, place) for stack in leaf.stacks))
+        if isinstance(leaf, JoinedWeight):
+            return leaf.replace(parts=tuple(of(part, place) for part in leaf.parts))
         if isinstance(leaf, ChangedWeight):
             pair = jax.tree.map(lambda spec: place.update(spec=spec), _specs_of_pair(place.spec, leaf.low_rank))
             factor = None if leaf.factor is None else place.update(spec=P(*place.spec[:-1]))
             return leaf.replace(base=of(leaf.base, place), low_rank=pair, factor=factor)
         return place
 
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | ChangedWeight)
-    return jax.tree.map(of, params, matrices, is_leaf=is_weight)
+    is_leaf = lambda leaf: is_weight(leaf) or isinstance(leaf, ChangedWeight)
+    return jax.tree.map(of, params, matrices, is_leaf=is_leaf)
 
 
 def shardings(mesh: Mesh, specs: Any) -> Any:

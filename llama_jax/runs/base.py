@@ -19,7 +19,7 @@ from llama_jax.checkpoints.quantising import can_be_kept, quantized_kinds
 from llama_jax.checkpoints.tensors import Described
 from llama_jax.config import LlamaConfig
 from llama_jax.model.params import Llama
-from llama_jax.ops.weights import JoinedWeight, Kept, QuantizedWeight
+from llama_jax.ops.weights import Kept, QuantizedWeight
 from llama_jax.ops.weights.planes import INT4, unpacked
 from llama_jax.parallel.mesh import MeshSizes
 from llama_jax.parallel.serving import param_shardings
@@ -34,7 +34,7 @@ class Base:
     """A frozen model, as the training step reads it.
 
     Attributes:
-      params: with stacked blocks, on the devices of the run.
+      params: on the devices of the run.
       note: for checkpoints: the path it was read from, and its digest.
     """
 
@@ -47,7 +47,7 @@ def load_weights(
 ) -> tuple[Llama | None, Base | None]:
     """The initial parameters of a new run, or None; and the base model of adapters, which a resumed run needs too.
 
-    Blocks are stacked, and each device gets its share as it is read: no device ever holds a whole array.
+    Each device gets its share as it is read: no device ever holds a whole array.
 
     Args:
       note: of the checkpoint to resume from.
@@ -59,7 +59,7 @@ def load_weights(
         if weights is None or note is not None:
             return None, None
         places = param_shardings(recipe.model, mesh, fitted=False)
-        return _stacked(load(weights, "float32", shardings=places).params), None
+        return load(weights, "float32", shardings=places).params, None
     assert weights is not None
     params, found = load_frozen(weights, recipe.model, mesh, recipe.dtype, recipe.quantize)
     before = {} if note is None else note.get("base", {})
@@ -74,7 +74,7 @@ def load_weights(
 def load_frozen(
     path: str | os.PathLike[str], config: LlamaConfig, mesh: MeshSizes, dtype: str, quantize: Kept | None
 ) -> tuple[Llama, dict[str, str]]:
-    """A model that a run only reads, blocks stacked, placed as `param_specs` says; and its path and digest.
+    """A model that a run only reads, placed as `param_specs` says; and its path and digest.
 
     Args:
       quantize: the kind in which its matrices are kept; "none": what the files have in blocks stays in them; None: floats.
@@ -83,7 +83,6 @@ def load_frozen(
     if quantize == "none":
         kind = "keep" if quantized_kinds(open_checkpoint(path).tensors, can_be_kept) else None
     params = load(path, dtype, quantize=kind, shardings=param_shardings(config, mesh, fitted=False)).params
-    params = _stacked(_alike(params))
     return params, {"path": os.fspath(path), "digest": digest(params)}
 
 
@@ -99,42 +98,6 @@ def about_weights(recipe: Recipe, tensors: Mapping[str, Described]) -> list[str]
     others = quantized_kinds(tensors, lambda tensor: not can_be_kept(tensor))
     dequantized = f" ({others} dequantized to {recipe.dtype})" if others else ""
     return [f"weights: {kinds}, kept as they are under the adapters{dequantized}"]
-
-
-def _alike(params: Llama) -> Llama:
-    """Parameters whose blocks can be stacked: a matrix whose kind differs from layer to layer becomes floats."""
-    is_weight = lambda leaf: isinstance(leaf, QuantizedWeight | JoinedWeight)
-    blocks = params.blocks
-    assert isinstance(blocks, tuple)
-    paths = [path for path, _ in jax.tree.leaves_with_path(blocks[0], is_leaf=is_weight)]
-    layers = [jax.tree.flatten(block, is_leaf=is_weight) for block in blocks]
-    found = []
-    for path, *weights in zip(paths, *(leaves for leaves, _ in layers), strict=True):
-        if len({jax.tree.structure(weight) for weight in weights}) > 1:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            _log.warning("%s becomes %s: its kind differs from layer to layer", name, weights[0].dtype)
-            weights = [weight.decoded() if is_weight(weight) else weight for weight in weights]
-        found.append(weights)
-    made = zip(layers, zip(*found, strict=True), strict=True)
-    return params.replace(blocks=tuple(jax.tree.unflatten(form, leaves) for (_, form), leaves in made))
-
-
-def _stacked(params: Llama) -> Llama:
-    """`stack`, one matrix at a time, deleting the blocks' own arrays, so that memory never holds the model twice."""
-    assert isinstance(params.blocks, tuple)
-    blocks = [jax.tree.flatten(block) for block in params.blocks]
-
-    def join(*parts: jax.Array) -> jax.Array:
-        place = parts[0].sharding
-        if isinstance(place, jax.sharding.NamedSharding):
-            place = place.update(spec=jax.sharding.PartitionSpec(None, *place.spec))
-        whole = jax.block_until_ready(jax.jit(lambda *parts: jnp.stack(parts), out_shardings=place)(*parts))
-        for part in parts:
-            part.delete()
-        return whole
-
-    arrays = [join(*parts) for parts in zip(*(leaves for leaves, _ in blocks), strict=True)]
-    return params.replace(blocks=jax.tree.unflatten(blocks[0][1], arrays))
 
 
 def digest(params: Any) -> str:

@@ -221,19 +221,18 @@ def piece_nats(
 
 
 _piece_nats = jax.jit(piece_nats, static_argnums=(0, 2, 6), donate_argnums=3)
-_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("stacked", "window", "sinks"))
+_init_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3), static_argnames=("window", "sinks"))
 
 
 def empty_cache(
     config: LlamaConfig, params: Llama, batch: int, capacity: int, options: CacheOptions = CacheOptions(), piece: int = 1
 ) -> KVCache:
     """A cache of the parameters' form and dtype, made on the device; with a window, for pieces of so many tokens."""
-    stacked = not isinstance(params.blocks, tuple)
     dtype = jnp.dtype(options.dtype or params.embedding.dtype)
     if options.window is not None:
         capacity = options.sinks + options.window + piece - 1
     ring = {"window": options.window, "sinks": options.sinks}
-    return _init_cache(config, batch, capacity, dtype, stacked=stacked, **ring)
+    return _init_cache(config, batch, capacity, dtype, **ring)
 
 
 def without_needless_window(options: CacheOptions, length: int) -> CacheOptions:

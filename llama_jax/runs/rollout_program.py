@@ -10,26 +10,18 @@ from llama_jax.config import LlamaConfig
 from llama_jax.inference.rollouts import Answers, Prompts, RolloutOptions, roll_out
 from llama_jax.model.options import Compute
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import unstack
-from llama_jax.ops import cpu
 from llama_jax.parallel.serving import layout_to_generate
 
 
 def sampler(
     config: LlamaConfig, mesh: Mesh, options: RolloutOptions, compute: Compute
 ) -> Callable[[Llama, Prompts], Answers]:
-    """`roll_out` from a model sharded as in training: with stacked layers, possibly adapters or quantised weights."""
+    """`roll_out` from a model sharded as in training, possibly with adapters or quantised weights."""
     held, layout = layout_to_generate(config, mesh)
 
     def sample(model: Llama, prompts: Prompts) -> Answers:
         with layout.context():
-            fitted = to_sample_from(layout.fit(model), unstack)
+            fitted = layout.fit(model)
         return roll_out(held, fitted, prompts, options, compute, layout)
 
     return sample
-
-
-@cpu.for_cpu(cpu.taken_apart)
-def to_sample_from(model: Llama, apart: Callable[[Llama], Llama]) -> Llama:
-    """A model of stacked layers as it is."""
-    return model

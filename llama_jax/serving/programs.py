@@ -240,15 +240,13 @@ def arrange_cache(cache: KVCache, order: jax.Array, capacity: int, layout: Layou
 
 
 def _cache_of(cache: KVCache, rows: jax.Array, capacity: int) -> KVCache:
-    axis = int(not isinstance(cache.k, tuple))
-    arranged = over_buffers(lambda buffer: _arranged(buffer, rows, capacity, axis), cache)
+    arranged = over_buffers(lambda buffer: _arranged(buffer, rows, capacity), cache)
     return arranged.replace(length=jnp.take(cache.length, rows, axis=0, mode="clip"))
 
 
-@partial(jax.jit, static_argnums=(2, 3))  # traced once for all layers
-def _arranged(buffer: jax.Array, rows: jax.Array, capacity: int, axis: int) -> jax.Array:
+def _arranged(buffer: jax.Array, rows: jax.Array, capacity: int) -> jax.Array:
     """Some rows of a cache buffer, with this many slots each."""
-    buffer = jnp.take(buffer, rows, axis=axis, mode="clip")[..., : min(capacity, buffer.shape[-2]), :]
+    buffer = jnp.take(buffer, rows, axis=1, mode="clip")[..., : min(capacity, buffer.shape[-2]), :]
     missing = capacity - buffer.shape[-2]
     return jnp.pad(buffer, [(0, 0)] * (buffer.ndim - 2) + [(0, missing), (0, 0)]) if missing else buffer
 
@@ -260,30 +258,21 @@ def take_row(state: State, row: jax.Array, layout: Layout) -> State:
 
 def cut(cache: KVCache, start: jax.Array, size: int) -> tuple[Any, Any]:
     """A copy of `size` slots of a cache of one row: keys and values [layers, K, size, ...]."""
-    layers = int(not isinstance(cache.k, tuple))  # axes before that of the rows
 
-    def of(x: jax.Array) -> jax.Array:  # [(L,) 1, K, S, ...]
-        return jnp.squeeze(lax.dynamic_slice_in_dim(x, start, size, layers + 2), layers)
+    def of(x: jax.Array) -> jax.Array:  # [L, 1, K, S, ...]
+        return jnp.squeeze(lax.dynamic_slice_in_dim(x, start, size, 3), 1)
 
     k, v = jax.tree.map(of, (cache.k, cache.v))
-    if layers:
-        return k, v
-    return jax.tree.map(lambda *each: jnp.stack(each), *k), jax.tree.map(lambda *each: jnp.stack(each), *v)
+    return k, v
 
 
 def paste(cache: KVCache, piece: tuple[Any, Any], start: jax.Array) -> KVCache:
     """The cache of one row with the result of `cut` in the slots from `start` on; its length is then their end."""
-    layers = int(not isinstance(cache.k, tuple))
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(x, jnp.expand_dims(new, layers), start, layers + 2)
+        return lax.dynamic_update_slice_in_dim(x, jnp.expand_dims(new, 1), start, 3)
 
-    def put_all(old: Any, new: Any) -> Any:
-        if layers:
-            return jax.tree.map(put, old, new)
-        return tuple(jax.tree.map(put, layer, jax.tree.map(lambda x, i=i: x[i], new)) for i, layer in enumerate(old))
-
-    k, v = (put_all(old, new) for old, new in zip((cache.k, cache.v), piece, strict=True))
+    k, v = jax.tree.map(put, (cache.k, cache.v), piece)
     size = jax.tree.leaves(piece)[0].shape[2]
     return cache.replace(k=k, v=v, length=jnp.full_like(cache.length, start + size))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from llama_jax.config import SHAPE_FIELDS, LlamaConfig, RopeScaling
 from llama_jax.model.params import Llama
-from llama_jax.model.trees import unstack
+from llama_jax.model.trees import layers_of
 from llama_jax.verify.rounding import EXACT, Rounding, rounding_between
 from llama_jax.verify.trace import Trace, log_softmax, nats_per_token, of_layer, run_layer, run_output
 
@@ -212,15 +212,14 @@ class _Measured:
 
 def _measure(params: Llama, ours: Trace, reference: Trace) -> Iterator[_Measured]:
     config, there = ours.origin.config, reference.streams
-    params = unstack(params)
-    assert isinstance(params.blocks, tuple)
+    blocks = layers_of(params)
     with jax.default_matmul_precision("highest"):
         for i in range(config.n_layers + 2):
             if i == 0:
                 name, before, found = "embedding", np.zeros_like(there[0]), ours.streams[0]
             elif i <= config.n_layers:
                 given = jnp.asarray(there[i - 1], params.embedding.dtype)
-                found = run_layer(of_layer(config, i - 1), params.blocks[i - 1], given)
+                found = run_layer(of_layer(config, i - 1), blocks[i - 1], given)
                 name, before = f"layer {i - 1}", there[i - 1]
             else:
                 given = jnp.asarray(there[-1], params.embedding.dtype)

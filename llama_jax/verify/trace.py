@@ -13,7 +13,7 @@ import numpy as np
 from llama_jax.config import LlamaConfig
 from llama_jax.model.forward import finish, unembed
 from llama_jax.model.params import Block, Llama
-from llama_jax.model.trees import unstack
+from llama_jax.model.trees import stack
 from llama_jax.model.whole import observe
 
 
@@ -58,7 +58,6 @@ class Trace:
 
 def trace(params: Llama, tokens: np.ndarray, origin: Origin) -> Trace:
     """Run a model over int32[T] tokens as one sequence from position 0."""
-    params = unstack(params)
     with jax.default_matmul_precision("highest"):  # by default GPU and TPU multiply float32 with fewer bits
         logits, streams = _run(origin.config, params, jnp.asarray(tokens)[None])
     return Trace(origin, tokens, np.asarray(logits, np.float32), np.asarray(streams, np.float32))
@@ -80,9 +79,8 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 @partial(jax.jit, static_argnums=0)
 def _run(config: LlamaConfig, params: Llama, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Logits [T, V] and streams [L + 1, T, D] of int32[1, T] tokens."""
-    hidden, layers = observe(config, params, tokens, lambda layer: (layer.before[0], layer.after[0]))
-    streams = [layers[0][0], *(after for _, after in layers)]
-    return unembed(config, params, hidden)[0], jnp.stack(streams)
+    hidden, (before, after) = observe(config, params, tokens, lambda layer: (layer.before[0], layer.after[0]))
+    return unembed(config, params, hidden)[0], jnp.concatenate([before[:1], after])
 
 
 def of_layer(config: LlamaConfig, index: int) -> LlamaConfig:
@@ -98,7 +96,9 @@ def run_layer(config: LlamaConfig, block: Block, stream: jax.Array) -> jax.Array
       config: of the layer, see `of_layer`.
     """
     alone = replace(config, n_layers=1, vocab_size=len(stream), tie_embeddings=True, embedding_multiplier=1.0)
-    params = Llama(embedding=stream, blocks=(block,), final_norm=jnp.ones(stream.shape[-1], stream.dtype), lm_head=None)
+    params = Llama(
+        embedding=stream, blocks=stack((block,)), final_norm=jnp.ones(stream.shape[-1], stream.dtype), lm_head=None
+    )
     return observe(alone, params, jnp.arange(len(stream))[None], lambda layer: layer.after[0])[1][0]
 
 

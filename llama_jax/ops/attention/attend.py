@@ -13,12 +13,14 @@ import jax
 import numpy as np
 
 from llama_jax.errors import ConfigError
+from llama_jax.ops import cpu
 from llama_jax.ops.attention import kernels
 from llama_jax.ops.attention.blockwise import blockwise
 from llama_jax.ops.attention.checks import check_shapes
 from llama_jax.ops.attention.reference import reference
 from llama_jax.ops.attention.rows import rows
 from llama_jax.ops.attention.view import Seen, View
+from llama_jax.ops.cpu import for_cpu
 from llama_jax.ops.platform import lowering_device_kind, lowering_platform, mesh_in_force
 from llama_jax.ops.quantized import Quantized
 
@@ -32,6 +34,7 @@ SHORT_ROWS_OF_16_BITS = 128  # tokens from which on XLA for CPU computes gradien
 _OBSERVED: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar("attention", default=None)
 
 
+@for_cpu(cpu.attend_in_stack)
 def attend(
     queries: jax.Array,
     view: View,

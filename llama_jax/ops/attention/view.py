@@ -19,8 +19,8 @@ class View(struct.PyTreeNode):
     """Keys and values where they are kept, so that a kernel can read them there.
 
     Attributes:
-      keys, values: [B, K, S, H], arrays or `Quantized`; or those of all layers [L, B, K, S, H], with `layer`.
-      layer: int32[], which of the stacked layers; None where they are of one.
+      keys, values: [L, B, K, S, H] of all layers, arrays or `Quantized`; or fresh ones [B, K, S, H], without `layer`.
+      layer: int32[], which of the layers.
       lengths: int32[B]: slots [0, lengths) of each row hold its keys in order of position. None where that is not so, in a
         ring, or where all do, in fresh rows.
     """

@@ -36,7 +36,7 @@ KINDS = (
 )
 # The functions of each library, which are registered by the names above.
 SYMBOLS = {
-    "floats": ("llama_jax_floats", "llama_jax_floats_of_group", "llama_jax_attend"),
+    "floats": ("llama_jax_floats", "llama_jax_floats_of_group", "llama_jax_attend", "llama_jax_attend_of_group"),
     "blocks": ("llama_jax_multiply", "llama_jax_multiply_of_group"),
 }
 FOLDER = Path(__file__).parent
@@ -75,14 +75,23 @@ def _call(target: str, rows: int, shape: tuple[int, ...], group: jax.Array | Non
     return jax.ffi.ffi_call(name, out, vmap_method="sequential"), () if group is None else (group.astype(jnp.int32),)
 
 
-def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+def attend(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    seen: jax.Array,
+    scale: float,
+    layer: jax.Array | None = None,
+) -> jax.Array:
     """Attention of [B, K, T, G, H] to keys and values [B, K, S, H], both float32 or bfloat16: float32[B, K, T, G, H].
 
     Args:
       seen: int32[B | 1, T], how many slots, from the first on, the queries see; no other slot is read.
+      layer: int32[]; keys and values are [L, B, K, S, H], of which those of this layer are read.
     """
-    call = jax.ffi.ffi_call(ATTENTION, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
-    return call(queries.astype(jnp.float32), keys, values, seen, scale=np.float32(scale))
+    name, more = (ATTENTION, ()) if layer is None else (ATTENTION + OF_GROUP, (layer.astype(jnp.int32),))
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(queries.shape, jnp.float32), vmap_method="sequential")
+    return call(*more, queries.astype(jnp.float32), keys, values, seen, scale=np.float32(scale))
 
 
 def usable(library: str) -> bool:
@@ -95,7 +104,7 @@ def usable(library: str) -> bool:
 
 @cache
 def _register(library: str) -> bool:
-    names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION), "blocks": (TARGET, TARGET + OF_GROUP)}
+    names = {"floats": (FLOATS, FLOATS + OF_GROUP, ATTENTION, ATTENTION + OF_GROUP), "blocks": (TARGET, TARGET + OF_GROUP)}
     try:
         loaded = ctypes.CDLL(str(_compiled(FOLDER / f"{library}.cc")))
         for name, symbol in zip(names[library], SYMBOLS[library], strict=True):

@@ -54,21 +54,48 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_floats_of_group, MultiplyFloatsOfGroup,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
-static ffi::Error Attend(ffi::ThreadPool threads, float scale, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer keys,
-                         ffi::AnyBuffer values, ffi::Buffer<ffi::S32> seen, ffi::ResultBuffer<ffi::F32> out) {
+// `layer`: of stacked keys and values [L, B, K, S, H] the one that is read; -1 where they are of one layer.
+static ffi::Error attend_one(ffi::ThreadPool threads, float scale, int64_t layer, ffi::Buffer<ffi::F32> queries,
+                             ffi::AnyBuffer keys, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> seen,
+                             ffi::ResultBuffer<ffi::F32> out) {
   const auto q = queries.dimensions();
+  const int64_t slots = keys.dimensions()[layer < 0 ? 2 : 3];
   return by_type(keys, [&](const auto* numbers) {
     using T = std::decay_t<decltype(*numbers)>;
-    const Attention<T> job{queries.typed_data(), numbers, static_cast<const T*>(values.untyped_data()), seen.typed_data(),
-                           out->typed_data(), q[0], q[1], q[2], q[3], q[4], keys.dimensions()[2], seen.dimensions()[0], scale};
+    const int64_t before = std::max<int64_t>(layer, 0) * q[0] * q[1] * slots * q[4];
+    const Attention<T> job{queries.typed_data(), numbers + before, static_cast<const T*>(values.untyped_data()) + before,
+                           seen.typed_data(), out->typed_data(), q[0], q[1], q[2], q[3], q[4], slots, seen.dimensions()[0],
+                           scale};
     job.width % LANES ? attend<false>(threads, job) : attend<true>(threads, job);
   });
+}
+
+static ffi::Error Attend(ffi::ThreadPool threads, float scale, ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer keys,
+                         ffi::AnyBuffer values, ffi::Buffer<ffi::S32> seen, ffi::ResultBuffer<ffi::F32> out) {
+  return attend_one(threads, scale, -1, queries, keys, values, seen, out);
+}
+
+static ffi::Error AttendOfGroup(ffi::ThreadPool threads, float scale, ffi::Buffer<ffi::S32> layer,
+                                ffi::Buffer<ffi::F32> queries, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                                ffi::Buffer<ffi::S32> seen, ffi::ResultBuffer<ffi::F32> out) {
+  return attend_one(threads, scale, *layer.typed_data(), queries, keys, values, seen, out);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend, Attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("scale")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(llama_jax_attend_of_group, AttendOfGroup,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()

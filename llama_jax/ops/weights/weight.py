@@ -206,9 +206,13 @@ def _out(form: Kind, planes: tuple[jax.Array, ...]) -> tuple[int, ...]:
 
 def _flat(form: Kind, planes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The planes of the matrix [N, D], N being all of `out`."""
-    rows = math.prod(_out(form, planes))
+    return flat_planes(form, planes, (math.prod(_out(form, planes)),))
+
+
+def flat_planes(form: Kind, planes: tuple[jax.Array, ...], shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """The planes of a matrix whose axes before the columns are given another shape."""
     ends = [array.shape[array.ndim - _columns_of(plane) :] for plane, array in zip(form.planes, planes, strict=True)]
-    return tuple(array.reshape(rows, *end) for array, end in zip(planes, ends, strict=True))
+    return tuple(array.reshape(*shape, *end) for array, end in zip(planes, ends, strict=True))
 
 
 @for_cpu(cpu.multiply_quantized)

@@ -1,0 +1,196 @@
+"""The weights of one layer out of the stacks of all layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from llama_jax.ops.cpu import for_cpu
+from llama_jax.ops.grouped import expert_of, multiply_group
+from llama_jax.ops.layers import PRODUCT, project
+from llama_jax.ops.platform import is_divided
+from llama_jax.ops.weights.weight import QuantizedWeight, flat_planes
+
+
+class MixedStack(struct.PyTreeNode):
+    """Matrices [L, *out, D] whose kind differs from layer to layer: a stack for each kind.
+
+    Attributes:
+      stacks: arrays or quantized weights [l, *out, D], of different kinds.
+      places: for each layer, in which stack it is and where.
+    """
+
+    stacks: tuple[Any, ...]
+    places: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of all layers."""
+        return (len(self.places), *self.stacks[0].shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """Of all layers."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the computation."""
+        return self.stacks[0].dtype
+
+    @property
+    def sharding(self) -> Any:
+        """Of the first stack, and so of all."""
+        return self.stacks[0].sharding
+
+    def decoded(self) -> Any:
+        """As one array."""
+        dense = [stack.decoded() if hasattr(stack, "decoded") else stack for stack in self.stacks]
+        return (np if isinstance(dense[0], np.ndarray) else jnp).stack([dense[stack][at] for stack, at in self.places])
+
+
+class LayerWeight(struct.PyTreeNode):
+    """The matrix of one layer, or of one of its experts, which is read where it lies in a stack.
+
+    Attributes:
+      stack: [L, *out, D], an array, a `QuantizedWeight` or a `MixedStack`.
+      layer: int32[].
+      number: int32[], of an expert: the stack is then [L, E, N, D].
+    """
+
+    stack: Any
+    layer: jax.Array
+    number: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.stack.shape[1 if self.number is None else 2 :]
+
+    @property
+    def ndim(self) -> int:
+        """Of the matrix."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Of the computation."""
+        return self.stack.dtype
+
+    def expert(self, number: jax.Array) -> LayerWeight:
+        """The matrix of an expert of a layer of them."""
+        return self.replace(number=number)
+
+    def project(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        """See `layers.project`."""
+        if isinstance(self.stack, MixedStack):
+            return self._project_mixed(x, out_dtype)
+        *out, columns = self.stack.shape
+        axes, at = (1, self.layer) if self.number is None else (2, self.layer * out[1] + self.number)
+        shape = math.prod(out[:axes]), math.prod(out[axes:])
+        if isinstance(self.stack, QuantizedWeight):
+            flat: Any = self.stack.replace(planes=flat_planes(self.stack.form, self.stack.planes, shape))
+        else:
+            flat = self.stack.reshape(*shape, columns)
+        found = _project_in_place(jnp.dtype(out_dtype), x.reshape(-1, columns), flat, at)
+        return checkpoint_name(found.reshape(*x.shape[:-1], *out[axes:]), PRODUCT)
+
+    def _project_mixed(self, x: jax.Array, out_dtype: Any) -> jax.Array:
+        which, at = (jnp.asarray(numbers, jnp.int32)[self.layer] for numbers in zip(*self.stack.places, strict=True))
+
+        def of_kind(stack: Any, at: jax.Array) -> jax.Array:
+            weight = matrix_of(stack, at)
+            return project(x, weight if self.number is None else expert_of(weight, self.number), out_dtype=out_dtype)
+
+        return lax.switch(which, [partial(of_kind, stack) for stack in self.stack.stacks], at)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project_in_place(out_dtype: Any, x: jax.Array, stack: Any, layer: jax.Array) -> jax.Array:
+    """[R, D] by the matrix of a layer [L, N, D]."""
+    return multiply_group(x, stack, layer, out_dtype)
+
+
+def _backward(out_dtype: Any, residuals: Any, gradient: jax.Array) -> tuple[Any, ...]:
+    x, stack, layer = residuals
+    if isinstance(stack, QuantizedWeight):
+        weight = expert_of(stack, layer)
+        return (*jax.vjp(lambda x: project(x, weight, out_dtype=out_dtype), x)[1](gradient), None, None)
+    of_slice = lambda x, stack: project(x, expert_of(stack, layer), out_dtype=out_dtype)
+    return (*jax.vjp(of_slice, x, stack)[1](gradient), None)
+
+
+_project_in_place.defvjp(
+    lambda out_dtype, x, stack, layer: (_project_in_place(out_dtype, x, stack, layer), (x, stack, layer)), _backward
+)
+
+
+def _in_place(plain: Callable[..., Any], stack: Any, layer: Any) -> Any:
+    """XLA for CPU would copy a slice; the native matmuls are given the stack and the layer."""
+    return plain(stack, layer) if isinstance(layer, int) or is_divided() else LayerWeight(stack, layer)
+
+
+@for_cpu(_in_place)
+def matrix_of(stack: Any, layer: int | jax.Array) -> Any:
+    """The matrix of a layer, or another parameter of it.
+
+    Args:
+      stack: [L, *out, D], an array, a `QuantizedWeight` or a `MixedStack`.
+      layer: int32[], or a number that is known when the program is traced: XLA then reads the slice in place.
+    """
+    if not isinstance(stack, MixedStack):
+        return expert_of(stack, layer)
+    if not isinstance(layer, int):
+        return LayerWeight(stack, layer)
+    which, at = stack.places[layer]
+    return matrix_of(stack.stacks[which], at)
+
+
+def _held_by_cpu(plain: Callable[..., bool], leaf: Any, *, is_constant: bool) -> bool:
+    return plain(leaf, is_constant=is_constant) or (not is_divided() and (is_constant or isinstance(leaf, QuantizedWeight)))
+
+
+@for_cpu(_held_by_cpu)
+def is_held(leaf: Any, *, is_constant: bool) -> bool:
+    """Whether a scan over layers reads a matrix by its index, and not as a slice that is an input of each turn.
+
+    Args:
+      is_constant: nothing is differentiated for the matrix. The gradient of what is read by its index would be added up in
+        an array of all layers at each turn.
+    """
+    return isinstance(leaf, MixedStack)
+
+
+def split(
+    stacked: Any, held: Callable[[tuple[Any, ...], Any], bool]
+) -> tuple[list[Any], Callable[[list[Any], int | jax.Array], Any]]:
+    """What a scan over layers has as inputs of each turn, and the function that makes a layer of one turn's and its number.
+
+    Args:
+      stacked: a tree of arrays and weights with a leading axis L.
+      held: given the path and the leaf, whether it is read by `matrix_of`.
+    """
+    is_leaf = lambda leaf: isinstance(leaf, QuantizedWeight | MixedStack)
+    leaves, structure = jax.tree.flatten_with_path(stacked, is_leaf=is_leaf)
+    stays = [held(path, leaf) for path, leaf in leaves]
+
+    def layer_of(sliced: list[Any], layer: int | jax.Array) -> Any:
+        rest = iter(sliced)
+        found = [matrix_of(leaf, layer) if own else next(rest) for (_, leaf), own in zip(leaves, stays, strict=True)]
+        return jax.tree.unflatten(structure, found)
+
+    return [leaf for (_, leaf), own in zip(leaves, stays, strict=True) if not own], layer_of
+
+
+def layer_of(stacked: Any, layer: int) -> Any:
+    """One layer of a tree of arrays and weights with a leading axis L."""
+    return split(stacked, lambda path, leaf: True)[1]([], layer)
