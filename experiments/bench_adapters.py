@@ -53,7 +53,7 @@ class Turns:
 def measure(model: str, rows: int, tables: list[int], arguments: Any) -> list[dict[str, Any]]:
     """A row for each size of the table."""
     config, lora = llama_jax.preset(model), llama_jax.Lora(rank=RANK)
-    base = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    base = llama_jax.init(config, jax.random.key(0))
     adapters = [(llama_jax.init_adapters(config, lora, jax.random.key(i)), lora) for i in range(max(tables))]
     programs = {n: Turns(config, adapter_table(config, base, adapters[:n]) if n else base, rows) for n in tables}
     for turns in programs.values():

@@ -87,7 +87,7 @@ def ours(shape: str, kind: str, arguments: Arguments) -> dict[str, Measure]:
         if kind in ("float32", "bfloat16"):
             params = assemble(from_params(config, params, None), None)  # where `load` puts them
         else:
-            params = llama_jax.unstack(quantize(params, kind))
+            params = quantize(params, kind)
     rng = np.random.default_rng(0)
 
     def decode(batch: int) -> float:

@@ -168,7 +168,7 @@ def step(shape: str, length: int) -> dict[str, Any]:
 
 def prompt(shape: str, length: int) -> dict[str, Any]:
     config = long_config(shape, 2 * length)
-    params = unstack(init(config, jax.random.key(0)))
+    params = init(config, jax.random.key(0))
     rows = {}
     for capacity in (8_192, 131_072):
         cache = jax.eval_shape(partial(init_cache, config, 1, capacity))
@@ -203,7 +203,7 @@ def decode(shape: str, filled: Sequence[int], turns: int) -> list[dict[str, Any]
             ("bfloat16", jnp.bfloat16, CacheOptions()),
             ("bfloat16, int8 cache", jnp.bfloat16, CacheOptions(dtype="int8")),
         ):
-            params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), unstack(init(config, jax.random.key(0))))
+            params = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), init(config, jax.random.key(0)))
             _, _, request = prepare(config, [[1]], length, Sampling(temperature=0.0), ())
             reading = states.empty_reading(config, params, 1, capacity, options)
             held[name] = _filled(batching.empty_state(config, params, reading, request), length)

@@ -409,8 +409,8 @@ def with_table(config: LlamaConfig, decode: Program, mesh: Mesh, adapters: int, 
     sizes, lora = MeshSizes(**mesh.shape), Lora(rank=adapters * rank)
     pairs = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        adapter_shapes(config, lora, "bfloat16", stacked=False),
-        shardings(mesh, adapter_specs(config, sizes, lora, stacked=False, fitted=True)),
+        adapter_shapes(config, lora, "bfloat16"),
+        shardings(mesh, adapter_specs(config, sizes, lora, fitted=True)),
     )
     more, scales = bytes_per_device(pairs), (2.0,) * adapters
     known = replace(decode.known, parameters=decode.known.parameters + more)

@@ -410,9 +410,9 @@ def run_all(arguments: Arguments, folder: Path) -> list[Found]:
         settings = OptimizerSettings(learning_rate=size.learning_rate, warmup_steps=min(50, steps // 4), b2=0.99)
         source = make(size.tokens // size.length, size.length, range(steps), size.repetition_steps)
         trained = train(config, llama_jax.init(config, jax.random.key(arguments.seed)), size, settings, steps, source, say)
-        llama_jax.save(base, config, llama_jax.unstack(trained), None)
+        llama_jax.save(base, config, trained, None)
         params = llama_jax.load(base, "float32").params
-    stacked = llama_jax.stack(params)
+    stacked = params
 
     print(
         f"{'way':<10}{'length':>7} {'stage':<11}{'loss':>8}{'end':>8}{'within L':>10}{'keys':>7}{'margin':>8}{'seconds':>9}"

@@ -315,7 +315,7 @@ def held(path: Path) -> dict[str, Any]:
 
 def publish(folder: Path, model: Model) -> dict[str, Path]:
     """The model in every format that has room for it, by the format's name."""
-    params = llama_jax.unstack(llama_jax.init(model.config, jax.random.key(0)))
+    params = llama_jax.init(model.config, jax.random.key(0))
     found = {"safetensors": folder / "safetensors"}
     llama_jax.save(found["safetensors"], model.config, params)
     others = [found["safetensors"]]

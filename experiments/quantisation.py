@@ -279,7 +279,7 @@ def speed(shape: str, kinds: tuple[str, ...], arguments: Arguments) -> dict[str,
     from llama_jax.ops.weights import KINDS
 
     config = llama_jax.preset(shape)
-    params = llama_jax.unstack(llama_jax.init(config, jax.random.key(0)))
+    params = llama_jax.init(config, jax.random.key(0))
     models: dict[str, Llama] = {}
     rows: dict[str, Any] = {}
     for kind in kinds:

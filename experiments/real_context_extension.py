@@ -130,7 +130,7 @@ def run_all(arguments: Arguments) -> tuple[int, list[Found]]:
     config, params, tokenizer = llama_jax.load(arguments.model, "float32")
     assert tokenizer is not None
     limit = config.max_seq_len
-    reach, stacked = FACTOR * limit, llama_jax.stack(params)
+    reach, stacked = FACTOR * limit, params
     size = Size(config.dim, config.n_layers, limit, (FACTOR,), measured_tokens=reach, dtype="bfloat16")
     pages, held = read_book(arguments.text, size, tokenizer)
     plan = [(WITHIN, "zero-shot"), *((way, "zero-shot") for way in WAYS)]

@@ -58,7 +58,7 @@ def main(arguments: Arguments) -> dict[str, float | str]:
         state, _ = step(state, batch)
     [written] = llama_jax.generate(
         config,
-        llama_jax.unstack(state.params),
+        state.params,
         [letters[:20]],
         max_new_tokens=arguments.new_tokens,
         sampling=Sampling(temperature=0.0),

@@ -224,7 +224,7 @@ def stories(arguments: Arguments) -> Iterator[Row]:
 
 def shape(name: str, seed: int) -> tuple[Any, Any]:
     config = llama_jax.preset(name)
-    return config, llama_jax.unstack(llama_jax.init(config, jax.random.key(seed)))
+    return config, llama_jax.init(config, jax.random.key(seed))
 
 
 def random_prompts(config: Any, batch: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from llama_jax.ops.weights import LowRank
 LORA = Lora(rank=3, alpha=5.0)
 
 
-def random_adapters(config, lora=LORA, *, stacked=False, seed=0, dtype=np.float32):
+def random_adapters(config, lora=LORA, *, seed=0, dtype=np.float32):
     """Both matrices of every pair far from zero; zeros where queries, keys or values are no targets."""
     rng = np.random.default_rng(seed)
     shapes = adapter_shapes(config, lora)

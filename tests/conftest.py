@@ -120,13 +120,17 @@ def _programs_leave_room():
 jit_logits = jax.jit(llama_jax.logits, static_argnums=0)
 jit_dequantize = jax.jit(dequantize)
 jit_init = jax.jit(llama_jax.init, static_argnums=(0, 2))
-jit_stack, jit_unstack = jax.jit(llama_jax.stack), jax.jit(llama_jax.unstack)
+
+
+def first_layers(params, count):
+    """The model without its last layers."""
+    return params.replace(blocks=jax.tree.map(lambda a: a[:count], params.blocks))
 
 
 @partial(jax.jit, static_argnums=0)
 def sharp(config, key):
     """Random parameters, layer by layer, with logits so sharp that rounding turns no choice over."""
-    return jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, llama_jax.unstack(llama_jax.init(config, key)))
+    return jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, llama_jax.init(config, key))
 
 
 def shared_data(name: str) -> Path:

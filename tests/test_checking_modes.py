@@ -39,7 +39,7 @@ class Subject:
     def __init__(self, folder):
         self.folder = folder
         self.stacked = llama_jax.init(CONFIG, jax.random.key(0))
-        self.params = llama_jax.unstack(self.stacked)
+        self.params = self.stacked
         self.lora = Lora(rank=2)
         self.adapters = llama_jax.init_adapters(CONFIG, self.lora, jax.random.key(1))
         self.optimizer = llama_jax.make_optimizer(llama_jax.OptimizerSettings(), 10)

@@ -301,7 +301,7 @@ def test_an_attention_of_ones_own_is_the_one_that_is_used():
     config, prompt, compute = llama_jax.preset("stories-260k"), [1, 7, 300], llama_jax.Compute(attend=soft_cap.capped)
     params = llama_jax.init(config, jax.random.key(1))
     loud = params.blocks.replace(attention=params.blocks.attention.replace(qkv=40 * params.blocks.attention.qkv))
-    params = llama_jax.unstack(params.replace(blocks=loud))  # scores beyond the cap
+    params = params.replace(blocks=loud)  # scores beyond the cap
     [written] = llama_jax.generate(config, params, [prompt], max_new_tokens=6, compute=compute)
     row = jnp.array([prompt + written.tokens])
     hidden, _ = llama_jax.forward(config, params, row[:, :-1], compute=compute)

@@ -135,7 +135,7 @@ def random_params(config, seed=0):
         norm = "norm" in name_of(path) and not config.norm_offset
         return (norm + 0.2 * random.standard_normal(leaf.shape)).astype(np.float32)
 
-    return jax.tree.map(jax.device_put, unstack(jax.tree_util.tree_map_with_path(drawn, param_shapes(config))))
+    return jax.tree.map(jax.device_put, jax.tree_util.tree_map_with_path(drawn, param_shapes(config)))
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_each_differs_from_a_llama(models, kind):
         np.testing.assert_allclose(logits[:, :6], other[:, :6], atol=1e-4)
         assert np.abs(logits[:, 6:] - other[:, 6:]).max() > 0.1
         return
-    block = params.blocks[0]
+    block = llama_jax.layers_of(params)[0]
     attention, feed_forward = block.attention, block.feed_forward
     for leaf in (
         *(attention.qkv_bias, attention.query_norm, attention.key_norm),
@@ -396,7 +396,7 @@ def test_experts_by_definition():
 def test_chunks_by_definition(models, place):
     """Layers with chunks alone: each chunk of a document is a text of its own, at positions that go on."""
     config, params = models["llama4_text"]
-    config, params = replace(config, n_layers=2, layers=(LayerConfig(chunk=5),)), params.replace(blocks=params.blocks[:2])
+    config, params = replace(config, n_layers=2, layers=(LayerConfig(chunk=5),)), first_layers(params, 2)
     starts, end = ([0, 5, 7, 12, 17], 19) if place == "packed" else ([0, 5, 10, 15], 20)  # the second document begins at 7
     ends = [*starts[1:], end]
     positions = np.arange(end) - (7 * (np.arange(end) >= 7) if place == "packed" else 0)
@@ -420,7 +420,7 @@ def test_sinks_are_seen_from_all_chunks(models):
     """With a ring that forgets nothing, sinks are the first tokens, and the rest is as without them."""
     config, params = models["llama4_text"]
     config = replace(config, n_layers=2, layers=(LayerConfig(chunk=6), LayerConfig(chunk=6, rope="none")))
-    params = params.replace(blocks=params.blocks[:2])
+    params = first_layers(params, 2)
     other = TOKENS[:1].copy()
     other[0, 1] += 1
     for sinks in (0, 2):

@@ -63,7 +63,7 @@ def params():
 
 
 def test_one_token_through_generate(params):
-    run = partial(llama_jax.generate, CONFIG, llama_jax.unstack(params), [[1, 2, 3]], max_new_tokens=6)
+    run = partial(llama_jax.generate, CONFIG, params, [[1, 2, 3]], max_new_tokens=6)
     files = visited(run)
     assert files == named("One token through `generate`")
     assert len(files) <= 16

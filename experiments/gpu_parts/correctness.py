@@ -64,7 +64,7 @@ def correctness(run: Run) -> Iterator[Row]:
 
 def arranged(params: llama_jax.Llama, driver: str) -> llama_jax.Llama:
     """The parameters in the form that makes `forward` scan over the layers, or unroll them."""
-    return llama_jax.unstack(params) if driver == "unrolled" else llama_jax.stack(params)
+    return params if driver == "unrolled" else params
 
 
 def compared(got: np.ndarray, expected: np.ndarray, tolerance: float) -> Row:

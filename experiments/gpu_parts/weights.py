@@ -26,7 +26,7 @@ class Weights:
             make = jax.jit(llama_jax.init, static_argnums=(0, 2))
             self.params = jax.block_until_ready(make(self.config, jax.random.key(0), jnp.bfloat16))
         if driver == "unrolled":
-            self.params = jax.block_until_ready(llama_jax.unstack(self.params))
+            self.params = jax.block_until_ready(self.params)
         return self.params
 
 

@@ -3,7 +3,7 @@ from dataclasses import asdict, replace
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import jit_init, jit_unstack
+from conftest import jit_init
 
 from llama_jax import cache_bytes, parameter_count, preset
 from llama_jax.analysis.memory import Memory, decode_programs, train_programs
@@ -108,7 +108,7 @@ def test_quantised_weights_count_as_they_lie_in_memory(kind):
     config = replace(
         CONFIG, dim=256, n_heads=2, n_kv_heads=2, head_dim=128, hidden_dim=512, n_layers=2, tie_embeddings=False
     )
-    params = quantize(jit_unstack(jit_init(config, jax.random.key(0), jnp.bfloat16)), kind)
+    params = quantize(jit_init(config, jax.random.key(0), jnp.bfloat16), kind)
     held, lengths = bytes_in_memory(params), 100
     prefill, grow, decode = decode_programs(config, make_mesh(parse_mesh("data=1")), 2, 128, dtype="bfloat16", weights=kind)
     assert {program.known.parameters for program in (prefill, grow, decode)} == {held}

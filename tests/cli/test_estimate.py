@@ -326,7 +326,7 @@ def test_a_file_is_planned_in_its_own_kinds(arguments, dtype, words, run):
 
 def test_kinds_of_stacked_layers_are_planned_where_they_are_alike():
     path = Path(__file__).parents[1] / "goldens" / "formats" / "q4_k_m.gguf"
-    words, kinds = kinds_in_files(path, stacked=True)
+    words, kinds = kinds_in_files(path)
     assert words == "q4_k and q6_k"
     assert kinds.blocks.attention.qkv == ("q4_k", "q4_k", "q6_k")
     assert kinds.blocks.attention_norm == (None,)

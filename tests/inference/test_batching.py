@@ -89,7 +89,7 @@ def test_more_stop_tokens_than_there_is_room_for(model, programs):
 
 def test_a_row_that_does_not_fit_is_refused(model):
     config, params = model
-    alone = llama_jax.unstack(params)
+    alone = params
 
     def state(rows, capacity=CAPACITY, **cache):
         _, _, request = prepare(config, [[1]] * rows, NEW, Sampling(), ())

@@ -126,7 +126,7 @@ class TestTheTokensAreThoseOfPlainGeneration:
     def test_with_stacked_blocks(self, model, force):
         config, params = model
         force(DRAFTED)
-        run = partial(llama_jax.generate, config, llama_jax.stack(params), PROMPTS, max_new_tokens=NEW, sampling=SAMPLING)
+        run = partial(llama_jax.generate, config, params, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING)
         plain = run()
         same(run(draft=told(plain, 512, 0.2)), plain)
 

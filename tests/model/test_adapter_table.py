@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_init, jit_logits, jit_unstack
+from conftest import jit_init, jit_logits
 
 import llama_jax
 from llama_jax.errors import ConfigError
@@ -66,7 +66,7 @@ def test_of_more_adapters_than_rows(table, alone):
 
 def test_of_stacked_blocks(table, alone):
     config, base, adapters, _ = table
-    params = adapter_table(config, llama_jax.stack(base), adapters)
+    params = adapter_table(config, base, adapters)
     found = jit_logits(config, choose_adapters(params, [1, -1, 0, 2]), TOKENS)
     np.testing.assert_allclose(found, np.stack([alone[1][0], alone[3][1], alone[0][2], alone[2][3]]), atol=2e-5)
 
@@ -77,10 +77,10 @@ def test_a_quantised_base_in_16_bits():
         vocab_size=40, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,
     )  # fmt: skip
-    dense = jax.tree.map(lambda a: a.astype(jnp.bfloat16), jit_unstack(jit_init(config, jax.random.key(1))))
+    dense = jax.tree.map(lambda a: a.astype(jnp.bfloat16), jit_init(config, jax.random.key(1)))
     base, adapters = quantize(dense, "int8"), [(random_adapters(config, lora), lora) for lora in LORAS[:2]]
     params = adapter_table(config, base, adapters)
-    assert params.blocks[0].attention.out.low_rank.a.dtype == jnp.bfloat16
+    assert llama_jax.layers_of(params)[0].attention.out.low_rank.a.dtype == jnp.bfloat16
     later = quantize(adapter_table(config, dense, adapters), "int8")
     jax.tree.map(np.testing.assert_array_equal, later, params)
     found = jit_logits(config, choose_adapters(params, [1, 0]), TOKENS[:2] % 40)
@@ -109,7 +109,7 @@ def test_nothing_of_the_base_is_copied(table):
     assert bytes_in_memory(params) == bytes_in_memory(base) + 4 * numbers
     for path in ("embedding", "final_norm"):
         assert getattr(params, path) is getattr(base, path)
-    assert params.blocks[0].attention.out.base is base.blocks[0].attention.out
+    assert llama_jax.layers_of(params)[0].attention.out.base is llama_jax.layers_of(base)[0].attention.out
 
 
 def test_what_overflows_for_another_does_not_reach_a_row():

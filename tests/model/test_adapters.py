@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_dequantize, jit_init, jit_logits, jit_stack, jit_unstack
+from conftest import jit_dequantize, jit_init, jit_logits
 
 import llama_jax
 from llama_jax.errors import ConfigError
@@ -28,8 +28,8 @@ def test_what_was_just_made_changes_nothing(models):
     config, params = models["gqa"]
     lora = Lora()
     adapters = init_adapters(config, lora, jax.random.key(0))
-    found = jit_logits(config, adapted(jit_stack(params), adapters, lora), TOKENS)
-    np.testing.assert_array_equal(found, jit_logits(config, jit_stack(params), TOKENS))
+    found = jit_logits(config, adapted(params, adapters, lora), TOKENS)
+    np.testing.assert_array_equal(found, jit_logits(config, params, TOKENS))
 
 
 def test_it_begins_as_peft_says(models):
@@ -80,10 +80,10 @@ def test_merged_is_unmerged(gqa):
     wanted = jit_logits(config, merged, TOKENS)
     assert float(jnp.abs(wanted - jit_logits(config, params, TOKENS)).max()) > 0.1  # or nothing would be tested
     np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, rtol=1e-5, atol=1e-5)
-    stacked = jit_stack(params), jit_stack(adapters)
+    stacked = params, adapters
     np.testing.assert_allclose(jit_logits(config, adapted(*stacked, LORA), TOKENS), wanted, rtol=1e-5, atol=1e-5)
     both = merge(*stacked, LORA)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), llama_jax.unstack(both), merged)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), both, merged)
 
 
 @pytest.mark.slow
@@ -99,8 +99,8 @@ def test_rank_stabilised_adapters_count_by_the_root_of_the_rank(gqa):
     same = replace(LORA, rslora=True, alpha=5 / 3**0.5)
     assert same.scale == pytest.approx(LORA.scale)
     assert replace(LORA, rslora=True).scale == pytest.approx(5 / 3**0.5)
-    wanted = merge(params, adapters, LORA).blocks[0].attention.out
-    np.testing.assert_allclose(merge(params, adapters, same).blocks[0].attention.out, wanted, rtol=1e-6)
+    wanted = llama_jax.layers_of(merge(params, adapters, LORA))[0].attention.out
+    np.testing.assert_allclose(llama_jax.layers_of(merge(params, adapters, same))[0].attention.out, wanted, rtol=1e-6)
 
 
 def test_a_change_too_small_for_16_bits_counts_all_the_same(models):
@@ -114,7 +114,7 @@ def test_a_change_too_small_for_16_bits_counts_all_the_same(models):
     beside = jit_logits(config, adapted(wide, small, LORA), TOKENS)
     assert float(jnp.abs(beside - wanted).max()) < 0.01 * largest
     rounded = merge(short, small, LORA)
-    assert rounded.blocks[0].attention.out.dtype == jnp.bfloat16
+    assert llama_jax.layers_of(rounded)[0].attention.out.dtype == jnp.bfloat16
     lost = jit_logits(config, jax.tree.map(lambda a: a.astype(jnp.float32), rounded), TOKENS)
     assert float(jnp.abs(lost - wanted).max()) > 0.1 * largest
 
@@ -126,16 +126,16 @@ def test_the_base_may_be_quantised(kind):
         vocab_size=40, dim=128, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=256, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,
     )  # fmt: skip
-    base = quantize(jit_unstack(jit_init(config, jax.random.key(1))), kind)
+    base = quantize(jit_init(config, jax.random.key(1)), kind)
     adapters = random_adapters(config)
     joined = adapted(base, adapters, LORA)
     assert count(joined) == count(base)
     assert bytes_in_memory(joined) == bytes_in_memory(base) + bytes_in_memory(adapters)
-    later = quantize(adapted(jit_unstack(jit_init(config, jax.random.key(1))), adapters, LORA), kind)
+    later = quantize(adapted(jit_init(config, jax.random.key(1)), adapters, LORA), kind)
     jax.tree.map(np.testing.assert_array_equal, later, joined)
     merged = merge(base, adapters, LORA)
     wanted = jit_logits(config, merged, TOKENS)
-    assert merged.blocks[0].attention.qkv.dtype == jnp.float32
+    assert llama_jax.layers_of(merged)[0].attention.qkv.dtype == jnp.float32
     # A CPU rounds activations for quantised weights, without adapters too, and not for what is merged.
     rounding = jnp.abs(jit_logits(config, base, TOKENS) - jit_logits(config, jit_dequantize(base), TOKENS)).max()
     largest = float(jnp.abs(wanted).max())
@@ -189,7 +189,7 @@ def test_adapters_of_another_model_are_named(gqa):
     with pytest.raises(ConfigError, match=r"rank=4 of a matrix \[2, 4, 8, 32\] needs \[3, 4, 32\] and \[2, 4, 8, 4\]"):
         adapted(params, adapters, replace(LORA, rank=4))
     with pytest.raises(ConfigError, match=r"the model has no such matrix; are both of one model, and both stacked"):
-        adapted(params, jit_stack(adapters), LORA)
+        adapted(params, adapters, LORA)
     with pytest.raises(ConfigError, match=r"adapter of blocks.2.attention.out: the model has no such matrix"):
         adapted(params, random_adapters(replace(config, n_layers=3)), LORA)
 
@@ -234,15 +234,15 @@ class TestMagnitudes:
         assert float(jnp.abs(wanted - jit_logits(config, params, TOKENS)).max()) > 0.1
         np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, atol=2e-5)
         once = settled(joined)
-        assert once.blocks[0].attention.out.low_rank.magnitude is None
-        assert once.blocks[0].attention.out.base is params.blocks[0].attention.out
+        assert llama_jax.layers_of(once)[0].attention.out.low_rank.magnitude is None
+        assert llama_jax.layers_of(once)[0].attention.out.base is llama_jax.layers_of(params)[0].attention.out
         np.testing.assert_allclose(jit_logits(config, once, TOKENS), wanted, atol=2e-5)
-        stacked = settled(adapted(jit_stack(params), jit_stack(adapters), DORA))
+        stacked = settled(adapted(params, adapters, DORA))
         np.testing.assert_allclose(jit_logits(config, stacked, TOKENS), wanted, atol=2e-5)
 
     def test_what_was_just_made_changes_nothing(self, models):
         config, params = models["gqa"]
-        base = jit_stack(params)
+        base = params
         adapters = init_adapters(config, DORA, jax.random.key(0), base=base)
         shapes = adapter_shapes(config, DORA)
         assert jax.tree.map(lambda a: (a.shape, a.dtype), adapters) == jax.tree.map(lambda a: (a.shape, a.dtype), shapes)
@@ -266,7 +266,7 @@ class TestMagnitudes:
             vocab_size=40, dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, max_seq_len=32, norm_eps=1e-5,
             rope_theta=10_000.0, tie_embeddings=True,
         )  # fmt: skip
-        base = quantize(jit_unstack(jit_init(config, jax.random.key(1))), "nf4")
+        base = quantize(jit_init(config, jax.random.key(1)), "nf4")
         joined = adapted(base, random_adapters(config, DORA), DORA)
         wanted = jit_logits(config, merge(base, random_adapters(config, DORA), DORA), TOKENS)
         np.testing.assert_allclose(jit_logits(config, joined, TOKENS), wanted, atol=0.02 * float(jnp.abs(wanted).max()))

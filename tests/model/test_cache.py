@@ -153,7 +153,7 @@ def test_decoding_copies_no_cache(batch, options):
 
 def test_scanned_decoding_copies_one_layer_at_most():
     """A scan reads one layer's keys and values out of the stack: temporaries of that size, however many layers there are."""
-    size, program = decode_program(1, stacked=True)
+    size, program = decode_program(1)
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < 2.5 * size / 6

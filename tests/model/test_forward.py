@@ -25,7 +25,7 @@ jit_logits = jax.jit(logits, static_argnums=0)
 jit_unembed = jax.jit(unembed, static_argnums=0)
 
 
-def cached_logits(config, params, tokens, pieces, stacked=False, capacity=None):
+def cached_logits(config, params, tokens, pieces, capacity=None):
     """Logits of the same tokens read in pieces of the given sizes."""
     cache = llama_jax.init_cache(config, len(tokens), capacity or sum(pieces), stacked=stacked)
     out, start = [], 0
@@ -61,12 +61,12 @@ def test_goldens_can_fail(models, goldens):
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_scanned_and_unrolled_layers_are_the_same(kind, batch, models):
     config, params = models[kind]
-    stacked = llama_jax.stack(params)
+    stacked = params
     tokens = TOKENS[:batch]
     want = jit_logits(config, params, tokens)
     np.testing.assert_allclose(jit_logits(config, stacked, tokens), want, atol=1e-5)
-    np.testing.assert_allclose(cached_logits(config, stacked, tokens, [30, 10], stacked=True), want, atol=1e-5)
-    for a, b in zip(jax.tree.leaves(llama_jax.unstack(stacked)), jax.tree.leaves(params), strict=True):
+    np.testing.assert_allclose(cached_logits(config, stacked, tokens, [30, 10]), want, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(stacked), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -84,7 +84,7 @@ def test_any_split_into_chunks_gives_the_same_logits(models, pieces, batch):
 @pytest.mark.parametrize("stacked", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_row_of_a_ragged_batch_is_what_it_is_alone(models, stacked):
     config, params = models["gqa"]
-    params = llama_jax.stack(params) if stacked else params
+    params = params if stacked else params
     lengths, more = np.array([3, 11, 7]), 4
     texts = [TOKENS.reshape(-1)[20 * i : 20 * i + n + more] for i, n in enumerate(lengths)]
     padded = np.zeros((3, 11), np.int32)
@@ -195,9 +195,9 @@ def test_a_full_cache_is_an_error_before_anything_runs(models):
 def test_a_cache_of_the_other_form_is_refused(models):
     config, params = models["gqa"]
     with pytest.raises(GenerationError, match="blocks are a tuple, the cache is stacked"):
-        forward(config, params, TOKENS[:, :2], llama_jax.init_cache(config, 2, 8, stacked=True))
+        forward(config, params, TOKENS[:, :2], llama_jax.init_cache(config, 2, 8))
     with pytest.raises(GenerationError, match="blocks are stacked, the cache is a tuple"):
-        forward(config, llama_jax.stack(params), TOKENS[:, :2], llama_jax.init_cache(config, 2, 8))
+        forward(config, params, TOKENS[:, :2], llama_jax.init_cache(config, 2, 8))
 
 
 def test_parameters_that_do_not_fit_the_configuration_are_refused(models):
@@ -223,7 +223,7 @@ def test_tokens_of_another_form_are_refused(models, tokens):
 @pytest.mark.parametrize("changes", [{"n_layers": 3}, {"dim": 64}, {"n_kv_heads": 4}, {"hidden_dim": 60}])
 def test_parameters_of_another_configuration_are_refused(models, changes):
     config, params = models["gqa"]
-    for form in (params, llama_jax.stack(params)):
+    for form in (params, params):
         with pytest.raises(ConfigError, match="are not those of the configuration"):
             forward(replace(config, head_dim=0, **changes), form, TOKENS)
 
@@ -244,7 +244,7 @@ def test_published_sizes_trace_without_memory():
     """405 billion parameters, shapes only."""
     config = llama_jax.preset("llama-3.1-405b")
     params = jax.eval_shape(lambda key: llama_jax.init(config, key, jnp.bfloat16), jax.random.key(0))
-    cache = jax.eval_shape(lambda: llama_jax.init_cache(config, 1, 256, jnp.bfloat16, stacked=True))
+    cache = jax.eval_shape(lambda: llama_jax.init_cache(config, 1, 256, jnp.bfloat16))
     tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32)
     hidden, cache = jax.eval_shape(lambda *a: forward(config, *a), params, tokens, cache)
     assert hidden.shape == (1, 16, 16_384)
@@ -256,7 +256,7 @@ def test_published_sizes_trace_without_memory():
 def test_packed_documents_are_what_they_are_alone(models, stacked):
     """Positions restart and attention does not cross: three documents in a row of 24, and padding of segment 0."""
     config, params = models["llama3"]
-    params = llama_jax.stack(params) if stacked else params
+    params = params if stacked else params
     tokens = np.random.default_rng(3).integers(0, config.vocab_size, (1, 24), dtype=np.int32)
     sizes = [7, 12, 3]
     segments = np.repeat([1, 2, 3, 0], [*sizes, 2])[None].astype(np.int32)

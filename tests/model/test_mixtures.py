@@ -56,7 +56,7 @@ def test_layers_with_more_bits():
 def test_the_embedding_has_more_bits_unless_pure(params, kind, outside):
     found = quantize(params, kind)
     assert found.embedding.kind == outside
-    planned = quantize(param_shapes(CONFIG, stacked=False), kind)
+    planned = quantize(param_shapes(CONFIG), kind)
     assert kinds(planned) == kinds(found)
     assert bytes_in_memory(planned) == bytes_in_memory(found)
     if outside != kind:
@@ -78,10 +78,10 @@ def test_what_is_read_is_what_is_made_in_memory_and_what_is_written(params, floa
 def test_rows_that_are_no_whole_blocks(params):
     """As llama.cpp falls back: Q4_K to Q5_0, Q6_K to Q8_0."""
     config = replace(CONFIG, dim=96, head_dim=64)
-    found = quantize(param_shapes(config, stacked=False), "q4_k")
+    found = quantize(param_shapes(config), "q4_k")
     assert found.embedding.kind == "q8_0"
-    assert found.blocks[1].feed_forward.gate.kind == "q5_0"
-    assert found.blocks[0].feed_forward.down.kind == "q6_k"
+    assert llama_jax.layers_of(found)[1].feed_forward.gate.kind == "q5_0"
+    assert llama_jax.layers_of(found)[0].feed_forward.down.kind == "q6_k"
     assert kinds_in_memory(found) == "q5_0 and q4_k and q6_k and q8_0"
 
 

@@ -39,13 +39,10 @@ def test_the_key_and_the_dtype_decide():
     assert {leaf.dtype for leaf in jax.tree.leaves(low)} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_stack_and_unstack_undo_each_other():
+def test_layers_of_and_stack_undo_each_other():
     params = jit_init(preset("stories-260k"), jax.random.key(0))
-    loose = llama_jax.unstack(params)
-    assert isinstance(loose.blocks, tuple)
-    assert len(loose.blocks) == 5
-    assert count(loose) == count(params) == 260_032
-    for a, b in zip(jax.tree.leaves(llama_jax.stack(loose)), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert llama_jax.stack(params) is params
-    assert llama_jax.unstack(loose) is loose
+    layers = llama_jax.layers_of(params)
+    assert len(layers) == 5
+    assert count(params) == 260_032
+    jax.tree.map(np.testing.assert_array_equal, params.replace(blocks=llama_jax.stack(layers)), params)
+

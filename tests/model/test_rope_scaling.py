@@ -172,7 +172,7 @@ def test_a_row_read_in_pieces_is_what_it_is_alone(by_length):
     tokens = np.random.default_rng(5).integers(0, config.vocab_size, (3, 24), dtype=np.int32)
 
     def last_states(**given):
-        reading = Reading(llama_jax.init_cache(config, 3, 24, stacked=True), jnp.zeros((3, config.dim)))
+        reading = Reading(llama_jax.init_cache(config, 3, 24), jnp.zeros((3, config.dim)))
         for start in range(0, 24, 8):
             new = np.clip(lengths - start, 0, 8)
             reading = jit_read(config, params, reading, tokens[:, start : start + 8], Places(new, **given))
@@ -207,7 +207,7 @@ def test_a_decoding_row_goes_by_its_length_so_far(by_length):
     """The step after the original context is turned as a longer row; the keys in the cache stay as they were read."""
     config, params = by_length
     tokens = np.random.default_rng(8).integers(0, config.vocab_size, (1, 17), dtype=np.int32)
-    _, cache = jit_forward(config, params, tokens[:, :16], llama_jax.init_cache(config, 1, 20, stacked=True))
+    _, cache = jit_forward(config, params, tokens[:, :16], llama_jax.init_cache(config, 1, 20))
     step, _ = jit_forward(config, params, tokens[:, 16:], cache)
     told = jax.jit(forward, static_argnums=0)
     same, other = (

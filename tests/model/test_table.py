@@ -57,18 +57,14 @@ def paths_of(tree):
 
 
 @each
-@pytest.mark.parametrize("stacked", [True, False])
-def test_every_leaf_has_one_row_and_every_row_its_leaf(config, stacked):
+def test_every_leaf_has_one_row_and_every_row_its_leaf(config):
     params = init(config, jax.random.key(0))
-    params = params if stacked else unstack(params)
-    layers = 1 if stacked else config.n_layers
-    wanted = [row.path for row in rows(config) for _ in range(layers if row.in_blocks else 1)]
-    assert sorted(paths_of(params)) == sorted(wanted)
-    shapes = param_shapes(config, stacked=stacked)
+    assert sorted(paths_of(params)) == sorted(row.path for row in rows(config))
+    shapes = param_shapes(config)
     assert jax.tree.structure(shapes) == jax.tree.structure(params)
     for (path, array), shape in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shapes), strict=True):
         row = {row.path: row for row in rows(config)}[row_at(path).path]
-        leading = (config.n_layers,) if stacked and row.in_blocks else ()
+        leading = (config.n_layers,) if row.in_blocks else ()
         assert array.shape == shape.shape == (*leading, *row.shape(config))
 
 
@@ -88,13 +84,12 @@ def test_places_and_shapes_are_apart(config):
         )
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_specs_are_those_of_before(stacked):
+def test_specs_are_those_of_before():
     def spec(path, found):
         wanted = SPECS[row_at(path).path]
-        assert found == (P(None, *wanted) if stacked and row_at(path).in_blocks else wanted)
+        assert found == (P(None, *wanted) if row_at(path).in_blocks else wanted)
 
-    jax.tree_util.tree_map_with_path(spec, param_specs(UNTIED, MeshSizes(), stacked=stacked))
+    jax.tree_util.tree_map_with_path(spec, param_specs(UNTIED, MeshSizes()))
 
 
 @pytest.mark.parametrize("module", [huggingface, gguf, meta, llama2c], ids=lambda module: module.__name__.split(".")[-1])
@@ -121,17 +116,14 @@ def test_counts(name):
 
 
 def test_a_tree_of_anything():
-    names = build(UNTIED, lambda row, layer: f"{row.path} {layer}", stacked=False)
-    assert names.blocks[2].feed_forward.up == "blocks.feed_forward.up 2"
-    assert build(UNTIED, lambda row, layer: layer).blocks.attention.qkv == 0
-    assert build(TIED, lambda row, layer: "here").lm_head is None
+    assert build(UNTIED, lambda row: row.path).blocks.feed_forward.up == "blocks.feed_forward.up"
+    assert build(TIED, lambda row: "here").lm_head is None
 
 
 @each
 def test_parameters_of_the_configuration_pass(config):
     params = init(config, jax.random.key(0))
     check_params(config, params)
-    check_params(config, unstack(params))
     check_params(config, param_shapes(config))
     check_params(config, fit(config, MeshSizes(tensor=2), params))  # its vocabulary is padded
 
@@ -148,22 +140,18 @@ def test_parameters_of_the_configuration_pass(config):
 )
 def test_what_no_layer_has_is_checked(spoil, named):
     params = spoil(init(UNTIED, jax.random.key(0)))
-    for form in (params, unstack(params)):
-        with pytest.raises(ConfigError, match=rf"{named}.*"):
-            check_params(UNTIED, form)
+    with pytest.raises(ConfigError, match=rf"{named}.*"):
+        check_params(UNTIED, params)
 
 
-def test_what_layers_have_is_checked_in_each():
-    params = unstack(init(UNTIED, jax.random.key(0)))
-    weights = params.blocks[3].feed_forward
-    block = params.blocks[3].replace(feed_forward=weights.replace(up=weights.up[:9]))
-    wrong = params.replace(blocks=(*params.blocks[:3], block, *params.blocks[4:]))
-    with pytest.raises(ConfigError, match=r"blocks\.3\.feed_forward\.up is \[9, 64\] .* needs \[172, 64\]"):
+def test_what_layers_have_is_checked():
+    params = init(UNTIED, jax.random.key(0))
+    weights = params.blocks.feed_forward
+    wrong = params.replace(blocks=params.blocks.replace(feed_forward=weights.replace(up=weights.up[:, :9])))
+    with pytest.raises(ConfigError, match=r"blocks\.feed_forward\.up is \[5, 9, 64\] .* needs \[5, 172, 64\]"):
         check_params(UNTIED, wrong)
-    with pytest.raises(ConfigError, match=r"4 layers are not .* n_layers=5"):
-        check_params(UNTIED, params.replace(blocks=params.blocks[:4]))
     with pytest.raises(ConfigError, match=r"blocks.attention_norm is \[4, 64\] .* needs \[5, 64\]"):
-        check_params(UNTIED, stack(params.replace(blocks=params.blocks[:4])))
+        check_params(UNTIED, first_layers(params, 4))
     with pytest.raises(ConfigError, match="tie_embeddings=True but the parameters have an lm_head"):
         check_params(TIED, params)
 

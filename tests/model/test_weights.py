@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_dequantize, jit_init, jit_logits, jit_unstack
+from conftest import jit_dequantize, jit_init, jit_logits
 from flax import struct
 
 import llama_jax
@@ -64,7 +64,7 @@ def merge(params: Llama) -> Llama:
 @pytest.fixture(scope="module")
 def adapted(models):
     config, params = models["gqa"]
-    return config, adapt(params if isinstance(params.blocks, tuple) else llama_jax.unstack(params))
+    return config, adapt(params if isinstance(params.blocks, tuple) else params)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_logits_and_tokens_are_those_of_the_merged_weights(adapted):
 def test_layers_are_stacked_with_what_they_are_made_of(adapted):
     config, params = adapted
     tokens = jnp.asarray([[1, 5, 9, 2, 7]])
-    stacked = llama_jax.stack(params)
+    stacked = params
     assert isinstance(stacked.blocks.attention.qkv, Adapted)
     np.testing.assert_allclose(jit_logits(config, stacked, tokens), jit_logits(config, params, tokens), rtol=1e-5, atol=1e-5)
 
@@ -100,8 +100,8 @@ def test_gradients_of_the_parts_are_the_chain_rule_of_the_whole(adapted):
     loss = lambda params: next_token_loss(config, params, batch)
     parts, whole = jax.jit(jax.grad(loss))(params), jax.jit(jax.grad(loss))(merge(params))
     for ours, total, leaf in (
-        (parts.blocks[0].attention.qkv, whole.blocks[0].attention.qkv, params.blocks[0].attention.qkv),
-        (parts.blocks[1].feed_forward.down, whole.blocks[1].feed_forward.down, params.blocks[1].feed_forward.down),
+        (llama_jax.layers_of(parts)[0].attention.qkv, llama_jax.layers_of(whole)[0].attention.qkv, llama_jax.layers_of(params)[0].attention.qkv),
+        (llama_jax.layers_of(parts)[1].feed_forward.down, llama_jax.layers_of(whole)[1].feed_forward.down, llama_jax.layers_of(params)[1].feed_forward.down),
     ):
         np.testing.assert_allclose(ours.weight, total, rtol=1e-4, atol=1e-6)
         total, up, down = map(np.asarray, (total, leaf.up, leaf.down))
@@ -138,7 +138,7 @@ def test_the_gradient_goes_through_a_frozen_quantised_model(kind):
         vocab_size=40, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,
     )  # fmt: skip
-    params = jit_unstack(jit_init(config, jax.random.key(1)))
+    params = jit_init(config, jax.random.key(1))
     frozen = quantize(params, kind)
     batch = llama_jax.Batch(jnp.asarray([[1, 5, 9, 2, 7, 3, 30, 11]]))
 

@@ -95,7 +95,7 @@ def test_a_ring_of_slots_is_the_definition(model, tokens, sinks, pieces):
 
 def test_stacked_blocks_and_one_row(model, tokens):
     config, params = model
-    cache = init_cache(config, 1, SINKS + WINDOW + 4, stacked=True, window=WINDOW, sinks=SINKS)
+    cache = init_cache(config, 1, SINKS + WINDOW + 4, window=WINDOW, sinks=SINKS)
     found, _ = read_in_pieces(config, stack(params), tokens[:1], cache, [5] * 6)
     expected = defined(config, params, tokens[:1], window=WINDOW, sinks=SINKS)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -528,7 +528,7 @@ CONFIG = replace(llama_jax.preset("stories-110m"), n_layers=1, vocab_size=1024, 
 
 @pytest.fixture(scope="module")
 def model():
-    return jax.jit(lambda key: llama_jax.unstack(llama_jax.init(CONFIG, key, jnp.bfloat16)))(jax.random.key(0))
+    return jax.jit(lambda key: llama_jax.init(CONFIG, key, jnp.bfloat16))(jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -599,5 +599,5 @@ def test_decoding_needs_less_beside_than_a_layer_in_int8(kind, way, model, made,
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     jax.clear_caches()  # which way is taken is no part of JAX's key
     plan = jax.jit(tokens, donate_argnums=2).lower(shapes, token, cache).compile().memory_analysis()
-    layer = count(model.blocks[0])
+    layer = count(llama_jax.layers_of(model)[0])
     assert plan.temp_size_in_bytes < layer

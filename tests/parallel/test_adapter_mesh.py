@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import jit_init, jit_logits, jit_unstack
+from conftest import jit_init, jit_logits
 from jax.sharding import PartitionSpec as P
 from test_strategies import CONFIG, LENGTH, OPTIMIZER, ROWS
 from training_options import step_options
@@ -39,7 +39,7 @@ def test_specs_of_adapters():
         P(None, "tensor", None, None, None),
     )
     assert (specs.feed_forward.down.a, specs.feed_forward.down.b) == (P(None, None, "tensor"), P(None, "fsdp", None))
-    one = adapter_specs(CONFIG, MeshSizes(fsdp=2, tensor=2), LORA, stacked=False).blocks[1]
+    one = adapter_specs(CONFIG, MeshSizes(fsdp=2, tensor=2), LORA).blocks[1]
     assert (one.feed_forward.up.a, one.feed_forward.up.b) == (P(None, "fsdp"), P("tensor", None))
 
 
@@ -49,7 +49,7 @@ def run(sizes):
     held, layout = layout_over(CONFIG, mesh)
     placement = shardings(mesh, train_state_specs(CONFIG, sizes, OPTIMIZER, lora=LORA))
     base = jax.device_put(jit_init(CONFIG, jax.random.key(0)), shardings(mesh, param_specs(CONFIG, sizes)))
-    state = jax.device_put(init_state(OPTIMIZER, random_adapters(CONFIG, stacked=True)), placement)
+    state = jax.device_put(init_state(OPTIMIZER, random_adapters(CONFIG)), placement)
 
     def step(base, state, batch):
         options = step_options(remat="full", chunk=8, clip_norm=1.0)
@@ -89,7 +89,7 @@ def test_steps_are_those_of_one_device(alone, sizes):
 
 def test_an_adapted_model_is_fitted_as_a_plain_one_is():
     """Copied heads, padded vocabulary: joined before or after, the same logits."""
-    params, adapters = jit_unstack(jit_init(CONFIG, jax.random.key(0))), random_adapters(CONFIG)
+    params, adapters = jit_init(CONFIG, jax.random.key(0)), random_adapters(CONFIG)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 9), np.int32))
     wanted = jit_logits(CONFIG, adapted(params, adapters, LORA), tokens)
     sizes = MeshSizes(tensor=8)
@@ -101,7 +101,7 @@ def test_an_adapted_model_is_fitted_as_a_plain_one_is():
 
 @pytest.mark.slow
 def test_so_are_magnitudes_and_a_table():
-    params, dora = jit_unstack(jit_init(CONFIG, jax.random.key(0))), replace(LORA, targets=("q_proj", "up_proj"), dora=True)
+    params, dora = jit_init(CONFIG, jax.random.key(0)), replace(LORA, targets=("q_proj", "up_proj"), dora=True)
     adapters = [(random_adapters(CONFIG), LORA), (random_adapters(CONFIG, dora, seed=1), dora)]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 250, (2, 9), np.int32))
     table = adapter_table(CONFIG, params, adapters)
@@ -118,11 +118,11 @@ def test_so_are_magnitudes_and_a_table():
 @pytest.mark.slow
 def test_it_generates_over_tensor():
     config = replace(CONFIG, vocab_size=256)
-    params, adapters = jit_unstack(jit_init(config, jax.random.key(0))), random_adapters(config)
+    params, adapters = jit_init(config, jax.random.key(0)), random_adapters(config)
     joined = adapted(params, adapters, LORA)
     wanted = llama_jax.generate(config, joined, [[1, 5], [2]], max_new_tokens=6)
     sizes = MeshSizes(tensor=4)
     mesh = make_mesh(sizes)
-    places = places_of(joined, shardings(mesh, param_specs(config, sizes, stacked=False)))
+    places = places_of(joined, shardings(mesh, param_specs(config, sizes)))
     found = llama_jax.generate(config, jax.device_put(joined, places), [[1, 5], [2]], max_new_tokens=6)
     assert [row.tokens for row in found] == [row.tokens for row in wanted]

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_init, jit_logits, jit_unstack
+from conftest import jit_init, jit_logits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,7 +98,7 @@ def test_what_is_said_to_do_does(name, tensor):
 def test_the_fitted_model_is_the_same_function(tied, stacked):
     config = replace(CONFIG, tie_embeddings=tied)
     params = jit_init(config, jax.random.key(0))
-    params = params if stacked else llama_jax.unstack(params)
+    params = params if stacked else params
     want = jit_logits(config, params, TOKENS)
     for tensor in (2, 8, 16):
         sizes = MeshSizes(tensor=tensor)
@@ -114,7 +114,7 @@ def test_the_fitted_model_is_the_same_function(tied, stacked):
 
 
 def test_numpy_arrays_stay_on_the_host():
-    params = jax.tree.map(np.asarray, jit_unstack(jit_init(CONFIG, jax.random.key(0))))
+    params = jax.tree.map(np.asarray, jit_init(CONFIG, jax.random.key(0)))
     changed = fit(CONFIG, MeshSizes(tensor=8), params)
     assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((changed, unfit(CONFIG, changed))))
     assert changed.embedding.shape == (256, 32)

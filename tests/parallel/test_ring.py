@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import jit_init, jit_unstack
+from conftest import jit_init
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -229,7 +229,7 @@ def test_activations_fall_as_the_devices_rise():
 
 
 def on_mesh(config, sizes, params):
-    placement = shardings(make_mesh(sizes), param_specs(config, sizes, stacked=False, fitted=True))
+    placement = shardings(make_mesh(sizes), param_specs(config, sizes, fitted=True))
     return fitted(config, sizes), jax.device_put(fit(config, sizes, params), placement)
 
 
@@ -248,7 +248,7 @@ def on_mesh(config, sizes, params):
 )
 def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
     config = replace(CONFIG, rope_scaling=scaling)
-    params = jit_unstack(jit_init(config, jax.random.key(0)))
+    params = jit_init(config, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH), np.int32)
     lengths = np.array([LENGTH, 13], np.int32)
     empty = state.empty_reading(config, params, 2, LENGTH)
@@ -266,7 +266,7 @@ def test_a_prompt_is_read_as_by_one_device(sizes, scaling):
 
 @pytest.mark.slow
 def test_generation_goes_on_from_a_prompt_that_was_divided():
-    params = jit_unstack(jit_init(CONFIG, jax.random.key(0)))
+    params = jit_init(CONFIG, jax.random.key(0))
     prompts = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, 60)).tolist()
     wanted = llama_jax.generate(CONFIG, params, prompts, max_new_tokens=4)
     config, spread = on_mesh(CONFIG, MeshSizes(context=8), params)
@@ -288,6 +288,6 @@ def test_stacked_blocks_fill_a_stacked_cache():
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, LENGTH), np.int32)
     read = jax.jit(prefill_over(CONFIG, make_mesh(sizes)))
     stacked, state = read(params, tokens, np.array([LENGTH], np.int32))
-    single, wanted = read(llama_jax.unstack(params), tokens, np.array([LENGTH], np.int32))
+    single, wanted = read(params, tokens, np.array([LENGTH], np.int32))
     np.testing.assert_allclose(stacked.k, jnp.stack(single.k), atol=1e-6)
     np.testing.assert_allclose(state, wanted, atol=1e-6)

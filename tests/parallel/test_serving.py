@@ -155,7 +155,7 @@ def test_a_single_prompt_over_tensor_through_growing_buckets(load, alone, monkey
 @pytest.mark.slow
 def test_stacked_blocks_on_a_mesh(load, alone):
     config, params = load("data=2,fsdp=2,tensor=2")
-    stacked = llama_jax.stack(params)
+    stacked = params
     assert not stacked.blocks.attention.qkv.sharding.is_fully_replicated
     same(llama_jax.generate(config, stacked, PROMPTS, max_new_tokens=NEW, sampling=SAMPLING), alone)
 
@@ -212,7 +212,7 @@ def test_rows_that_cannot_be_divided_are_an_error(load):
 def test_every_device_holds_its_share_and_no_more(load):
     config, params = load("tensor=8")
     assert config == replace(CONFIG, n_kv_heads=8)
-    block = params.blocks[1]
+    block = llama_jax.layers_of(params)[1]
     assert (params.embedding.shape, params.lm_head.shape, block.attention.qkv.shape) == ((256, 32), (256, 32), (8, 3, 4, 32))
     norms = (2 * CONFIG.n_layers + 1) * 32
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // 4
@@ -334,7 +334,7 @@ def test_any_layout_of_the_parameters_says_where_the_rest_lies(params):
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), (AxisType.Auto,) * 3)
     found = jax.device_put(params, NamedSharding(mesh, P()))
     assert layout_of(found).constrain.rows == ("x", "y", "z")
-    block = found.blocks[0]
+    block = llama_jax.layers_of(found)[0]
     heads = jax.device_put(block.attention.qkv, NamedSharding(mesh, P("y")))
     vocabulary = jax.device_put(found.lm_head, NamedSharding(mesh, P("x")))
     table = jax.device_put(found.embedding, NamedSharding(mesh, P(None, ("x", "z"))))

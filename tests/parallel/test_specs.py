@@ -58,7 +58,7 @@ def test_a_mesh_that_is_not_refused_divides_every_array(name, sizes, is_fitted):
 def test_specs_have_the_form_of_the_parameters(stacked):
     specs, shapes = param_specs(CONFIG, MeshSizes(), stacked=stacked), param_shapes(CONFIG, stacked=stacked)
     assert jax.tree.structure(specs) == jax.tree.structure(shapes)
-    qkv = (specs.blocks if stacked else specs.blocks[3]).attention.qkv
+    qkv = (specs.blocks if stacked else llama_jax.layers_of(specs)[3]).attention.qkv
     assert qkv == P(*[None] * stacked, "tensor", None, None, "fsdp")
     assert specs.embedding == P("tensor", "fsdp")
     assert specs.final_norm == P()

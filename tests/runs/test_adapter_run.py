@@ -82,7 +82,7 @@ def test_checkpoints_hold_the_adapters_alone(whole, base):
     config, params, _ = llama_jax.load(base)
     found = load_adapter(folder, config)
     assert (found.lora, found.base) == (RECIPE.lora, str(base))
-    same(llama_jax.stack(found.params), result.state.ema)
+    same(found.params, result.state.ema)
     same(llama_jax.load(base, adapter=folder).params, adapted(params, found.params, found.lora))
     with pytest.raises(CheckpointError, match="holds adapters and not a model; give their base as the model"):
         llama_jax.load(folder)
@@ -159,7 +159,7 @@ def test_the_base_may_be_quantised(base, text, tmp_path):
 
 def test_a_quantized_base_is_kept_and_what_differs_between_layers_becomes_floats(tmp_path, caplog):
     config = recipe().model
-    params = quantize(unstack(jit_init(config, jax.random.key(0))), "q8_0")
+    params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
     first, *rest = params.blocks
     wide = first.feed_forward.replace(up=quantized(first.feed_forward.up.decoded(), "q4_0"))
     params = params.replace(blocks=(first.replace(feed_forward=wide), *rest))
@@ -260,7 +260,7 @@ def test_a_digest_sees_every_bit(seed, byte, bit):
 def test_quantized_blocks_have_a_digest(tmp_path):
     """Of a base that is kept as its file has it: the kind counts, and so do the signs of the blocks."""
     config = recipe().model
-    params = quantize(unstack(jit_init(config, jax.random.key(0))), "q8_0")
+    params = quantize(jit_init(config, jax.random.key(0)), "q8_0")
     table = params.embedding
     found = []
     for name, planes in (("a", table.planes), ("b", table.planes), ("negated", (-table.planes[0], table.planes[1]))):
@@ -289,9 +289,9 @@ def test_magnitudes_and_a_rate_for_b_over_a_mesh_and_resumed(base, text, tmp_pat
     config, params, _ = llama_jax.load(base)
     adapter = load_adapter(tmp_path / "whole", config)
     assert adapter.lora == dora.lora
-    same(llama_jax.stack(adapter.params), whole.state.params)
+    same(adapter.params, whole.state.params)
     one = llama_jax.load(base, adapter=tmp_path / "whole").params
-    assert one.blocks[0].attention.out.low_rank.magnitude is None  # settled for inference
+    assert llama_jax.layers_of(one)[0].attention.out.low_rank.magnitude is None  # settled for inference
     merged = merge(params, adapter.params, adapter.lora)
     tokens = np.arange(1, 9)[None]
     np.testing.assert_allclose(jit_logits(config, one, tokens), jit_logits(config, merged, tokens), atol=1e-4)

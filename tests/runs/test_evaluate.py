@@ -140,7 +140,7 @@ def test_stacked_blocks_and_bfloat16(models, measure):
     config, params = models[KIND]
     corpus = corpus_of(LENGTHS)
     expected = evaluate(config, params, corpus, batch=3, measure=measure).loss
-    stacked = llama_jax.stack(params)
+    stacked = params
     assert evaluate(config, stacked, corpus).loss == pytest.approx(expected, rel=1e-6)
     in_bfloat16 = jax.jit(partial(token_nats, config, compute=Compute(jnp.bfloat16)))
     found = evaluate(config, stacked, corpus, measure=in_bfloat16).loss

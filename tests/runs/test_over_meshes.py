@@ -89,7 +89,7 @@ def test_samples_are_made_where_the_model_lies(params, sizes):
 @pytest.mark.slow
 def test_weights_are_read_straight_into_shares(params, tmp_path):
     sizes = MeshSizes(data=2, fsdp=2, tensor=2)
-    llama_jax.save(tmp_path / "model", RECIPE.model, llama_jax.unstack(params))
+    llama_jax.save(tmp_path / "model", RECIPE.model, params)
     start, base = load_weights(RECIPE, tmp_path / "model", sizes, None)
     assert base is None
     places = shardings(make_mesh(sizes), param_specs(RECIPE.model, sizes))

@@ -470,7 +470,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
 def test_a_run_is_a_model(saved_run, tokenizer, path):
     loaded = llama_jax.load(saved_run / path)
     assert loaded.config == CONFIG
-    assert same(loaded.params, unstack(state_of(20).params))
+    assert same(loaded.params, state_of(20).params)
     assert loaded.tokenizer.encode("once upon a time") == tokenizer.encode("once upon a time")
 
 
@@ -491,7 +491,7 @@ def test_a_step_that_is_removed_while_it_is_read(where, run, monkeypatch):
         return real(*arguments)
 
     monkeypatch.setattr(store, name, remove_first)
-    assert same(llama_jax.load(run).params, unstack(state_of(20).params))
+    assert same(llama_jax.load(run).params, state_of(20).params)
     assert removed == [20]
     endless = True
     with pytest.raises(UserError):
@@ -523,7 +523,7 @@ def test_a_run_is_read_while_it_saves(tmp_path):
                     step += 1
                 save(kept, step, step % 3)
 
-    states = [unstack(state_of(seed).params) for seed in range(3)]
+    states = [state_of(seed).params for seed in range(3)]
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
@@ -545,13 +545,13 @@ def test_a_run_is_read_while_it_saves(tmp_path):
 def test_an_older_step_a_dtype_and_shardings(saved_run):
     sizes = MeshSizes(data=1, fsdp=8, tensor=1)
     mesh = Mesh(np.reshape(jax.devices(), (1, 8, 1)), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    places = shardings(mesh, param_specs(CONFIG, sizes, stacked=False))
-    places = places.replace(blocks=places.blocks[0])
+    places = shardings(mesh, param_specs(CONFIG, sizes))
+    places = places.replace(blocks=llama_jax.layers_of(places)[0])
     params = llama_jax.load(saved_run / "checkpoints/10", "bfloat16", shardings=places).params
-    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), unstack(state_of(10).params))
+    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), state_of(10).params)
     assert same(params, expected)
     assert params.embedding.sharding == places.embedding
-    assert params.blocks[1].attention.qkv.sharding == places.blocks.attention.qkv
+    assert llama_jax.layers_of(params)[1].attention.qkv.sharding == places.blocks.attention.qkv
 
 
 def test_the_moving_average_is_the_model(tmp_path):
@@ -559,7 +559,7 @@ def test_the_moving_average_is_the_model(tmp_path):
     with Snapshots(tmp_path / "checkpoints") as kept:
         kept.save(1, state, NOTE, CONFIG, None)
     loaded = llama_jax.load(tmp_path)
-    assert same(loaded.params, unstack(state.ema))
+    assert same(loaded.params, state.ema)
     assert loaded.tokenizer is None
 
 
@@ -573,7 +573,7 @@ def test_other_commands_know_a_run(saved_run, tmp_path, monkeypatch, capsys):
     assert facts["problems"] == []
 
     llama_jax.convert(saved_run, tmp_path / "converted")
-    assert same(llama_jax.load(tmp_path / "converted").params, unstack(state_of(20).params))
+    assert same(llama_jax.load(tmp_path / "converted").params, state_of(20).params)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

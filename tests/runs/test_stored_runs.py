@@ -94,8 +94,8 @@ def test_what_is_saved_comes_back(store, kept):
     assert store.sent() < 30_000 < 4 * told["parameters"], "what describes the arrays, and not they"
     model = llama_jax.load(f"{STEPS}/20")
     assert model.config == CONFIG
-    same(model.params, llama_jax.unstack(state_of(20).params))
-    same(llama_jax.load(RUN).params, llama_jax.unstack(state_of(30).params))
+    same(model.params, state_of(20).params)
+    same(llama_jax.load(RUN).params, state_of(30).params)
     store.asked.clear()
     llama_jax.load(RUN)
     assert {key.split("/")[3] for key in store.asked if "/30/" in key} == {"about", "params"}, "and no optimizer"

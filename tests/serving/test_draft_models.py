@@ -60,7 +60,7 @@ def same(clients, answers):
 def test_drafts_of_the_same_model_are_all_right(model, force):  # noqa: F811
     """Which they are only if its cache holds what it should: after a prompt, a found prefix, and tokens without drafts."""
     config, params = model
-    model = replace(config, n_layers=1), params.replace(blocks=params.blocks[:1])
+    model = replace(config, n_layers=1), first_layers(params, 1)
     force([*[2] * 8, *[0] * 40, *[2] * 10_000])
     drafting, plain = Engine(*model, replace(TINY, draft=DraftModel(*model, 2))), Engine(*model, TINY)
     clients = {drafting: [], plain: []}
@@ -122,7 +122,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
     @pytest.mark.slow
     def test_with_a_stacked_draft_and_caches_of_int8(self, model, similar, force):  # noqa: F811
         force(at_random(random.Random(2)))
-        options, stacked = CacheOptions(dtype="int8"), similar.replace(params=llama_jax.stack(similar.params))
+        options, stacked = CacheOptions(dtype="int8"), similar.replace(params=similar.params)
         found = []
         for draft in (stacked, None):  # a prompt read in pieces is rounded otherwise than one read whole, so not by `alone`
             engine = Engine(*model, replace(TWO, draft=draft, cache=options))

@@ -157,7 +157,7 @@ class TestEveryRequestGetsWhatItGetsAlone:
     @pytest.mark.slow
     def test_with_stacked_blocks(self, model, bursts):
         config, params = model
-        engine = Engine(config, llama_jax.stack(params), SMALL)
+        engine = Engine(config, params, SMALL)
         clients = [Client(engine, prompt=[1, *range(5, 5 + 20 * i)], max_new_tokens=20 * i) for i in range(1, 4)]
         exhaust(engine)
         for client in clients:

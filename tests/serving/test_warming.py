@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from conftest import jit_init, jit_unstack
+from conftest import jit_init
 
 import llama_jax
 from llama_jax import ops
@@ -26,7 +26,7 @@ SMALL = EngineOptions(rows=1, context=16, piece=16, smallest_capacity=16)
 def model():
     # Of sizes that no other test has: what JAX has compiled before it does not compile again.
     config = replace(llama_jax.preset("stories-260k"), n_layers=1, vocab_size=503)
-    return config, jit_unstack(jit_init(config, jax.random.key(0)))
+    return config, jit_init(config, jax.random.key(0))
 
 
 @pytest.mark.slow

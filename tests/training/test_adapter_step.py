@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import LORA, random_adapters
-from conftest import as_float64, jit_init, jit_unstack
+from conftest import as_float64, jit_init
 from training_options import loss_options, step_options
 
 import llama_jax
@@ -107,7 +107,7 @@ def test_nothing_of_the_base_is_kept_or_changed(base):
 
 def test_the_step_is_that_of_the_merged_model(base):
     """Loss and gradient norm before the update, and a skipped step that is not finite."""
-    adapters = random_adapters(CONFIG, stacked=True)
+    adapters = random_adapters(CONFIG)
     state = init_state(OPTIMIZER, adapters)
     step = adapter_step(step_options(chunk=8))
     after, metrics = step(base, state, BATCH)
@@ -126,7 +126,7 @@ def test_a_quantised_base_learns():
         vocab_size=64, dim=128, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=128, max_seq_len=32, norm_eps=1e-5,
         rope_theta=10_000.0, tie_embeddings=True,
     )  # fmt: skip
-    base = llama_jax.stack(quantize(jit_unstack(jit_init(config, jax.random.key(1))), "nf4"))
+    base = quantize(jit_init(config, jax.random.key(1)), "nf4")
     batch = Batch(np.random.default_rng(0).integers(0, 64, (2, 17), np.int32))
     state = init_state(OPTIMIZER, init_adapters(config, LORA, jax.random.key(1)))
     step, losses = adapter_step(step_options(chunk=8), config=config), []
@@ -141,7 +141,7 @@ def test_a_quantised_base_learns():
 def test_magnitudes_learn_too(base, kind):
     """Those of targets; that their gradients are PEFT's is in `test_adapter_parity`."""
     lora = Lora(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "up_proj"), dora=True)
-    frozen = base if kind is None else llama_jax.stack(quantize(jit_unstack(base), kind))
+    frozen = base if kind is None else quantize(base, kind)
     start = init_adapters(CONFIG, lora, jax.random.key(1), base=frozen)
     state, step, losses = init_state(OPTIMIZER, start), adapter_step(step_options(chunk=8, remat="full"), lora), []
     for _ in range(6):

@@ -72,7 +72,7 @@ def test_the_compiled_step_does_what_is_counted(tie_embeddings):
     batch, length, optimizer = 16, 64, adamw(1e-3)
 
     def make() -> object:
-        return init_state(optimizer, llama_jax.unstack(llama_jax.init(config, jax.random.key(0))))
+        return init_state(optimizer, llama_jax.init(config, jax.random.key(0)))
 
     step = jax.jit(partial(train_step, config, optimizer, options=step_options(chunk=length)), donate_argnums=0)
     tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)

@@ -30,7 +30,7 @@ def defined(models):
 
     def of(config, params):
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (BATCH, LENGTH + 1), np.int32)
-        params = llama_jax.stack(as_float64(params))
+        params = as_float64(params)
         return config, params, tokens, jax.jit(jax.value_and_grad(partial(plain_loss, config, tokens=tokens)))(params)
 
     with jax.enable_x64(True):
@@ -51,18 +51,18 @@ def test_value_and_gradient_are_those_of_the_definition(defined, kind, chunk, re
     config, params, tokens, (loss, gradients) = defined[kind]
     with jax.enable_x64(True):
         loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(chunk=chunk, remat=remat))
-        found = jax.jit(jax.value_and_grad(loss_of))(params if stacked else llama_jax.unstack(params))
+        found = jax.jit(jax.value_and_grad(loss_of))(params if stacked else params)
         np.testing.assert_allclose(found[0], loss, rtol=1e-12)
         assert found[0].dtype == jnp.float64
         # The rotary angles are float32 on both sides.
         near = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
-        jax.tree.map(near, llama_jax.stack(found[1]), gradients)
+        jax.tree.map(near, found[1], gradients)
 
 
 def test_in_bfloat16_the_loss_and_the_gradients_stay_float32(defined, models):
     config, _, tokens, (loss, gradients) = defined["gqa"]
     loss_of = partial(next_token_loss, config, batch=Batch(tokens), options=loss_options(dtype=jnp.bfloat16))
-    found, computed = jax.jit(jax.value_and_grad(loss_of))(llama_jax.stack(models["gqa"][1]))
+    found, computed = jax.jit(jax.value_and_grad(loss_of))(models["gqa"][1])
     assert found.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(computed)} == {jnp.dtype(jnp.float32)}
     np.testing.assert_allclose(found, np.asarray(loss), rtol=1e-2)
@@ -122,7 +122,7 @@ def in_segments(models):
 @given(st.integers(0, 2**31 - 1), st.integers(2, 11), st.integers(2, 11))
 def test_packed_documents_give_what_they_give_alone(models, in_segments, seed, first, second):
     """Two documents and padding in a row, and the same two in rows of their own."""
-    params = llama_jax.stack(models["gqa"][1])
+    params = models["gqa"][1]
     vocabulary = models["gqa"][0].vocab_size
     tokens = np.random.default_rng(seed).integers(0, vocabulary, first + second, np.int32)
     packed, alone = empty(1), empty(2)
@@ -167,7 +167,7 @@ def test_a_masked_token_is_read_but_not_counted(defined, models):
 
 
 def test_nothing_to_predict_in_a_batch_is_a_loss_of_zero(models, in_segments):
-    loss, gradients = in_segments(llama_jax.stack(models["gqa"][1]), empty(1))
+    loss, gradients = in_segments(models["gqa"][1], empty(1))
     assert loss == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
@@ -195,7 +195,7 @@ def test_what_a_bfloat16_scan_keeps_of_its_layers_has_no_float32_copy(models):
     tokens = jax.ShapeDtypeStruct((5, 34), jnp.int32)
     loss_of = partial(next_token_loss, config, options=loss_options(dtype=jnp.bfloat16))
     step = jax.jit(jax.grad(lambda params, tokens: loss_of(params, Batch(tokens))))
-    program = step.lower(llama_jax.stack(params), tokens).compile().as_text()
+    program = step.lower(params, tokens).compile().as_text()
     assert f"u16[{config.n_layers},5,33,{config.dim}]" in program
     assert f"f32[{config.n_layers},5,33" not in program
 

@@ -152,8 +152,8 @@ class TestLoraPlus:
 
     def test_it_is_another_rate_for_b_and_magnitudes_and_their_decay(self):
         lora = Lora(rank=2, targets=("q_proj", "up_proj"), dora=True)
-        adapters = random_adapters(CONFIG, lora, stacked=True)
-        gradients = random_adapters(CONFIG, lora, stacked=True, seed=1)
+        adapters = random_adapters(CONFIG, lora)
+        gradients = random_adapters(CONFIG, lora, seed=1)
 
         def after(settings, steps=3):
             optimizer = make_optimizer(settings, STEPS)

@@ -89,7 +89,7 @@ def test_a_model_is_itself(against, tensors):
 
 
 def test_stacked_blocks_are_the_same_model(models, reference):
-    params = llama_jax.stack(models["gqa"][1])
+    params = models["gqa"][1]
     assert compare(params, trace(params, TOKENS, origin()), reference).same
 
 

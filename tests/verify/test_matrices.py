@@ -59,9 +59,9 @@ def test_adapters_are_left_out(stories_model):
 def test_floats_and_parts_of_several_kinds(stories_model):
     _, params, _ = stories_model
     assert matrix_errors(params, params) == ()
-    block = params.blocks[0]
+    block = llama_jax.layers_of(params)[0]
     qkv = block.attention.qkv
-    parts = (quantize(params, "q8_0").blocks[0].attention.qkv, qkv)
+    parts = (llama_jax.layers_of(quantize(params, "q8_0"))[0].attention.qkv, qkv)
     joined = jax.tree.map(lambda a: a, params).replace(
         blocks=(block.replace(attention=block.attention.replace(qkv=JoinedWeight(parts))), *params.blocks[1:])
     )

@@ -25,7 +25,7 @@ def test_streams_and_logits_are_those_of_the_forward_pass(models, traced):
     np.testing.assert_array_equal(traced.streams[0], np.asarray(params.embedding)[TOKENS])
     for i in (1, 2):
         forward = jax.jit(llama_jax.forward, static_argnums=0)
-        hidden, _ = forward(replace(config, n_layers=i), params.replace(blocks=params.blocks[:i]), TOKENS[None])
+        hidden, _ = forward(replace(config, n_layers=i), first_layers(params, i), TOKENS[None])
         normed = jax.jit(ops.rms_norm)(traced.streams[i], params.final_norm, config.norm_eps)
         np.testing.assert_allclose(normed, hidden[0], atol=1e-5)
     np.testing.assert_allclose(traced.logits, jit_logits(config, params, TOKENS[None])[0], atol=1e-5)
